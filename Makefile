@@ -1,0 +1,52 @@
+# Everything runs in .venv, made on first use from the pinned lists in requirements/.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WORKERS ?= 2
+DEMO_OUT ?= demo
+
+.PHONY: demo test lint bench install install-test clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/firstloss demo --out $(DEMO_OUT)
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python -m benchmarks
+
+install: $(VENV)/.stamp-run
+install-test: $(VENV)/.stamp-test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch alone and first; then it is a constraint, so that nothing below can move it.
+$(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
+	$(PIP) -r requirements/torch.txt
+	@touch $@
+
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml
+	$(PIP) -c requirements/torch.txt -r requirements/run.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-deps.txt
+	$(PIP) -c requirements/torch.txt -r requirements/test.txt
+	$(PIP) --no-deps -r requirements/no-deps.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf src/*.egg-info
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
