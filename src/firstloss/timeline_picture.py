@@ -1,0 +1,106 @@
+"""Timelines drawn as bars over time: one group per timeline, one row per phase, all on one axis."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from firstloss.files import written_aside
+
+if TYPE_CHECKING:
+    from firstloss.timeline import Timeline
+
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
+_COLOURS = {
+    "import": "#999999",
+    "construct": "#E69F00",
+    "capture": "#E69F00",
+    "trace": "#56B4E9",
+    "lower": "#0072B2",
+    "compile": "#CC79A7",
+    "materialize": "#009E73",
+    "move": "#009E73",
+    "first step": "#D55E00",
+}
+_OTHER = "#F0E442"
+_INK = "#222222"
+
+
+def draw(path: str | os.PathLike[str], groups: list[tuple[str, Timeline]], title: str | None = None) -> None:
+    """Write the picture as PNG.
+
+    Nothing of matplotlib's global state is touched: no backend is chosen and pyplot is not imported.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [max(1, len(timeline.table())) for _, timeline in groups]
+    figure = Figure(figsize=(11, 1.5 + 0.36 * sum(rows) + 0.45 * len(groups)), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=[n + 0.9 for n in rows])[:, 0]
+    width = max(_shown(timeline) for _, timeline in groups) * 1.12 or 1.0
+    for axis, (name, timeline) in zip(axes, groups, strict=True):
+        _draw_group(axis, name, timeline, width)
+    axes[-1].set_xlabel("seconds since the process started", color=_INK)
+    axes[-1].tick_params(axis="x", bottom=True, labelbottom=True)
+    figure.suptitle(title or headline(groups), fontsize=13, fontweight="bold", color=_INK)
+    with written_aside(path) as file:
+        canvas.figure.savefig(file, format="png", dpi=150, facecolor="white")
+
+
+def headline(groups: list[tuple[str, Timeline]]) -> str:
+    """The times to first loss in a line, with their ratio when there are two."""
+    times = [(name, timeline.first_loss) for name, timeline in groups]
+    if any(seconds is None for _, seconds in times):
+        return "Timeline"
+    line = "Time to first loss: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times)
+    if len(times) == 2 and times[0][1]:
+        line += f": {times[1][1] / times[0][1]:.1f} times as long"  # type: ignore[operator]
+    return line
+
+
+def _shown(timeline: Timeline) -> float:
+    """How much of the axis a timeline asks for: up to its first loss, or all of it when none came."""
+    return timeline.first_loss or max((span.end for span in timeline.spans), default=0.0)
+
+
+def _draw_group(axis, name: str, timeline: Timeline, width: float) -> None:
+    table = timeline.table()
+    height = {row.name: len(table) - 1 - i for i, row in enumerate(table)}
+    for row in table:
+        colour = _COLOURS.get(row.name, _OTHER)
+        spans = [span for span in timeline.spans if span.name == row.name]
+        bars = [(span.start, max(span.seconds, width / 600)) for span in spans]  # a hair, where it would vanish
+        axis.broken_barh(bars, (height[row.name] - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.5)
+        end = max(span.end for span in spans)
+        axis.text(end + width * 0.006, height[row.name], duration(row.seconds), va="center", fontsize=9, color=_INK)
+    if timeline.first_loss is not None:
+        axis.axvline(timeline.first_loss, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        axis.annotate(
+            f"first loss {duration(timeline.first_loss)}",
+            (timeline.first_loss, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=10,
+            fontweight="bold",
+            color=_INK,
+        )
+    axis.set_title(name, loc="left", fontsize=11, fontweight="bold", color=_INK)
+    axis.set_yticks(list(height.values()), list(height))
+    axis.set_ylim(-0.6, max(0, len(table) - 1) + 0.6)
+    axis.set_xlim(0, width)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="both", length=0, labelbottom=False, colors=_INK)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `12.3 s`, `1.23 s`, `45 ms`."""
+    if seconds >= 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.0f} ms"
