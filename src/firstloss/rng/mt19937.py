@@ -10,10 +10,12 @@ window determines everything that follows it. All arrays here are uint32 and one
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint32]
+Words: TypeAlias = NDArray[np.uint32]
 
 N = 624  # words in a window
 M = 397  # the recurrence's middle term
