@@ -1,0 +1,79 @@
+"""The command `firstloss`. Neither torch nor jax is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..errors import FirstlossError
+from . import demo, inspect, verify
+
+COMMANDS = (demo, inspect, verify)
+
+# Where a missing library comes from, for those who installed the bare package.
+_EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. A failure is one line on stderr and a status that is not 0.
+
+    With FIRSTLOSS_DEBUG=1 in the environment, errors come with their traceback.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return _fail(args.command, "interrupted", status=130)
+    except BrokenPipeError:  # the reader of our output has left, as in `firstloss inspect ... | head`
+        sys.stdout = open(os.devnull, "w")
+        return 1
+    except Exception as error:
+        if os.environ.get("FIRSTLOSS_DEBUG"):
+            raise
+        return _fail(args.command, _in_words(error))
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRA_OF:
+        return f"{error.name} is not installed: pip install 'firstloss[{_EXTRA_OF[error.name]}]'"
+    if isinstance(error, FirstlossError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error} (FIRSTLOSS_DEBUG=1 shows where)"
+
+
+def _fail(command: str, message: str, status: int = 1) -> int:
+    print(f"firstloss {command}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a wrong argument is one line that names where help is, not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="firstloss",
+        description="Shorten the time from `python train.py` to the first loss of a PyTorch model.",
+        epilog="example: firstloss demo --out demo",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.HELP[0].upper() + command.HELP[1:] + ".",
+            epilog=f"example:\n  {command.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+        sub.set_defaults(run=command.run)
+    return parser

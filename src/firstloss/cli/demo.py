@@ -1,0 +1,192 @@
+"""`firstloss demo`: the main job on real data, Firstloss beside the eager way, with the picture of both."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FirstlossError
+from ..timeline import Timeline
+from . import output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAME = "demo"
+HELP = "train a Llama of 100M parameters on Python's own source, and draw the time to first loss"
+EXAMPLE = "firstloss demo --out demo"
+
+TITLES = {"firstloss": "Firstloss", "eager": "eager way", "pytorch": "plain PyTorch"}
+TOLERANCE = 1e-4
+"""How far a loss may lie from the other ways', relatively; XLA sums in another order than PyTorch."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", default="demo", metavar="DIR", help="where timeline.png and timeline.json go")
+    parser.add_argument("--steps", type=_positive, default=20, metavar="N", help="how many steps to train (default 20)")
+    parser.add_argument("--size", choices=("100m", "tiny"), default="100m", help="the model (default 100m)")
+
+
+def run(args: argparse.Namespace) -> int:
+    out = _Folder(args.out)
+    console = output.console(args.json)
+    with out, tempfile.TemporaryDirectory(prefix="firstloss-demo-") as scratch:
+        losses, timelines = _run_all(args, console, scratch)
+        ours, eager = timelines["firstloss"], timelines["eager"]
+        files = [os.path.join(args.out, name) for name in ("timeline.png", "timeline.json")]
+        ours.to_png(files[0], other=eager)
+        ours.to_perfetto(files[1], other=eager)
+        out.keep()
+    difference = {way: _difference(losses["firstloss"], losses[way]) for way in ("eager", "pytorch")}
+    if args.json:
+        output.print_json(_result(losses, timelines, difference, files))
+    else:
+        _print_tables(console, timelines, difference, files)
+    worst = max(difference, key=difference.__getitem__)
+    if difference[worst] > TOLERANCE:
+        raise FirstlossError(
+            f"the losses of {TITLES['firstloss']} and {TITLES[worst]} differ by {difference[worst]:.1e}, "
+            f"more than {TOLERANCE:.0e}"
+        )
+    return 0
+
+
+def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[dict[str, list[float]], dict]:
+    losses: dict[str, list[float]] = {}
+    timelines: dict[str, Timeline] = {}
+    with output.progress(console) as progress:
+        task = progress.add_task("reading the libraries from disk, so that both ways start alike", total=None)
+        list(_job("warm", args, scratch))
+        progress.remove_task(task)
+        for way, title in TITLES.items():
+            task = progress.add_task(title, total=args.steps)
+            console.print(f"[bold]{title}[/bold]")
+            losses[way] = []
+            for message in _job(way, args, scratch):
+                if "loss" in message:
+                    losses[way].append(message["loss"])
+                    console.print(f"  step {len(losses[way]):>3}/{args.steps}  loss {message['loss']:.4f}")
+                    progress.advance(task)
+                else:
+                    timelines[way] = Timeline.from_dict(message["timeline"])
+            progress.remove_task(task)
+    return losses, timelines
+
+
+def _job(way: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str, Any]]:
+    """Run one way of the job in a fresh process; yields what it says. It does not outlive the caller."""
+    command = [sys.executable, "-m", "firstloss.cli.demo_job", way, "--size", args.size, "--steps", str(args.steps)]
+    command += ["--artifacts", os.path.join(scratch, way)]  # of its own: no compilation finds another's cache
+    with open(os.path.join(scratch, f"{way}.log"), "w+", encoding="utf-8") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8")
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                yield json.loads(line)
+            if child.wait() != 0:
+                log.seek(0)
+                last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "it said nothing")
+                raise FirstlossError(f"the job {way!r} ended with status {child.returncode}: {last}")
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _difference(a: list[float], b: list[float]) -> float:
+    """The largest relative difference of two runs' losses; infinite where either is not a number."""
+    differences = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
+    return max(math.inf if math.isnan(difference) else difference for difference in differences)
+
+
+def _without_import(timeline: Timeline) -> float:
+    assert timeline.first_loss is not None
+    return timeline.first_loss - timeline.seconds("import")
+
+
+def _result(losses: dict, timelines: dict, difference: dict, files: list[str]) -> dict[str, Any]:
+    ours, eager = timelines["firstloss"], timelines["eager"]
+    return {
+        "time_to_first_loss": {way: timelines[way].first_loss for way in TITLES},
+        "without_import": {way: _without_import(timelines[way]) for way in TITLES},
+        "ratio": eager.first_loss / ours.first_loss,
+        "ratio_without_import": _without_import(eager) / _without_import(ours),
+        "phases": {way: {row.name: row.seconds for row in timelines[way].table()} for way in ("firstloss", "eager")},
+        "losses": losses,
+        "max_relative_difference": difference,
+        "files": files,
+    }
+
+
+def _print_tables(console: Console, timelines: dict, difference: dict, files: list[str]) -> None:
+    from rich.table import Table
+
+    ours, eager = timelines["firstloss"], timelines["eager"]
+    rows = {way: {row.name: row for row in timelines[way].table()} for way in ("firstloss", "eager")}
+    both = Timeline()
+    for timeline in (ours, eager):
+        for span in timeline.spans:
+            both.add(span.name, span.start, span.end)
+
+    table = Table(title="Where the time went (seconds)", title_justify="left")
+    table.add_column("phase")
+    for way in ("firstloss", "eager"):
+        table.add_column(f"{TITLES[way]}\nfrom", justify="right", style="dim")
+        table.add_column("\ntook", justify="right")
+    for phase in (row.name for row in both.table()):
+        cells = []
+        for way in ("firstloss", "eager"):
+            row = rows[way].get(phase)
+            cells += [f"{row.begin:.2f}", f"{row.seconds:.2f}"] if row else ["", ""]
+        table.add_row(phase, *cells)
+    table.add_section()
+    table.add_row("time to first loss", "", f"{ours.first_loss:.2f}", "", f"{eager.first_loss:.2f}", style="bold")
+    table.add_row("without import", "", f"{_without_import(ours):.2f}", "", f"{_without_import(eager):.2f}")
+    console.print(table)
+
+    ratio, bare = eager.first_loss / ours.first_loss, _without_import(eager) / _without_import(ours)
+    console.print(
+        f"The eager way takes {ratio:.2f} times as long to its first loss; without import {bare:.2f} times.",
+        soft_wrap=True,
+    )
+    for way, worst in difference.items():
+        console.print(f"Losses against {TITLES[way]}: relative difference at most {worst:.1e}", soft_wrap=True)
+    console.print(f"Wrote {' and '.join(files)} (open the latter at ui.perfetto.dev)", soft_wrap=True)
+
+
+class _Folder:
+    """A folder for results, made if it is not there, and taken away again if nothing comes to be in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self.made: list[str] = []
+
+    def __enter__(self) -> _Folder:
+        missing = self.path
+        while not os.path.exists(missing):
+            self.made.append(missing)
+            missing = os.path.dirname(missing)
+        os.makedirs(self.path, exist_ok=True)
+        return self
+
+    def keep(self) -> None:
+        self.made = []
+
+    def __exit__(self, *exception: object) -> None:
+        for folder in self.made:
+            try:
+                os.rmdir(folder)
+            except OSError:  # someone else has put something there
+                return
+
+
+def _positive(text: str) -> int:
+    if not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)

@@ -1,0 +1,145 @@
+"""`firstloss verify TARGET`: the deferred model against the eager one, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FirstlossError
+from . import output, target
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "verify"
+HELP = "construct a target eagerly and deferred, and compare every weight bit for bit"
+EXAMPLE = "firstloss verify torch.nn:Linear --arg in_features=512 --arg out_features=512"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="the seed that both start from (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = target.load(args.target, args.arg)
+
+    import torch
+
+    import firstloss as fl
+
+    torch.manual_seed(args.seed)
+    began = time.perf_counter()
+    eager = wanted()
+    eager_seconds = time.perf_counter() - began
+    eager_generator = torch.get_rng_state()
+
+    torch.manual_seed(args.seed)
+    began = time.perf_counter()
+    deferred = fl.deferred_init(wanted)
+    deferred_generator = torch.get_rng_state()
+    materialize(deferred)
+    deferred_seconds = time.perf_counter() - began
+
+    names = dict(named_tensors(eager))
+    differences = compare(names, dict(named_tensors(deferred)))
+    if not torch.equal(eager_generator, deferred_generator):
+        differences["(random generator)"] = "does not end where eager construction left it"
+    bytes_compared = sum(tensor.numel() * tensor.element_size() for tensor in names.values())
+    result = {
+        "target": wanted.text,
+        "seed": args.seed,
+        "tensors": len(names),
+        "bytes": bytes_compared,
+        "identical": not differences,
+        "differences": differences,
+        "eager_seconds": eager_seconds,
+        "deferred_seconds": deferred_seconds,
+    }
+    if args.json:
+        output.print_json(result)
+    else:
+        console = output.console()
+        for name, why in differences.items():
+            console.print(f"{name}: {why}", markup=False)
+        if not differences:
+            console.print(
+                f"{len(names)} tensors, {output.size(bytes_compared)}, and the random generator are bit-identical: "
+                f"eager {eager_seconds:.2f} s, deferred {deferred_seconds:.2f} s"
+            )
+    if differences:
+        name, why = next(iter(differences.items()))
+        raise FirstlossError(f"{wanted.text}: {len(differences)} of {len(names) + 1} differ; first {name}: {why}")
+    return 0
+
+
+def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in what a constructor returned, under each of its names: tied weights come more than once."""
+    import torch
+
+    if isinstance(made, torch.Tensor):
+        yield prefix or "(the tensor)", made
+    elif isinstance(made, torch.nn.Module):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in made.named_parameters(remove_duplicate=False):
+            yield dot + name, tensor
+        for name, tensor in made.named_buffers(remove_duplicate=False):
+            yield dot + name, tensor
+    elif isinstance(made, dict):
+        for name, value in made.items():
+            yield from named_tensors(value, f"{prefix}[{name!r}]")
+    elif isinstance(made, list | tuple):
+        for number, value in enumerate(made):
+            yield from named_tensors(value, f"{prefix}[{number}]")
+
+
+def materialize(made: Any) -> None:
+    """Make the values of all deferred tensors in what a constructor returned."""
+    import torch
+
+    import firstloss as fl
+
+    if isinstance(made, torch.nn.Module):
+        fl.materialize_module(made)
+    else:
+        for part in made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ():
+            materialize(part)
+        if isinstance(made, torch.Tensor):
+            fl.materialize_tensor(made)
+
+
+def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Which tensors differ, and how; empty when all are the same bit for bit and tied alike."""
+    ties, got_ties = _first_names(expected), _first_names(got)
+    differences = {}
+    for name in sorted(expected.keys() | got.keys()):
+        if name not in got:
+            differences[name] = "is missing from the deferred model"
+        elif name not in expected:
+            differences[name] = "is in the deferred model only"
+        elif why := _difference(expected[name], got[name]):
+            differences[name] = why
+        elif ties[name] != got_ties[name]:
+            differences[name] = f"is the same tensor as {got_ties[name]}, where eager has that of {ties[name]}"
+    return differences
+
+
+def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """For each name the first name of the same tensor: what is tied to what."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+
+
+def _difference(expected: torch.Tensor, got: torch.Tensor) -> str | None:
+    import torch
+
+    for what in ("shape", "dtype", "device", "requires_grad"):
+        a, b = getattr(expected, what), getattr(got, what)
+        if a != b:
+            return f"{what} is {b}, eager has {a}"
+    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, got))
+    if torch.equal(a, b):
+        return None
+    return f"{int((a != b).reshape(expected.numel(), -1).any(1).sum())} of {expected.numel()} elements differ"

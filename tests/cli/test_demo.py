@@ -1,0 +1,125 @@
+"""The demo from end to end on its tiny model, and what it leaves behind when it fails."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from firstloss.cli import demo, main
+
+pytest.importorskip("transformers")
+
+from firstloss.cli import demo_job
+
+
+def test_the_text_is_the_standard_library_in_order():
+    text = demo_job.standard_library(limit=100_000)
+    assert len(text) == 100_000 and b"import" in text
+    with open(os.path.join(os.path.dirname(os.__file__), "__future__.py"), "rb") as file:
+        assert text.startswith(file.read())
+
+
+def test_a_python_without_source_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo_job.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match="this Python came without it"):
+        demo_job.standard_library()
+
+
+def test_batches_are_the_same_each_time_and_leave_the_generator_alone():
+    text = bytes(range(256)) * 8
+    before = torch.get_rng_state()
+    a, b = (demo_job.make_batches(text, steps=3, size=2, length=16) for _ in range(2))
+    assert torch.equal(torch.stack(a), torch.stack(b)) and torch.equal(before, torch.get_rng_state())
+    assert a[0].shape == (2, 16) and a[0].dtype == torch.int64
+    assert not torch.equal(a[0], a[1])
+    assert (a[0].diff(dim=1) % 256 == 1).all()  # each piece runs on in the text
+
+
+def test_the_plain_loop_learns():
+    text = demo_job.standard_library(limit=100_000)
+    config = demo_job.LlamaConfig(vocab_size=256, **demo_job.SIZES["tiny"])
+    losses = list(demo_job.train_plainly(config, demo_job.make_batches(text, steps=8, size=2, length=64)))
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_the_demo_from_end_to_end(tmp_path, capfd):
+    out = tmp_path / "new" / "demo"
+    assert main(["demo", "--size", "tiny", "--steps", "3", "--out", str(out), "--json"]) == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert {len(losses) for losses in result["losses"].values()} == {3}
+    assert max(result["max_relative_difference"].values()) < demo.TOLERANCE
+    assert {"import", "capture", "trace", "lower", "compile", "materialize", "first step"} <= result["phases"][
+        "firstloss"
+    ].keys()
+    assert result["ratio"] > 0 and result["without_import"]["firstloss"] < result["time_to_first_loss"]["firstloss"]
+    assert sorted(path.name for path in out.iterdir()) == ["timeline.json", "timeline.png"]
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "timeline.json").read_text())["traceEvents"]
+    assert "step   3/3" in captured.err
+
+
+@pytest.fixture
+def fake_jobs(monkeypatch):
+    """Puts scripted jobs in the place of the processes; returns the losses that they tell, to be changed."""
+    losses = {way: [5.0, 4.0] for way in demo.TITLES}
+
+    def job(way, args, scratch):
+        if way == "warm":
+            return
+        told = losses[way]
+        if isinstance(told, Exception):
+            raise told
+        yield from ({"loss": loss} for loss in told)
+        spans = [{"name": "import", "track": "main", "start": 0.0, "end": 1.0}]
+        yield {"timeline": {"spans": spans, "marks": [{"name": "first loss", "at": 3.0}]}}
+
+    monkeypatch.setattr(demo, "_job", job)
+    return losses
+
+
+def test_tables_for_people(fake_jobs, tmp_path, capsys):
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 0
+    text = capsys.readouterr().out
+    assert "step   2/2  loss 4.0000" in text and "time to first loss" in text and "timeline.png" in text
+
+
+def test_losses_that_differ_are_an_error(fake_jobs, tmp_path, capsys):
+    fake_jobs["pytorch"] = [5.0, 4.001]
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 1
+    assert "the losses of Firstloss and plain PyTorch differ by 2.5e-04, more than 1e-04" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_nan_is_an_error(fake_jobs, tmp_path, capsys):
+    fake_jobs["firstloss"] = [5.0, float("nan")]
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 1
+
+
+def test_a_job_that_fails_leaves_nothing_behind(fake_jobs, tmp_path, capsys):
+    fake_jobs["eager"] = RuntimeError("boom")
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "a" / "b")]) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_was_there_stays(fake_jobs, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    fake_jobs["eager"] = RuntimeError("boom")
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "mine")]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_out_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 1
+    assert "file" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_is_one_line_and_its_last_words(tmp_path, monkeypatch):
+    class Args:
+        size, steps = "tiny", 1
+
+    monkeypatch.setattr(demo.sys, "executable", "/bin/false")
+    with pytest.raises(demo.FirstlossError, match="job 'eager' ended with status 1: it said nothing"):
+        list(demo._job("eager", Args, str(tmp_path)))

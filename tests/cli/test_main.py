@@ -1,0 +1,111 @@
+"""The command as a process: its status, its one line of stderr, what it imports."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from firstloss.cli import main
+
+
+def command(*arguments, cwd=None, **environment):
+    """Run `firstloss` with the given arguments."""
+    return subprocess.run(
+        [sys.executable, "-m", "firstloss", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("demo",), ("inspect",), ("verify",)])
+def test_help_holds_an_example(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and "example:" in text and f"firstloss {' '.join(arguments)}" in text
+
+
+def test_help_imports_neither_torch_nor_jax():
+    code = (
+        "import sys\n"
+        "from firstloss.cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'jax', 'numpy', 'rich', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=environment)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["demo", "--steps", "0"], "'0' is not a number above 0"),
+        (["verify"], "required: TARGET"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and captured.out == ""
+    assert says in captured.err and captured.err.count("\n") == 1 and "--help" in captured.err
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify"])
+def test_a_wrong_target_is_one_line_and_status_1(name, capsys):
+    assert main([name, "torchh:Linear"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"firstloss {name}: TARGET 'torchh:Linear': there is no module 'torchh'")
+
+
+def test_the_module_is_the_command():
+    done = command("verify", "torchh:Linear", "--json")
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    done = command("verify", "torchh:Linear", FIRSTLOSS_DEBUG="1")
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_a_missing_library_names_its_extra(monkeypatch, capsys):
+    def missing(args):
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr("firstloss.cli.demo.run", missing)
+    assert main(["demo"]) == 1
+    assert "rich is not installed: pip install 'firstloss[cli]'" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("firstloss.cli.demo.run", interrupted)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == "firstloss demo: interrupted\n"
+
+
+def test_a_full_disk_names_the_file(monkeypatch, capsys):
+    def full(args):
+        raise OSError(28, "No space left on device", "demo/timeline.png")
+
+    monkeypatch.setattr("firstloss.cli.demo.run", full)
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "firstloss demo: demo/timeline.png: No space left on device\n"
+
+
+def test_verify_says_identical(capsys):
+    assert main(["verify", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["identical"] and result["tensors"] == 2 and result["bytes"] == 4 * (35 + 7)
+    assert main(["verify", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7"]) == 0
+    assert "2 tensors, 168 B, and the random generator are bit-identical" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""How verify compares: by name, by bits, by what is tied to what."""
+
+import torch
+
+from firstloss.cli.verify import compare, named_tensors
+
+
+def model(tied=True):
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    if tied:
+        made[1].weight = made[0].weight
+    return made
+
+
+def test_names_cover_ties_buffers_and_containers():
+    names = [name for name, _ in named_tensors(model())]
+    assert "0.weight" in names and "1.weight" in names and "2.num_batches_tracked" in names
+    made = {"a": [torch.zeros(1), model()], "b": 3}
+    names = [name for name, _ in named_tensors(made)]
+    assert names[0] == "['a'][0]" and "['a'][1].0.weight" in names
+
+
+def test_the_same_model_twice_is_identical():
+    assert compare(dict(named_tensors(model())), dict(named_tensors(model()))) == {}
+
+
+def test_one_bit_is_a_difference_and_nan_is_none():
+    a, b = model(), model()
+    with torch.no_grad():
+        a[0].bias[0] = b[0].bias[0] = float("nan")
+        a[0].bias[1] = 0.0
+        b[0].bias[1] = -0.0
+    assert compare(dict(named_tensors(a)), dict(named_tensors(b))) == {"0.bias": "1 of 3 elements differ"}
+
+
+def test_shape_dtype_and_requires_grad_are_compared():
+    a = {"x": torch.zeros(2), "y": torch.zeros(2), "z": torch.zeros(2)}
+    b = {"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2, requires_grad=True)}
+    found = compare(a, b)
+    assert found["x"] == "shape is torch.Size([3]), eager has torch.Size([2])"
+    assert found["y"] == "dtype is torch.float64, eager has torch.float32"
+    assert found["z"] == "requires_grad is True, eager has False"
+
+
+def test_missing_and_superfluous_tensors():
+    found = compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)})
+    assert found == {"a": "is missing from the deferred model", "b": "is in the deferred model only"}
+
+
+def test_a_lost_tie_is_a_difference():
+    a, b = dict(named_tensors(model())), dict(named_tensors(model()))
+    b["1.weight"] = b["0.weight"].clone().requires_grad_()
+    assert list(compare(a, b)) == ["1.weight"]
