@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from firstloss.files import written_aside
+from .files import written_aside
 
 FIRST_LOSS = "first loss"
 """The mark that ends the road."""
@@ -186,7 +186,7 @@ class Timeline:
         title: str | None = None,
     ) -> None:
         """Draw the phases as bars over time, `other` below on the same axis. Needs matplotlib."""
-        from firstloss.timeline_picture import draw
+        from .timeline_picture import draw
 
         groups = [(name, self)] if other is None else [(name, self), (other_name, other)]
         draw(path, groups, title)

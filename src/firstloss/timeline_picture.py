@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from firstloss.files import written_aside
+from .files import written_aside
 
 if TYPE_CHECKING:
-    from firstloss.timeline import Timeline
+    from .timeline import Timeline
 
 # The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
 _COLOURS = {
