@@ -1,0 +1,112 @@
+"""Scaled dot product attention: one forward and one backward, under the names that each of PyTorch's kernels has.
+
+Scores are kept in float32 for the half precisions, as the kernels do. Shapes: query (batch, heads, length, width); key
+and value may have fewer heads, each then shared by a group of query heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jax import lax
+from jax import numpy as jnp
+
+from .dtypes import cast, opmath, where
+from .matmul import matmul
+from .norms import total
+from .registry import rule
+
+aten = torch.ops.aten
+
+
+def _swap(x):
+    return lax.transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def _shared(x, heads: int):
+    """Repeat each head of a key or value for the group of query heads that shares it."""
+    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _unshared(gradient, heads: int):
+    """Add up the gradients of the query heads that shared a head."""
+    b, h, *rest = gradient.shape
+    return gradient if h == heads else lax.reduce_sum(lax.reshape(gradient, (b, heads, h // heads, *rest)), (2,))
+
+
+def _scores(query, key, attn_mask, is_causal, scale):
+    scores = matmul(query, _swap(key)) * scale
+    if is_causal:
+        rows = lax.broadcasted_iota("int32", scores.shape, scores.ndim - 2)
+        columns = lax.broadcasted_iota("int32", scores.shape, scores.ndim - 1)
+        scores = where(columns > rows, -math.inf, scores)
+    if attn_mask is not None:
+        scores = (
+            where(attn_mask, scores, -math.inf) if attn_mask.dtype == bool else scores + cast(attn_mask, scores.dtype)
+        )
+    return scores
+
+
+def _scale(query, scale):
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _refuse_dropout(dropout_p):
+    if dropout_p:
+        raise NotImplementedError(
+            "Dropout inside fused attention draws random numbers that this lowering does not have. Set the attention "
+            "dropout to 0, or apply torch.nn.functional.dropout to the weights of an attention written out."
+        )
+
+
+def attention(query, key, value, attn_mask, is_causal, scale):
+    """Output and log-sum-exp of the scores (batch, heads, length); a row with nothing to attend to gives zeros."""
+    heads = query.shape[1]
+    key, value = _shared(key, heads), _shared(value, heads)
+    scores = _scores(query, key, attn_mask, is_causal, _scale(query, scale))
+    top = lax.expand_dims(lax.reduce_max(scores, (3,)), [3])
+    top = where(top == -math.inf, 0, top)
+    e = lax.exp(scores - top)
+    norm = total(e, (3,))
+    weights = e / where(norm == 0, 1, norm)
+    output = matmul(cast(weights, value.dtype), value)
+    return output, lax.squeeze(lax.log(norm) + top, [3])
+
+
+def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale):
+    """Gradients of query, key, value and scores, with the weights made again from the log-sum-exp.
+
+    The row sum of gradient times weights is taken from the output (Dao et al., FlashAttention, 2022, appendix B.2).
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    dtype, scale = query.dtype, _scale(query, scale)
+    k, v = _shared(key, heads), _shared(value, heads)
+    lse = lax.expand_dims(cast(logsumexp, opmath(dtype)), [3])
+    scores = _scores(query, k, attn_mask, is_causal, scale)
+    weights = where(lse == -math.inf, 0, lax.exp(scores - lse))
+    g = cast(grad_out, dtype)
+    grad_value = matmul(_swap(cast(weights, dtype)), g)
+    grad_weights = matmul(g, _swap(v))
+    along = total(cast(grad_out, weights.dtype) * cast(out, weights.dtype), (3,))
+    grad_scores = weights * (grad_weights - along)
+    d = cast(grad_scores, dtype)
+    grad_query = matmul(d, k) * scale
+    grad_key = matmul(_swap(d), query) * scale
+    return grad_query, _unshared(grad_key, kv_heads), _unshared(grad_value, kv_heads), grad_scores
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _scaled_dot_product_flash_attention_for_cpu(
+    query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+):
+    _refuse_dropout(dropout_p)
+    return attention(query, key, value, attn_mask, is_causal, scale)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+):
+    _refuse_dropout(dropout_p)
+    return attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)[:3]

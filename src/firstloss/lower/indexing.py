@@ -1,0 +1,317 @@
+"""Reading and writing at places that tensors name.
+
+Eager PyTorch raises on a place out of range. A compiled program cannot: such a read gives NaN (the smallest integer,
+for integers), so that it shows, and such a write is dropped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jax import lax
+from jax import numpy as jnp
+
+from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, where
+from .registry import rule
+
+aten = torch.ops.aten
+
+
+def _add_at(self, places, values, **how):
+    """Add `values` at `places`, equal places adding up in the dtype PyTorch computes in."""
+    wide = opmath(self.dtype)
+    if wide.kind == "b":
+        return self.at[places].max(cast(values, wide), **how)
+    return cast(self, wide).at[places].add(cast(values, wide), **how)
+
+
+# --- index, as in x[i, :, j] ------------------------------------------------------------------------------------------
+
+
+def _to_front(self, indices):
+    """Move the dimensions that have an index to the front.
+
+    Returns the moved array, the indices broadcast together, and the order that was used.
+    """
+    places = []
+    for index in indices:
+        if index is not None and index.dtype in (np.bool_, np.uint8):
+            raise NotImplementedError(
+                "A boolean mask as an index makes a tensor whose shape depends on values, which a compiled program "
+                "cannot have. Write torch.where(mask, x, other), or x.masked_fill(mask, value), or multiply by the "
+                "mask before a reduction."
+            )
+        places.append(index)
+    indexed = [d for d, index in enumerate(places) if index is not None]
+    order = indexed + [d for d in range(self.ndim) if d not in indexed]
+    return lax.transpose(self, order), tuple(broadcast(*(places[d] for d in indexed))), order
+
+
+def _is_run(indexed: list[int]) -> bool:
+    return indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+
+
+def _result_start(indices) -> int:
+    """Where the indexed dimensions of the result begin: in place if the indices are neighbours, else in front."""
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    return indexed[0] if _is_run(indexed) else 0
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(self, indices):
+    if all(i is None for i in indices):
+        return self
+    moved, places, _ = _to_front(self, indices)
+    taken = moved[places]
+    start, count = _result_start(indices), places[0].ndim
+    return jnp.moveaxis(taken, range(count), range(start, start + count))
+
+
+def _by_mask(self, indices, values, accumulate):
+    """`x[mask] = value`: the one write through a mask whose shape does not depend on values."""
+    mask = indices[0]
+    if len(indices) != 1 or values.size != 1:
+        raise NotImplementedError(
+            "Writing several values through a boolean mask depends on how many elements the mask selects, which a "
+            "compiled program cannot know. Write torch.where(mask, values, x), or x.masked_scatter(mask, values)."
+        )
+    mask = lax.broadcast_in_dim(cast(mask, np.dtype(bool)), self.shape, range(mask.ndim))
+    value = cast(lax.reshape(values, ()), self.dtype)
+    return lax.select(mask, self + value if accumulate else lax.full(self.shape, value), self)
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(self, indices, values, accumulate=False):
+    if all(i is None for i in indices):
+        values = broadcast_to(cast(values, self.dtype), self.shape)
+        return self + values if accumulate else values
+    if any(i is not None and i.dtype in (np.bool_, np.uint8) for i in indices):
+        return _by_mask(self, indices, values, accumulate)
+    moved, places, order = _to_front(self, indices)
+    count, start = places[0].ndim, _result_start(indices)
+    rest = moved.shape[len(places) :]
+    shape = rest[:start] + places[0].shape + rest[start:]
+    values = jnp.moveaxis(broadcast_to(values, shape), range(start, start + count), range(count))
+    written = _add_at(moved, places, values) if accumulate else moved.at[places].set(cast(values, self.dtype))
+    return lax.transpose(written, np.argsort(order))
+
+
+# --- One dimension, one index -----------------------------------------------------------------------------------------
+
+
+def _rows(self, dim, index):
+    """The dimension and a one-dimensional index, as an indexing expression on an array that has dimensions."""
+    x = lax.reshape(self, (1,)) if self.ndim == 0 else self
+    d = axis(dim, x.ndim)
+    return x, (slice(None),) * d + (lax.reshape(index, (index.size,)),)
+
+
+@rule(aten.index_select.default)
+def index_select(self, dim, index):
+    x, places = _rows(self, dim, index)
+    return lax.reshape(x[places], ()) if self.ndim == 0 else x[places]
+
+
+@rule(aten.index_add.default)
+def index_add(self, dim, index, source, *, alpha=1):
+    x, places = _rows(self, dim, index)
+    source = cast(source, opmath(self.dtype))
+    source = source if source.ndim else lax.reshape(source, (1,))
+    return lax.reshape(_add_at(x, places, source if alpha == 1 else source * cast(alpha, source.dtype)), self.shape)
+
+
+@rule(aten.index_copy.default)
+def index_copy(self, dim, index, source):
+    x, places = _rows(self, dim, index)
+    source = source if source.ndim else lax.reshape(source, (1,))
+    return lax.reshape(x.at[places].set(cast(source, x.dtype)), self.shape)
+
+
+@rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(self, dim, index, value):
+    x, places = _rows(self, dim, index)
+    return lax.reshape(x.at[places].set(cast(value, x.dtype)), self.shape)
+
+
+@rule(aten.index_reduce.default)
+def index_reduce(self, dim, index, source, reduce, *, include_self=True):
+    x, places = _rows(self, dim, index)
+    source = source if source.ndim else lax.reshape(source, (1,))
+    return lax.reshape(_reduce_at(x, places, source, reduce, include_self), self.shape)
+
+
+@rule(aten.take.default)
+def take(self, index):
+    return lax.reshape(self, (self.size,))[index]
+
+
+@rule(aten.put.default)
+def put(self, index, source, accumulate=False):
+    flat, places = lax.reshape(self, (self.size,)), lax.reshape(index, (index.size,))
+    source = lax.reshape(source, (source.size,))
+    written = _add_at(flat, places, source) if accumulate else flat.at[places].set(cast(source, self.dtype))
+    return lax.reshape(written, self.shape)
+
+
+# --- gather and scatter -----------------------------------------------------------------------------------------------
+
+
+def _along(index, dim):
+    """Places that differ from an element's own in one dimension only."""
+    return tuple(index if d == dim else lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim))
+
+
+def _scatter_operands(self, dim, index, src=None):
+    """The operands of a scatter, with at least one dimension, `src` cut to the part that is read."""
+    if self.ndim == 0:
+        self = lax.reshape(self, (1,))
+    if index.ndim == 0:
+        index = lax.reshape(index, (1,))
+    if src is not None and not is_number(src):
+        src = lax.reshape(src, (1,)) if src.ndim == 0 else src
+        src = lax.slice(src, (0,) * src.ndim, index.shape)
+    return self, _along(index, axis(dim, self.ndim)), src
+
+
+@rule(aten.gather.default)
+def gather(self, dim, index, *, sparse_grad=False):
+    x, places, _ = _scatter_operands(self, dim, index)
+    if 0 in index.shape:
+        return lax.full(index.shape, 0, self.dtype)
+    return lax.reshape(x[places], index.shape)
+
+
+@rule(aten.scatter.src, aten.scatter.value)
+def scatter(self, dim, index, src):
+    x, places, src = _scatter_operands(self, dim, index, src)
+    return lax.reshape(x.at[places].set(cast(src, x.dtype)), self.shape)
+
+
+@rule(aten.scatter_add.default)
+def scatter_add(self, dim, index, src):
+    x, places, src = _scatter_operands(self, dim, index, src)
+    return lax.reshape(_add_at(x, places, src), self.shape)
+
+
+def _reduce_at(x, places, src, reduce, include_self):
+    """Combine `src` into `x`; without `include_self`, places that are written begin from the neutral element."""
+    dtype = opmath(x.dtype)
+    x, src = cast(x, dtype), cast(src, dtype)
+    if reduce == "mean":
+        counts = lax.full(x.shape, int(include_self), np.int64).at[places].add(1)
+        total = _reduce_at(x, places, src, "sum", include_self)
+        counts = cast(lax.max(counts, lax.full_like(counts, 1)), dtype)
+        return jnp.floor_divide(total, counts) if is_integer(dtype) else total / counts
+    name, neutral = {
+        "sum": ("add", 0),
+        "add": ("add", 0),
+        "prod": ("mul", 1),
+        "multiply": ("mul", 1),
+        "amax": ("max", None),
+        "amin": ("min", None),
+    }[reduce]
+    if not include_self:
+        if neutral is None:
+            info = jnp.iinfo(dtype) if dtype.kind in "iu" else None
+            low, high = (
+                (-np.inf, np.inf) if dtype.kind not in "iub" else (info.min, info.max) if info else (False, True)
+            )
+            neutral = low if reduce == "amax" else high
+        x = x.at[places].set(cast(neutral, dtype))
+    if dtype.kind == "b":
+        name = {"add": "max", "mul": "min"}.get(name, name)
+    return getattr(x.at[places], name)(src)
+
+
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
+    x, places, src = _scatter_operands(self, dim, index, src)
+    return lax.reshape(_reduce_at(x, places, src, reduce, include_self), self.shape)
+
+
+@rule(aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_with_reduce(self, dim, index, src, *, reduce):
+    x, places, src = _scatter_operands(self, dim, index, src)
+    return lax.reshape(_reduce_at(x, places, src, reduce, True), self.shape)
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(self, mask, value):
+    return where(cast(mask, np.dtype(bool)), cast(value, self.dtype), self)
+
+
+@rule(aten.masked_scatter.default)
+def masked_scatter(self, mask, source):
+    """The n-th selected place takes the n-th element of `source`: the count of places before it is its index."""
+    mask, x = broadcast(cast(mask, np.dtype(bool)), self)
+    if 0 in (x.size, source.size):
+        return x
+    order = lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1
+    taken = lax.reshape(source, (source.size,))[lax.max(order, lax.full_like(order, 0))]
+    return lax.select(mask, lax.reshape(cast(taken, x.dtype), x.shape), x)
+
+
+@rule(aten.masked_scatter_backward.default)
+def masked_scatter_backward(grad_output, mask, sizes):
+    """Selected gradients, packed to the front of a tensor of `sizes`."""
+    mask = lax.reshape(broadcast_to(cast(mask, np.dtype(bool)), grad_output.shape), (grad_output.size,))
+    count = int(np.prod(sizes))
+    order = lax.cumsum(cast(mask, np.dtype(np.int64))) - 1
+    places = lax.select(mask, order, lax.full_like(order, count))  # past the end: dropped
+    packed = lax.full((count,), 0, grad_output.dtype).at[places].set(lax.reshape(grad_output, (grad_output.size,)))
+    return lax.reshape(packed, tuple(sizes))
+
+
+# --- Embeddings -------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.embedding.default)
+def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    return weight[indices]
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
+    """Rows add up in float32 for the half precisions; a row read as padding gets none."""
+    places = lax.reshape(indices, (indices.size,))
+    width = grad_output.shape[indices.ndim :]
+    g = lax.reshape(cast(grad_output, opmath(grad_output.dtype)), (indices.size, *width))
+    if scale_grad_by_freq:
+        counts = lax.full((num_weights,), 0, g.dtype).at[places].add(1)
+        g = g / lax.expand_dims(counts[places], range(1, g.ndim))
+    if padding_idx >= 0:
+        places = where(places == padding_idx, num_weights, places)  # past the end: dropped
+    return lax.full((num_weights, *width), 0, g.dtype).at[places].add(g)
+
+
+# --- Searches and counts ----------------------------------------------------------------------------------------------
+
+
+@rule(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(self, boundaries, *, out_int32=False, right=False):
+    x = cast(self, boundaries.dtype) if is_number(self) else self
+    return jnp.searchsorted(boundaries, x, side="right" if right else "left", method="scan_unrolled")
+
+
+@rule(aten.bincount.default)
+def bincount(self, weights=None, minlength=0):
+    raise NotImplementedError(
+        "torch.bincount makes a tensor as long as its largest value, which a compiled program cannot know. Write "
+        "torch.zeros(length).scatter_add(0, x, torch.ones_like(x, dtype=torch.float))."
+    )
+
+
+@rule(aten.nonzero.default, aten.masked_select.default)
+def nonzero(self, *_):
+    raise NotImplementedError(
+        "The shape of this result depends on values, which a compiled program cannot have. Write "
+        "torch.where(mask, x, other), or multiply by the mask before a reduction, or use torch.nonzero_static."
+    )
+
+
+@rule(aten.nonzero_static.default)
+def nonzero_static(self, *, size, fill_value=-1):
+    return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -1,0 +1,163 @@
+"""Losses and their derivatives. `reduction` is PyTorch's number: 0 none, 1 mean, 2 sum."""
+
+from __future__ import annotations
+
+import torch
+from jax import lax
+
+from .dtypes import cast, operands, opmath, where
+from .registry import rule
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2
+
+
+def _reduced(loss, reduction):
+    if reduction not in (MEAN, SUM):
+        return loss
+    total = lax.reduce_sum(loss, range(loss.ndim))
+    return total / loss.size if reduction == MEAN else total
+
+
+def _share(grad_output, like, reduction):
+    """What one element's loss gets of the gradient."""
+    g = cast(grad_output, like.dtype)
+    return g / like.size if reduction == MEAN else g
+
+
+# --- Negative log likelihood ------------------------------------------------------------------------------------------
+
+
+def _class_weights(self, target, weight, ignore_index):
+    """Each target's weight, 0 where it is to be ignored, and the target with those places made harmless."""
+    kept = target != ignore_index
+    safe = where(kept, target, 0)
+    dtype = opmath(self.dtype)
+    if weight is None:
+        return cast(kept, dtype), safe
+    return where(kept, cast(weight, dtype)[safe], 0), safe
+
+
+def _at_target(shape, target, channel):
+    """True where an element's class is the target's."""
+    classes = lax.broadcasted_iota(target.dtype, shape, channel)
+    return classes == (lax.expand_dims(target, [channel]) if len(shape) > 1 else target)
+
+
+def _channel(self) -> int:
+    """Where the classes are: first for one sample without a batch, else second."""
+    return 0 if self.ndim == 1 else 1
+
+
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss_forward(self, target, weight, reduction, ignore_index):
+    """The loss and the sum of the weights, which the mean divides by."""
+    x = cast(self, opmath(self.dtype))
+    channel = _channel(self)
+    target = lax.reshape(target, ()) if self.ndim == 1 else target
+    weights, safe = _class_weights(self, target, weight, ignore_index)
+    # Chosen by comparison and sum, not by a gather: it fuses with the log-softmax that makes `self`.
+    chosen = lax.reduce_sum(where(_at_target(x.shape, safe, channel), x, 0), (channel,))
+    losses = where(weights == 0, 0, -chosen * weights)
+    total_weight = lax.reduce_sum(weights, range(weights.ndim))
+    if reduction == MEAN:
+        return lax.reduce_sum(losses, range(losses.ndim)) / total_weight, total_weight
+    if reduction == SUM:
+        return lax.reduce_sum(losses, range(losses.ndim)), total_weight
+    return losses, lax.full((), 0, x.dtype)
+
+
+@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
+    channel = _channel(self)
+    target = lax.reshape(target, ()) if self.ndim == 1 else target
+    weights, safe = _class_weights(self, target, weight, ignore_index)
+    g = cast(grad_output, weights.dtype)
+    g = -weights * (g / cast(total_weight, g.dtype) if reduction == MEAN else g)
+    g = where(weights == 0, 0, g)
+    return where(_at_target(self.shape, safe, channel), lax.expand_dims(g, [channel]), 0)
+
+
+# --- Regression -------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.mse_loss.default)
+def mse_loss(self, target, reduction=MEAN):
+    x, y = operands(self, target)
+    return _reduced((x - y) * (x - y), reduction)
+
+
+@rule(aten.mse_loss_backward.default)
+def mse_loss_backward(grad_output, self, target, reduction):
+    x, y = operands(self, target)
+    return 2 * (x - y) * _share(grad_output, x, reduction)
+
+
+@rule(aten.smooth_l1_loss.default)
+def smooth_l1_loss(self, target, reduction=MEAN, beta=1.0):
+    x, y = operands(self, target)
+    z = lax.abs(x - y)
+    return _reduced(where(z < beta, 0.5 * z * z / beta, z - 0.5 * beta) if beta else z, reduction)
+
+
+@rule(aten.smooth_l1_loss_backward.default)
+def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
+    x, y = operands(self, target)
+    z = x - y
+    slope = where(lax.abs(z) < beta, z / beta, lax.sign(z)) if beta else lax.sign(z)
+    return slope * _share(grad_output, x, reduction)
+
+
+@rule(aten.huber_loss.default)
+def huber_loss(self, target, reduction=MEAN, delta=1.0):
+    x, y = operands(self, target)
+    z = lax.abs(x - y)
+    return _reduced(where(z < delta, 0.5 * z * z, delta * (z - 0.5 * delta)), reduction)
+
+
+@rule(aten.huber_loss_backward.default)
+def huber_loss_backward(grad_output, self, target, reduction, delta):
+    x, y = operands(self, target)
+    z = x - y
+    return where(lax.abs(z) <= delta, z, delta * lax.sign(z)) * _share(grad_output, x, reduction)
+
+
+# --- Binary classification --------------------------------------------------------------------------------------------
+
+
+@rule(aten.binary_cross_entropy.default)
+def binary_cross_entropy(self, target, weight=None, reduction=MEAN):
+    """Logarithms stop at -100, as PyTorch documents, so that no loss is infinite."""
+    x, y = operands(self, target)
+    floor = lax.full_like(x, -100)
+    loss = (y - 1) * lax.max(lax.log1p(-x), floor) - y * lax.max(lax.log(x), floor)
+    return _reduced(loss if weight is None else loss * cast(weight, x.dtype), reduction)
+
+
+@rule(aten.binary_cross_entropy_backward.default)
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=MEAN):
+    x, y = operands(self, target)
+    spread = lax.max((1 - x) * x, lax.full_like(x, 1e-12))
+    g = (x - y) / spread
+    return (g if weight is None else g * cast(weight, x.dtype)) * _share(grad_output, x, reduction)
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN):
+    x, y = operands(self, target)
+    log_sigmoid = lax.min(x, lax.full_like(x, 0)) - lax.log1p(lax.exp(-lax.abs(x)))
+    factor = 1 if pos_weight is None else (cast(pos_weight, x.dtype) - 1) * y + 1
+    loss = (1 - y) * x - factor * log_sigmoid
+    return _reduced(loss if weight is None else loss * cast(weight, x.dtype), reduction)
+
+
+@rule(aten.soft_margin_loss.default)
+def soft_margin_loss(self, target, reduction=MEAN):
+    x, y = operands(self, target)
+    return _reduced(lax.log1p(lax.exp(-x * y)), reduction)
+
+
+@rule(aten.soft_margin_loss_backward.default)
+def soft_margin_loss_backward(grad_output, self, target, reduction):
+    x, y = operands(self, target)
+    return -y * lax.logistic(-x * y) * _share(grad_output, x, reduction)

@@ -1,0 +1,95 @@
+"""Matrix products. The half precisions multiply as they are and add up in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jax import lax
+
+from .dtypes import cast, is_integer, opmath
+from .registry import rule
+
+aten = torch.ops.aten
+
+
+def contract(x, y, dims):
+    """`lax.dot_general` at full precision: float32 stays float32 on accelerators too, as PyTorch's default is."""
+    if x.dtype == bool:
+        x, y = cast(x, np.dtype(np.int32)), cast(y, np.dtype(np.int32))
+    return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=opmath(x.dtype))
+
+
+def matmul(x, y):
+    """The product of the last two dimensions, those before them being equal."""
+    batch = tuple(range(x.ndim - 2))
+    return contract(x, y, (((x.ndim - 1,), (y.ndim - 2,)), (batch, batch)))
+
+
+def _plus(self, product, beta, alpha):
+    """`beta * self + alpha * product`; with `beta` 0, NaN in `self` does not count."""
+    if alpha != 1:
+        product = product * cast(alpha, product.dtype)
+    if beta == 0:
+        return product
+    base = cast(self, product.dtype)
+    return (base if beta == 1 else base * cast(beta, product.dtype)) + product
+
+
+@rule(aten.mm.default, aten.bmm.default)
+def mm(self, mat2):
+    return matmul(self, mat2)
+
+
+@rule(aten.mm.dtype, aten.bmm.dtype)
+def mm_dtype(self, mat2, out_dtype):
+    return matmul(self, mat2)
+
+
+@rule(aten.addmm.default, aten.baddbmm.default)
+def addmm(self, mat1, mat2, *, beta=1, alpha=1):
+    return _plus(self, matmul(mat1, mat2), beta, alpha)
+
+
+@rule(aten._addmm_activation.default)
+def _addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
+    from .pointwise import gelu, relu
+
+    x = addmm(self, mat1, mat2, beta=beta, alpha=alpha)
+    return gelu(x, approximate="tanh") if use_gelu else relu(x)
+
+
+@rule(aten.addbmm.default)
+def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    return _plus(self, contract(batch1, batch2, (((0, 2), (0, 1)), ((), ()))), beta, alpha)
+
+
+@rule(aten.mv.default)
+def mv(self, vec):
+    return contract(self, vec, (((1,), (0,)), ((), ())))
+
+
+@rule(aten.addmv.default)
+def addmv(self, mat, vec, *, beta=1, alpha=1):
+    return _plus(self, mv(mat, vec), beta, alpha)
+
+
+@rule(aten.addr.default)
+def addr(self, vec1, vec2, *, beta=1, alpha=1):
+    x, y = cast(vec1, opmath(vec1.dtype)), cast(vec2, opmath(vec2.dtype))
+    return _plus(self, lax.expand_dims(x, [1]) * lax.expand_dims(y, [0]), beta, alpha)
+
+
+@rule(aten.dot.default)
+def dot(self, tensor):
+    return contract(self, tensor, (((0,), (0,)), ((), ())))
+
+
+@rule(aten.vdot.default)
+def vdot(self, other):
+    return dot(self if is_integer(self.dtype) or self.dtype.kind != "c" else lax.conj(self), other)
+
+
+@rule(aten.linear.default)
+def linear(input, weight, bias=None):
+    product = contract(input, weight, (((input.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return product if bias is None else product + cast(bias, product.dtype)

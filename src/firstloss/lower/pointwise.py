@@ -1,0 +1,719 @@
+"""Element by element: arithmetic, comparisons, bits, activations and their derivatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from jax import lax
+from jax import numpy as jnp
+from jax import scipy as jsp
+
+from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, where
+from .registry import rule
+
+aten = torch.ops.aten
+
+
+def _enter(overload: torch._ops.OpOverload, function: Callable) -> None:
+    """Enter a row of one of the tables below."""
+    function.__name__ = function.__qualname__ = str(overload)
+    rule(overload)(function)
+
+
+# --- Functions of one operand -----------------------------------------------------------------------------------------
+
+
+def _complex_as_real(of_real: Callable) -> Callable:
+    """Apply to both parts of a complex number; used where PyTorch's predicate or rounding looks at each part."""
+
+    def function(x: Any) -> Any:
+        return lax.complex(of_real(lax.real(x)), of_real(lax.imag(x))) if is_complex(x.dtype) else of_real(x)
+
+    return function
+
+
+def _lax_sign(x: Any) -> Any:
+    """PyTorch's sign of NaN is 0, XLA's is NaN."""
+    if x.dtype.kind == "b" or is_complex(x.dtype):
+        return x
+    return x if x.dtype.kind == "u" and x.size == 0 else where(x != x, 0, lax.sign(x))
+
+
+def _sgn(x: Any) -> Any:
+    return lax.sign(x) if is_complex(x.dtype) else _lax_sign(x)
+
+
+def _logit(x: Any) -> Any:
+    return lax.log(x / (1 - x))
+
+
+def _erfcx(x: Any) -> Any:
+    return lax.exp(x * x) * lax.erfc(x)
+
+
+def _log_ndtr(x: Any) -> Any:
+    return jsp.special.log_ndtr(x)
+
+
+def _sinc(x: Any) -> Any:
+    scaled = x * math.pi
+    return where(x == 0, 1, lax.sin(scaled) / where(x == 0, 1, scaled))
+
+
+def _frac(x: Any) -> Any:
+    return x - _trunc(x)
+
+
+def _trunc(x: Any) -> Any:
+    return lax.select(x < 0, lax.ceil(x), lax.floor(x))
+
+
+def _nearest_even(x: Any) -> Any:
+    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def _i0(x: Any) -> Any:
+    return lax.bessel_i0e(x) * lax.exp(lax.abs(x))
+
+
+def _i1(x: Any) -> Any:
+    return lax.bessel_i1e(x) * lax.exp(lax.abs(x))
+
+
+# Results are floating point whatever the operand.
+_FLOAT_UNARY = {
+    aten.sin.default: lax.sin,
+    aten.cos.default: lax.cos,
+    aten.tan.default: lax.tan,
+    aten.asin.default: lax.asin,
+    aten.acos.default: lax.acos,
+    aten.atan.default: lax.atan,
+    aten.sinh.default: lax.sinh,
+    aten.cosh.default: lax.cosh,
+    aten.tanh.default: lax.tanh,
+    aten.asinh.default: lax.asinh,
+    aten.acosh.default: lax.acosh,
+    aten.atanh.default: lax.atanh,
+    aten.exp.default: lax.exp,
+    aten.exp2.default: lax.exp2,
+    aten.special_exp2.default: lax.exp2,
+    aten.expm1.default: lax.expm1,
+    aten.log.default: lax.log,
+    aten.log1p.default: lax.log1p,
+    aten.log2.default: lambda x: lax.log(x) / cast(math.log(2), x.dtype) if is_complex(x.dtype) else jnp.log2(x),
+    aten.log10.default: lambda x: lax.log(x) / cast(math.log(10), x.dtype) if is_complex(x.dtype) else jnp.log10(x),
+    aten.sqrt.default: lax.sqrt,
+    aten.rsqrt.default: lax.rsqrt,
+    aten.reciprocal.default: lambda x: lax.div(lax.full_like(x, 1), x),
+    aten.sigmoid.default: lax.logistic,
+    aten.erf.default: lax.erf,
+    aten.erfc.default: lax.erfc,
+    aten.erfinv.default: lax.erf_inv,
+    aten.lgamma.default: lax.lgamma,
+    aten.digamma.default: lax.digamma,
+    aten.sinc.default: _sinc,
+    aten.i0.default: _i0,
+    aten.special_i0e.default: lax.bessel_i0e,
+    aten.special_i1.default: _i1,
+    aten.special_i1e.default: lax.bessel_i1e,
+    aten.special_ndtri.default: jsp.special.ndtri,
+    aten.special_log_ndtr.default: _log_ndtr,
+    aten.special_entr.default: jsp.special.entr,
+    aten.deg2rad.default: lambda x: x * cast(math.pi / 180, x.dtype),
+    aten.rad2deg.default: lambda x: x * cast(180 / math.pi, x.dtype),
+}
+
+# Results have the operand's dtype; those of integers are the operand itself where the entry only rounds.
+_UNARY = {
+    aten.neg.default: lax.neg,
+    aten.abs.default: lambda x: x if x.dtype.kind in "bu" else lax.abs(x),
+    aten.sign.default: _lax_sign,
+    aten.sgn.default: _sgn,
+    aten.square.default: lax.square,
+    aten.relu.default: lambda x: lax.max(x, lax.full_like(x, 0)),
+    aten.angle.default: lambda x: jnp.angle(x) if is_complex(x.dtype) else where(x < 0, math.pi, where(x != x, x, 0)),
+    aten.conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
+    aten._conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
+    aten._conj_physical.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
+    aten.conj_physical.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
+    aten.resolve_conj.default: lambda x: x,
+    aten.resolve_neg.default: lambda x: x,
+    aten._neg_view.default: lax.neg,
+    aten.positive.default: lambda x: x,
+    aten.real.default: lambda x: lax.real(x) if is_complex(x.dtype) else x,
+    aten.imag.default: lambda x: lax.imag(x),
+    aten.bitwise_not.default: lax.bitwise_not,
+    aten.logical_not.default: lambda x: x == 0,
+    aten.isnan.default: lambda x: x != x,
+    aten.isinf.default: lambda x: _any_part(lambda part: lax.abs(part) == math.inf, x),
+    aten.isposinf.default: lambda x: x == math.inf,
+    aten.isneginf.default: lambda x: x == -math.inf,
+    aten.signbit.default: lambda x: x < 0 if is_integer(x.dtype) else jnp.signbit(x),
+}
+_ROUNDING = {
+    aten.floor.default: lax.floor,
+    aten.ceil.default: lax.ceil,
+    aten.trunc.default: _trunc,
+    aten.round.default: _nearest_even,
+    aten.frac.default: _frac,
+}
+
+
+def _any_part(test: Callable, x: Any) -> Any:
+    if is_integer(x.dtype):
+        return lax.full_like(x, False, np.bool_)
+    return test(lax.real(x)) | test(lax.imag(x)) if is_complex(x.dtype) else test(x)
+
+
+for _overload, _function in _FLOAT_UNARY.items():
+    _enter(_overload, lambda self, f=_function: f(*floats(self)))
+for _overload, _function in _UNARY.items():
+    _enter(_overload, lambda self, f=_function: f(cast(self, opmath(self.dtype))))
+for _overload, _function in _ROUNDING.items():
+    _enter(
+        _overload,
+        lambda self, f=_function: self if is_integer(self.dtype) else f(cast(self, opmath(self.dtype))),
+    )
+
+
+@rule(aten.round.decimals)
+def round_decimals(self, *, decimals):
+    if is_integer(self.dtype):
+        return self
+    (x,) = operands(self)
+    ten = cast(10.0 ** abs(decimals), x.dtype)
+    return _nearest_even(x * ten) / ten if decimals >= 0 else _nearest_even(x / ten) * ten
+
+
+@rule(aten.logit.default)
+def logit(self, eps=None):
+    (x,) = floats(self)
+    return _logit(x if eps is None else lax.clamp(cast(eps, x.dtype), x, cast(1 - eps, x.dtype)))
+
+
+@rule(aten.nan_to_num.default)
+def nan_to_num(self, nan=None, posinf=None, neginf=None):
+    if is_integer(self.dtype):
+        return self
+    limits = jnp.finfo(self.dtype)
+
+    def of_real(x):
+        x = where(x != x, 0.0 if nan is None else nan, x)
+        x = where(x == math.inf, float(limits.max) if posinf is None else posinf, x)
+        return where(x == -math.inf, float(limits.min) if neginf is None else neginf, x)
+
+    return _complex_as_real(of_real)(self)
+
+
+@rule(aten.polygamma.default)
+def polygamma(n, self):
+    (x,) = floats(self)
+    return lax.digamma(x) if n == 0 else lax.polygamma(lax.full_like(x, n), x)
+
+
+@rule(aten.mvlgamma.default)
+def mvlgamma(self, p):
+    (x,) = floats(self)
+    return sum(lax.lgamma(x - j / 2) for j in range(p)) + p * (p - 1) / 4 * math.log(math.pi)
+
+
+# --- Functions of two operands ----------------------------------------------------------------------------------------
+
+
+@rule(aten.add.Tensor, aten.add.Scalar)
+def add(self, other, alpha=1):
+    x, y = operands(self, other)
+    if x.dtype == bool:
+        return x | y if alpha else x
+    return lax.add(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+
+
+@rule(aten.sub.Tensor, aten.sub.Scalar)
+def sub(self, other, alpha=1):
+    x, y = operands(self, other)
+    return lax.sub(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(self, other, alpha=1):
+    y, x = operands(self, other)
+    return lax.sub(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+
+
+@rule(aten.mul.Tensor, aten.mul.Scalar)
+def mul(self, other):
+    x, y = operands(self, other)
+    return x & y if x.dtype == bool else lax.mul(x, y)
+
+
+def _floor_divide(x: Any, y: Any) -> Any:
+    """Round towards minus infinity as Python does: exactly, not as `floor(x / y)`, which may round up first.
+
+    The steps for floating point are those of CPython's `float_floor_div`, which PyTorch follows.
+    """
+    if is_integer(x.dtype):
+        quotient = lax.div(x, y)
+        if x.dtype.kind == "u":
+            return quotient
+        return quotient - cast((lax.rem(x, y) != 0) & ((x < 0) != (y < 0)), x.dtype)
+    remainder = lax.rem(x, y)
+    quotient = (x - remainder) / y
+    quotient = where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
+    floored = lax.floor(quotient)
+    floored = where(quotient - floored > 0.5, floored + 1, floored)
+    floored = where(quotient == 0, jnp.copysign(lax.full_like(x, 0), x / y), floored)
+    return where(y == 0, x / y, floored)
+
+
+@rule(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
+def div(self, other):
+    return lax.div(*floats(self, other))
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(self, other, *, rounding_mode):
+    if rounding_mode is None:
+        return div(self, other)
+    x, y = operands(self, other)
+    if rounding_mode == "floor":
+        return _floor_divide(x, y)
+    return lax.div(x, y) if is_integer(x.dtype) else _trunc(lax.div(x, y))
+
+
+@rule(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(self, other):
+    return _floor_divide(*operands(self, other))
+
+
+@rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def remainder(self, other):
+    """The remainder that has the sign of the divisor."""
+    x, y = operands(self, other)
+    left = lax.rem(x, y)
+    return where((left != 0) & ((y < 0) != (left < 0)), left + y, left)
+
+
+@rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def pow_tensor(self, exponent):
+    x, y = operands(self, exponent)
+    return _power(x, y)
+
+
+def _power(x: Any, y: Any) -> Any:
+    if not is_integer(x.dtype):
+        return jnp.power(x, y)
+    if x.dtype.kind != "i":
+        return jnp.power(x, y)
+    # In integers, 1 / x is 0 unless x is 1 or -1.
+    inverse = where(x == 1, 1, where(x == -1, where(y % 2 == 0, lax.full_like(x, 1), lax.full_like(x, -1)), 0))
+    return where(y < 0, inverse, jnp.power(x, lax.max(y, lax.full_like(y, 0))))
+
+
+@rule(aten.pow.Tensor_Scalar)
+def pow_scalar(self, exponent):
+    """The exponents that PyTorch's CPU kernel singles out are those that models use."""
+    (x,) = operands(self, dtype=opmath(promoted(self, exponent)))
+    if exponent == 2:
+        return x * x
+    if exponent == 3:
+        return x * x * x
+    if not is_integer(x.dtype):
+        if exponent == 0.5:
+            return lax.sqrt(x)
+        if exponent == -0.5:
+            return lax.rsqrt(x)
+        if exponent == -1:
+            return 1 / x
+        if exponent == -2:
+            return 1 / (x * x)
+    return _power(*broadcast(x, cast(exponent, x.dtype)))
+
+
+def _xlogy(x: Any, y: Any) -> Any:
+    product = x * lax.log(y)
+    return where(y != y, y, where(x == 0, 0, product))
+
+
+def _ignoring_nan(choose: Callable) -> Callable:
+    return lambda x, y: choose(where(x != x, y, x), where(y != y, x, y))
+
+
+def _heaviside(x: Any, y: Any) -> Any:
+    return where(x != x, 0, where(x == 0, y, cast(x > 0, x.dtype)))
+
+
+def _logaddexp2(x: Any, y: Any) -> Any:
+    top = lax.max(x, y)
+    summed = top + jnp.log2(1 + lax.exp2(-lax.abs(x - y)))
+    return where((x == y) & (lax.abs(x) == math.inf), x, summed)
+
+
+# The operands are promoted together; the flag says that integers become floating point.
+_BINARY = {
+    aten.fmod.Tensor: (lax.rem, False),
+    aten.fmod.Scalar: (lax.rem, False),
+    aten.maximum.default: (lax.max, False),
+    aten.minimum.default: (lax.min, False),
+    aten.fmax.default: (_ignoring_nan(lax.max), False),
+    aten.fmin.default: (_ignoring_nan(lax.min), False),
+    aten.atan2.default: (lax.atan2, True),
+    aten.hypot.default: (jnp.hypot, True),
+    aten.copysign.Tensor: (jnp.copysign, True),
+    aten.copysign.Scalar: (jnp.copysign, True),
+    aten.logaddexp.default: (jnp.logaddexp, True),
+    aten.logaddexp2.default: (_logaddexp2, True),
+    aten.xlogy.Tensor: (_xlogy, True),
+    aten.xlogy.Scalar_Other: (_xlogy, True),
+    aten.xlogy.Scalar_Self: (_xlogy, True),
+    aten.special_xlog1py.default: (lambda x, y: where(y != y, y, where(x == 0, 0, x * lax.log1p(y))), True),
+    aten.heaviside.default: (_heaviside, False),
+    aten.gcd.default: (jnp.gcd, False),
+    aten.lcm.default: (jnp.lcm, False),
+    aten.eq.Tensor: (lax.eq, False),
+    aten.eq.Scalar: (lax.eq, False),
+    aten.ne.Tensor: (lax.ne, False),
+    aten.ne.Scalar: (lax.ne, False),
+    aten.lt.Tensor: (lax.lt, False),
+    aten.lt.Scalar: (lax.lt, False),
+    aten.le.Tensor: (lax.le, False),
+    aten.le.Scalar: (lax.le, False),
+    aten.gt.Tensor: (lax.gt, False),
+    aten.gt.Scalar: (lax.gt, False),
+    aten.ge.Tensor: (lax.ge, False),
+    aten.ge.Scalar: (lax.ge, False),
+    aten.bitwise_and.Tensor: (lax.bitwise_and, False),
+    aten.bitwise_and.Scalar: (lax.bitwise_and, False),
+    aten.bitwise_and.Scalar_Tensor: (lax.bitwise_and, False),
+    aten.bitwise_or.Tensor: (lax.bitwise_or, False),
+    aten.bitwise_or.Scalar: (lax.bitwise_or, False),
+    aten.bitwise_or.Scalar_Tensor: (lax.bitwise_or, False),
+    aten.bitwise_xor.Tensor: (lax.bitwise_xor, False),
+    aten.bitwise_xor.Scalar: (lax.bitwise_xor, False),
+    aten.bitwise_xor.Scalar_Tensor: (lax.bitwise_xor, False),
+    aten.bitwise_left_shift.Tensor: (lax.shift_left, False),
+    aten.bitwise_left_shift.Tensor_Scalar: (lax.shift_left, False),
+    aten.bitwise_left_shift.Scalar_Tensor: (lax.shift_left, False),
+    aten.__lshift__.Tensor: (lax.shift_left, False),
+    aten.__lshift__.Scalar: (lax.shift_left, False),
+}
+for _overload, (_function, _to_float) in _BINARY.items():
+    _enter(_overload, lambda self, other, f=_function, align=floats if _to_float else operands: f(*align(self, other)))
+
+
+@rule(
+    aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+    aten.bitwise_right_shift.Scalar_Tensor,
+    aten.__rshift__.Tensor,
+    aten.__rshift__.Scalar,
+)
+def bitwise_right_shift(self, other):
+    x, y = operands(self, other)
+    return (lax.shift_right_logical if x.dtype.kind == "u" else lax.shift_right_arithmetic)(x, y)
+
+
+@rule(aten.logical_and.default)
+def logical_and(self, other):
+    return lax.bitwise_and(*broadcast(self != 0, other != 0))
+
+
+@rule(aten.logical_or.default)
+def logical_or(self, other):
+    return lax.bitwise_or(*broadcast(self != 0, other != 0))
+
+
+@rule(aten.logical_xor.default)
+def logical_xor(self, other):
+    return lax.bitwise_xor(*broadcast(self != 0, other != 0))
+
+
+@rule(aten.complex.default)
+def complex_(real, imag):
+    return lax.complex(*operands(real, imag))
+
+
+@rule(aten.polar.default)
+def polar(abs, angle):
+    radius, angle = operands(abs, angle)
+    return lax.complex(radius * lax.cos(angle), radius * lax.sin(angle))
+
+
+# --- Functions of three and more --------------------------------------------------------------------------------------
+
+
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where_(condition, self, other):
+    dtype = promoted(self, other)
+    return lax.select(*broadcast(cast(condition, np.dtype(bool)), cast(self, dtype), cast(other, dtype)))
+
+
+@rule(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(self, end, weight):
+    """From the nearer end, as PyTorch does, so that weight 1 gives `end` exactly."""
+    dtype = opmath(promoted(self, end))
+    start, end, weight = operands(self, end, weight, dtype=dtype)
+    near = lax.abs(weight) < 0.5
+    return where(near, start + weight * (end - start), end - (end - start) * (1 - weight))
+
+
+@rule(aten.addcmul.default)
+def addcmul(self, tensor1, tensor2, *, value=1):
+    x, a, b = operands(self, tensor1, tensor2)
+    return x + cast(value, x.dtype) * a * b
+
+
+@rule(aten.addcdiv.default)
+def addcdiv(self, tensor1, tensor2, *, value=1):
+    x, a, b = operands(self, tensor1, tensor2)
+    return x + cast(value, x.dtype) * a / b
+
+
+@rule(aten.clamp.default, aten.clamp.Tensor)
+def clamp(self, min=None, max=None):
+    """Where `min` exceeds `max` the result is `max`; NaN comes through from any operand."""
+    bounds = [b for b in (min, max) if b is not None]
+    x, *bounds = operands(self, *bounds)
+    if min is not None:
+        x = lax.max(x, bounds[0])
+    return x if max is None else lax.min(x, bounds[-1])
+
+
+@rule(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(self, min):
+    return clamp(self, min)
+
+
+@rule(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(self, max):
+    return clamp(self, None, max)
+
+
+# --- Activations ------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.silu.default)
+def silu(self):
+    (x,) = floats(self)
+    return x * lax.logistic(x)
+
+
+@rule(aten.silu_backward.default)
+def silu_backward(grad_output, self):
+    g, x = operands(grad_output, self)
+    s = lax.logistic(x)
+    return g * s * (1 + x * (1 - s))
+
+
+_TANH_SCALE = math.sqrt(2 / math.pi)
+_TANH_CUBE = 0.044715
+
+
+@rule(aten.gelu.default)
+def gelu(self, *, approximate="none"):
+    (x,) = operands(self)
+    if approximate == "none":
+        return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+    return 0.5 * x * (1 + lax.tanh(_TANH_SCALE * (x + _TANH_CUBE * x * x * x)))
+
+
+@rule(aten.gelu_backward.default)
+def gelu_backward(grad_output, self, *, approximate="none"):
+    g, x = operands(grad_output, self)
+    if approximate == "none":
+        density = lax.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return g * (0.5 * (1 + lax.erf(x * math.sqrt(0.5))) + x * density)
+    t = lax.tanh(_TANH_SCALE * (x + _TANH_CUBE * x * x * x))
+    inner = _TANH_SCALE * (1 + 3 * _TANH_CUBE * x * x)
+    return g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner)
+
+
+@rule(aten.tanh_backward.default)
+def tanh_backward(grad_output, output):
+    g, y = operands(grad_output, output)
+    y = lax.conj(y) if is_complex(y.dtype) else y
+    return g * (1 - y * y)
+
+
+@rule(aten.sigmoid_backward.default)
+def sigmoid_backward(grad_output, output):
+    g, y = operands(grad_output, output)
+    y = lax.conj(y) if is_complex(y.dtype) else y
+    return g * ((1 - y) * y)
+
+
+@rule(aten.threshold.default)
+def threshold(self, threshold, value):
+    return where(self <= cast(threshold, self.dtype), value, self)
+
+
+@rule(aten.threshold_backward.default)
+def threshold_backward(grad_output, self, threshold):
+    g, x = operands(grad_output, self)
+    return where(x <= cast(threshold, x.dtype), 0, g)
+
+
+@rule(aten.relu6.default)
+def relu6(self):
+    return clamp(self, 0, 6)
+
+
+@rule(aten.hardtanh.default)
+def hardtanh(self, min_val=-1, max_val=1):
+    return clamp(self, cast(min_val, self.dtype), cast(max_val, self.dtype))
+
+
+@rule(aten.hardtanh_backward.default)
+def hardtanh_backward(grad_output, self, min_val, max_val):
+    g, x = operands(grad_output, self)
+    return where((x <= min_val) | (x >= max_val), 0, g)
+
+
+@rule(aten.leaky_relu.default)
+def leaky_relu(self, negative_slope=0.01):
+    (x,) = operands(self)
+    return where(x > 0, x, x * negative_slope)
+
+
+@rule(aten.leaky_relu_backward.default)
+def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
+    g, x = operands(grad_output, self)
+    return where(x > 0, g, g * negative_slope)
+
+
+@rule(aten._prelu_kernel.default)
+def _prelu_kernel(self, weight):
+    x, w = operands(self, weight)
+    return where(x > 0, x, w * x)
+
+
+@rule(aten._prelu_kernel_backward.default)
+def _prelu_kernel_backward(grad_output, self, weight):
+    g, x, w = operands(grad_output, self, weight)
+    return where(x > 0, g, w * g), where(x > 0, 0, x * g)
+
+
+@rule(aten.elu.default)
+def elu(self, alpha=1, scale=1, input_scale=1):
+    (x,) = operands(self)
+    return where(x > 0, x * scale, lax.expm1(x * input_scale) * (alpha * scale))
+
+
+@rule(aten.elu_backward.default)
+def elu_backward(grad_output, alpha, scale, input_scale, is_result, self_or_result):
+    g, x = operands(grad_output, self_or_result)
+    slope = x + alpha * scale if is_result else lax.exp(x * input_scale) * (alpha * scale)
+    return where(x <= 0, g * input_scale * slope, g * scale)
+
+
+@rule(aten.celu.default)
+def celu(self, alpha=1.0):
+    return elu(self, alpha, 1.0, 1.0 / alpha)
+
+
+@rule(aten.softplus.default)
+def softplus(self, beta=1, threshold=20):
+    (x,) = operands(self)
+    scaled = x * beta
+    return where(scaled > threshold, x, lax.log1p(lax.exp(scaled)) / beta)
+
+
+@rule(aten.softplus_backward.default)
+def softplus_backward(grad_output, self, beta, threshold):
+    g, x = operands(grad_output, self)
+    scaled = x * beta
+    return where(scaled > threshold, g, g * lax.logistic(scaled))
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(self):
+    """The second result is a buffer for the backward pass; eager PyTorch fills it on the CPU only."""
+    (x,) = operands(self)
+    small = lax.exp(-lax.abs(x))
+    return lax.min(x, lax.full_like(x, 0)) - lax.log1p(small), small
+
+
+@rule(aten.log_sigmoid_backward.default)
+def log_sigmoid_backward(grad_output, self, buffer):
+    g, x = operands(grad_output, self)
+    return g * lax.logistic(-x)
+
+
+@rule(aten.mish.default)
+def mish(self):
+    (x,) = operands(self)
+    return x * lax.tanh(lax.log1p(lax.exp(x)))
+
+
+@rule(aten.mish_backward.default)
+def mish_backward(grad_output, self):
+    g, x = operands(grad_output, self)
+    s = lax.logistic(x)
+    t = lax.tanh(lax.log1p(lax.exp(x)))
+    return g * (t + x * s * (1 - t * t))
+
+
+@rule(aten.hardsigmoid.default)
+def hardsigmoid(self):
+    (x,) = operands(self)
+    return lax.clamp(cast(0.0, x.dtype), x + 3, cast(6.0, x.dtype)) / 6
+
+
+@rule(aten.hardsigmoid_backward.default)
+def hardsigmoid_backward(grad_output, self):
+    g, x = operands(grad_output, self)
+    return where((x > -3) & (x < 3), g / 6, 0)
+
+
+@rule(aten.hardswish.default)
+def hardswish(self):
+    (x,) = operands(self)
+    return x * lax.clamp(cast(0.0, x.dtype), x + 3, cast(6.0, x.dtype)) / 6
+
+
+@rule(aten.hardswish_backward.default)
+def hardswish_backward(grad_output, self):
+    g, x = operands(grad_output, self)
+    return where(x <= -3, 0, where(x < 3, g * (x / 3 + 0.5), g))
+
+
+@rule(aten.hardshrink.default)
+def hardshrink(self, lambd=0.5):
+    (x,) = operands(self)
+    return where((x >= -lambd) & (x <= lambd), 0, x)
+
+
+@rule(aten.softshrink.default)
+def softshrink(self, lambd=0.5):
+    (x,) = operands(self)
+    return where(x > lambd, x - lambd, where(x < -lambd, x + lambd, x * 0))
+
+
+@rule(aten.hardshrink_backward.default, aten.softshrink_backward.default)
+def shrink_backward(grad_output, self, lambd):
+    g, x = operands(grad_output, self)
+    return where((x >= -lambd) & (x <= lambd), 0, g)
+
+
+@rule(aten.glu.default)
+def glu(self, dim=-1):
+    (x,) = floats(self)
+    a, b = lax.split(x, (x.shape[dim] // 2,) * 2, dim % x.ndim)
+    return a * lax.logistic(b)
+
+
+@rule(aten.glu_backward.default)
+def glu_backward(grad_output, self, dim):
+    a, b = lax.split(self, (self.shape[dim] // 2,) * 2, dim % self.ndim)
+    g, a, b = operands(grad_output, a, b)
+    s = lax.logistic(b)
+    return lax.concatenate([g * s, g * a * s * (1 - s)], dim % self.ndim)
+
+
+@rule(aten.native_dropout_backward.default)
+def native_dropout_backward(grad_output, mask, scale):
+    (g,) = operands(grad_output)
+    return g * cast(mask, g.dtype) * cast(scale, g.dtype)

@@ -1,0 +1,21 @@
+"""Importing this module imports every family of rules, and so fills `RULES`."""
+
+from . import (  # noqa: F401
+    attention,
+    convolution,
+    factories,
+    foreach,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    pooling,
+    rearrange,
+    reductions,
+    sorting,
+    views,
+)
+from .registry import RULES
+
+__all__ = ["RULES"]

@@ -1,0 +1,369 @@
+"""Views, as the arrays they show, and the functional writes through them.
+
+A functional graph has values instead of memory, so a view is the values it shows, in the order of its indices:
+`view` is a reshape whatever the strides were. `as_strided` alone speaks of memory; it is taken to mean a contiguous
+base, which is how functionalisation replays it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jax import lax
+from jax import numpy as jnp
+
+from .dtypes import axis, broadcast_to, cast, is_complex, to_jax, where
+from .registry import rule
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.alias.default,
+    aten.alias_copy.default,
+    aten.detach.default,
+    aten.detach_copy.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.view_as.default,
+)
+def alias(self, *_):
+    return self
+
+
+def filled_size(numel: int, size: Sequence[int]) -> tuple[int, ...]:
+    """`size` with its -1, if it has one, worked out."""
+    if -1 not in size:
+        return tuple(size)
+    known = -math.prod(size)
+    return tuple((numel // known if known else 0) if s == -1 else s for s in size)
+
+
+@rule(aten.view.default, aten.view_copy.default, aten._unsafe_view.default, aten.reshape.default)
+def view(self, size):
+    return lax.reshape(self, filled_size(self.size, size))
+
+
+@rule(aten._reshape_alias.default, aten._reshape_alias_copy.default)
+def _reshape_alias(self, size, stride):
+    return lax.reshape(self, tuple(size))
+
+
+@rule(aten._reshape_copy.default)
+def _reshape_copy(self, size):
+    return view(self, size)
+
+
+@rule(aten.flatten.using_ints)
+def flatten(self, start_dim=0, end_dim=-1):
+    if self.ndim == 0:
+        return lax.reshape(self, (1,))
+    first, last = axis(start_dim, self.ndim), axis(end_dim, self.ndim)
+    shape = self.shape
+    return lax.reshape(self, shape[:first] + (math.prod(shape[first : last + 1]),) + shape[last + 1 :])
+
+
+@rule(aten.unflatten.int)
+def unflatten(self, dim, sizes):
+    d = axis(dim, self.ndim)
+    return lax.reshape(self, self.shape[:d] + filled_size(self.shape[d], sizes) + self.shape[d + 1 :])
+
+
+@rule(aten.view.dtype, aten.view_copy.dtype)
+def view_dtype(self, dtype):
+    """The same bytes under another dtype; a change of width multiplies or divides the last dimension."""
+    target = to_jax(dtype)
+    if self.dtype == target:
+        return self
+    if is_complex(self.dtype):
+        return view_dtype(lax.reshape(view_as_real(self), self.shape[:-1] + (2 * self.shape[-1],)), dtype)
+    if is_complex(target):
+        return view_as_complex(lax.reshape(view_dtype(self, torch.float32 if target.itemsize == 8 else torch.float64),
+                                           self.shape[:-1] + (-1, 2)))  # fmt: skip
+    x = lax.convert_element_type(self, np.uint8) if self.dtype == bool else self
+    ratio = target.itemsize // x.dtype.itemsize
+    if ratio > 1:
+        x = lax.reshape(x, x.shape[:-1] + (x.shape[-1] // ratio, ratio))
+    bits = lax.bitcast_convert_type(x, np.uint8 if target.kind == "b" else target)
+    if bits.ndim > self.ndim:
+        bits = lax.reshape(bits, self.shape[:-1] + (self.shape[-1] * bits.shape[-1],))
+    return cast(bits, target)
+
+
+@rule(aten.view_as_real.default, aten.view_as_real_copy.default)
+def view_as_real(self):
+    return lax.concatenate([lax.expand_dims(part, [self.ndim]) for part in (lax.real(self), lax.imag(self))], self.ndim)
+
+
+@rule(aten.view_as_complex.default, aten.view_as_complex_copy.default)
+def view_as_complex(self):
+    return lax.complex(self[..., 0], self[..., 1])
+
+
+# --- The order of dimensions ------------------------------------------------------------------------------------------
+
+
+@rule(aten.t.default, aten.t_copy.default, aten.numpy_T.default)
+def t(self):
+    return self if self.ndim < 2 else lax.transpose(self, (1, 0))
+
+
+@rule(aten.transpose.int, aten.transpose_copy.int)
+def transpose(self, dim0, dim1):
+    order = list(range(self.ndim))
+    if order:
+        a, b = axis(dim0, self.ndim), axis(dim1, self.ndim)
+        order[a], order[b] = order[b], order[a]
+    return lax.transpose(self, order)
+
+
+@rule(aten.permute.default, aten.permute_copy.default)
+def permute(self, dims):
+    return lax.transpose(self, [axis(d, self.ndim) for d in dims])
+
+
+@rule(aten.movedim.int, aten.movedim.intlist)
+def movedim(self, source, destination):
+    return jnp.moveaxis(self, source, destination)
+
+
+# --- Dimensions of size 1 ---------------------------------------------------------------------------------------------
+
+
+@rule(aten.unsqueeze.default, aten.unsqueeze_copy.default)
+def unsqueeze(self, dim):
+    return lax.expand_dims(self, [dim % (self.ndim + 1)])
+
+
+@rule(aten.squeeze.default, aten.squeeze_copy.default)
+def squeeze(self):
+    return lax.squeeze(self, [d for d, size in enumerate(self.shape) if size == 1])
+
+
+@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze_copy.dim, aten.squeeze_copy.dims)
+def squeeze_dims(self, dim):
+    dims = [dim] if isinstance(dim, int) else dim
+    dims = {axis(d, self.ndim) for d in dims} if self.ndim else ()
+    return lax.squeeze(self, [d for d in dims if self.shape[d] == 1])
+
+
+@rule(aten.expand.default, aten.expand_copy.default)
+def expand(self, size, *, implicit=False):
+    lead = len(size) - self.ndim
+    return broadcast_to(self, [self.shape[d - lead] if s == -1 else s for d, s in enumerate(size)])
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def bounds(length: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """A slice's limits inside a dimension, by Python's rules."""
+    start, end, _ = slice(start, end).indices(length)
+    return start, max(start, end)
+
+
+@rule(aten.slice.Tensor, aten.slice_copy.Tensor)
+def slice_(self, dim=0, start=None, end=None, step=1):
+    d = axis(dim, self.ndim)
+    start, end = bounds(self.shape[d], start, end)
+    return lax.slice_in_dim(self, start, end, step, d)
+
+
+@rule(aten.narrow.default, aten.narrow_copy.default)
+def narrow(self, dim, start, length):
+    d = axis(dim, self.ndim)
+    start %= self.shape[d] + 1 if start >= 0 else self.shape[d]
+    return lax.slice_in_dim(self, start, start + length, 1, d)
+
+
+@rule(aten.select.int, aten.select_copy.int)
+def select(self, dim, index):
+    return lax.index_in_dim(self, index, axis(dim, self.ndim), keepdims=False)
+
+
+@rule(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.unsafe_split_with_sizes.default)
+def split_with_sizes(self, split_sizes, dim=0):
+    return tuple(lax.split(self, split_sizes, axis(dim, self.ndim)))
+
+
+@rule(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
+def split(self, split_size, dim=0):
+    length = self.shape[axis(dim, self.ndim)]
+    count = max(1, -(-length // split_size)) if split_size else 1
+    return split_with_sizes(self, [min(split_size, length - i * split_size) for i in range(count)], dim)
+
+
+@rule(aten.chunk.default, aten.unsafe_chunk.default)
+def chunk(self, chunks, dim=0):
+    length = self.shape[axis(dim, self.ndim)]
+    if length == 0:
+        return split_with_sizes(self, [0] * chunks, dim)
+    return split(self, -(-length // chunks), dim)
+
+
+@rule(aten.unbind.int, aten.unbind_copy.int)
+def unbind(self, dim=0):
+    return tuple(select(self, dim, i) for i in range(self.shape[axis(dim, self.ndim)]))
+
+
+@rule(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(self, offset=0, dim1=0, dim2=1):
+    return jnp.diagonal(self, offset, dim1, dim2)
+
+
+@rule(aten.unfold.default, aten.unfold_copy.default)
+def unfold(self, dimension, size, step):
+    d = axis(dimension, self.ndim)
+    if self.ndim == 0:
+        return lax.reshape(self, (size,))
+    count = (self.shape[d] - size) // step + 1
+    windows = step * np.arange(count)[:, None] + np.arange(size)
+    taken = jnp.take(self, windows, axis=d)
+    return jnp.moveaxis(taken, d + 1, -1)
+
+
+# --- Strides ----------------------------------------------------------------------------------------------------------
+
+
+def strided_steps(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """The dimensions of a strided view, outermost in memory first, when no two elements share a place.
+
+    Returns (`order`, `rows`): `order` lists the dimensions that have more than one element, by falling stride; a
+    reader can cut the memory into `size[order[0]]` rows of `rows[0]` elements, keep each row's beginning, cut it into
+    rows again, and so on. Stride 0 is not memory but repetition, and left out of `order`. None when rows would overlap,
+    as for a sliding window.
+    """
+    order = sorted((d for d, s in enumerate(size) if s > 1 and stride[d]), key=lambda d: -stride[d])
+    extent = 1  # of what lies inside a row: from its first element to its last
+    for d in reversed(order):
+        if extent > stride[d]:
+            return None
+        extent += (size[d] - 1) * stride[d]
+    return order, [stride[d] for d in order]
+
+
+def strided_places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray:
+    """The place in memory of each element of a strided view."""
+    places = np.full(tuple(size), offset, np.int64)
+    for d, (length, step) in enumerate(zip(size, stride, strict=True)):
+        places += step * np.arange(length).reshape((-1,) + (1,) * (len(size) - d - 1))
+    return places
+
+
+def _beginning(rows, length: int):
+    """The first `length` elements of the last dimension; what lies past its end is never read, so is zero."""
+    missing = length - rows.shape[-1]
+    if missing <= 0:
+        return lax.slice_in_dim(rows, 0, length, 1, rows.ndim - 1)
+    edges = [(0, 0, 0)] * (rows.ndim - 1) + [(0, missing, 0)]
+    return lax.pad(rows, cast(0, rows.dtype), edges)
+
+
+@rule(aten.as_strided.default, aten.as_strided_copy.default)
+def as_strided(self, size, stride, storage_offset=None):
+    """Slices, reshapes, a transpose and a broadcast when the strides allow, else a gather."""
+    size, offset = tuple(size), storage_offset or 0
+    memory = lax.reshape(self, (self.size,))
+    if 0 in size:
+        return lax.full(size, 0, self.dtype)
+    steps = strided_steps(size, stride)
+    if steps is None:
+        return memory[strided_places(size, stride, offset)]
+    order, rows = steps
+    x = lax.slice_in_dim(memory, offset, self.size, 1, 0)
+    for d, row in zip(order, rows, strict=True):
+        x = _beginning(x, size[d] * row)
+        x = lax.reshape(x, x.shape[:-1] + (size[d], row))
+    x = lax.index_in_dim(x, 0, x.ndim - 1, keepdims=False)
+    x = lax.transpose(x, [order.index(d) for d in sorted(order)])
+    return lax.broadcast_in_dim(x, size, sorted(order))
+
+
+@rule(aten.as_strided_scatter.default)
+def as_strided_scatter(self, src, size, stride, storage_offset=None):
+    places = strided_places(size, stride, storage_offset or 0)
+    memory = lax.reshape(self, (self.size,)).at[places.ravel()].set(lax.reshape(cast(src, self.dtype), (src.size,)))
+    return lax.reshape(memory, self.shape)
+
+
+# --- Writes through views ---------------------------------------------------------------------------------------------
+
+
+def _placed(src, length: int, dim: int, start: int, step: int):
+    """`src` at every `step`th place of dimension `dim` from `start`, in zeros."""
+    extent = max(0, (src.shape[dim] - 1) * step + 1)
+    edges = [(0, 0, 0)] * src.ndim
+    edges[dim] = (start, length - start - extent, step - 1)
+    return lax.pad(src, cast(0, src.dtype), edges)
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(grad_output, input_sizes, dim, start, end, step):
+    d = axis(dim, len(input_sizes))
+    start, _ = bounds(input_sizes[d], start, end)
+    return _placed(grad_output, input_sizes[d], d, start, step)
+
+
+@rule(aten.select_backward.default)
+def select_backward(grad_output, input_sizes, dim, index):
+    d = axis(dim, len(input_sizes))
+    return _placed(lax.expand_dims(grad_output, [d]), input_sizes[d], d, index % input_sizes[d], 1)
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(self, src, dim=0, start=None, end=None, step=1):
+    d = axis(dim, self.ndim)
+    start, end = bounds(self.shape[d], start, end)
+    count = -(-(end - start) // step)
+    src = broadcast_to(cast(src, self.dtype), self.shape[:d] + (count,) + self.shape[d + 1 :])
+    if step == 1:
+        return lax.dynamic_update_slice_in_dim(self, src, start, d)
+    written = np.zeros(self.shape[d], bool)
+    written[start:end:step] = True
+    mask = lax.broadcast_in_dim(written, self.shape, [d])
+    return where(mask, _placed(src, self.shape[d], d, start, step), self)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(self, src, dim, index):
+    d = axis(dim, self.ndim)
+    index %= self.shape[d]
+    src = broadcast_to(src, self.shape[:d] + self.shape[d + 1 :])
+    return slice_scatter(self, lax.expand_dims(src, [d]), d, index, index + 1)
+
+
+def _diagonal_places(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple:
+    """An index that picks the diagonal of two dimensions moved to the end."""
+    count = max(0, min(shape[dim1] + min(offset, 0), shape[dim2] - max(offset, 0)))
+    along = np.arange(count)
+    return ..., along - min(offset, 0), along + max(offset, 0)
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
+    dim1, dim2 = axis(dim1, self.ndim), axis(dim2, self.ndim)
+    last = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
+    written = last.at[_diagonal_places(self.shape, offset, dim1, dim2)].set(cast(src, self.dtype))
+    return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(grad_output, input_sizes, offset, dim1, dim2):
+    return diagonal_scatter(lax.full(input_sizes, 0, grad_output.dtype), grad_output, offset, dim1, dim2)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(grad_in, input_sizes, dim, size, step):
+    d = axis(dim, len(input_sizes))
+    if not input_sizes:
+        return lax.reshape(grad_in, ())
+    count = grad_in.shape[d]
+    total = lax.full(input_sizes, 0, grad_in.dtype)
+    for i in range(size):
+        part = lax.index_in_dim(grad_in, i, grad_in.ndim - 1, keepdims=False)
+        total += _placed(part, input_sizes[d], d, i, step) if count else 0
+    return total

@@ -1,0 +1,88 @@
+"""Run a rule beside the eager operation it stands for."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+from jax import numpy as jnp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from firstloss.lower.dtypes import cast, to_jax
+from firstloss.lower.rules import RULES
+
+# Relative to the largest element of a result as well as to each element: a sum of n terms of both signs is only as
+# exact as the terms. XLA adds in another order than ATen's blocked loops and uses other polynomials (a few ulp).
+# The half precisions are rounded once per operation by both, so differ by the last bit (2^-8, 2^-11).
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 2e-5,
+    torch.complex64: 4e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+
+
+def to_array(x):
+    """A JAX array for a tensor; anything else as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    if x.dtype in (torch.bfloat16,):
+        return jnp.asarray(x.view(torch.int16).numpy().view(to_jax(x.dtype)))
+    return jnp.asarray(x.numpy())
+
+
+def to_tensor(x, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor for what a rule gave, cast as the driver casts it."""
+    x = np.array(cast(jnp.asarray(x), to_jax(dtype)))
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(dtype)
+    return torch.from_numpy(x)
+
+
+def assert_rule(overload, args, kwargs, expected, *, tolerance: float | None = None) -> None:
+    """Run the rule of `overload` on eager arguments and compare with the eager result."""
+    with jax.enable_x64(True):
+        # Under jit, tensors are tracers as they are in the driver, and one call compiles once.
+        flat, spec = tree_flatten((args, kwargs))
+        arrays = [to_array(x) for x in flat if isinstance(x, torch.Tensor)]
+        expected_leaves = [x for x in tree_leaves(expected) if isinstance(x, torch.Tensor)]
+
+        def run(arrays):
+            rest = iter(arrays)
+            filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in flat]
+            rule_args, rule_kwargs = spec.unflatten(filled)
+            return RULES[overload](*rule_args, **rule_kwargs)
+
+        got = [x for x in tree_leaves(jax.jit(run)(arrays)) if x is not None]
+    assert len(got) == len(expected_leaves), f"{overload}: {len(got)} results for {len(expected_leaves)}"
+    for ours, theirs in zip(got, expected_leaves, strict=True):
+        assert_same(to_tensor(ours, theirs.dtype), theirs, tolerance)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> None:
+    theirs = theirs.detach().resolve_conj().resolve_neg()
+    assert ours.shape == theirs.shape, f"shape {tuple(ours.shape)} for {tuple(theirs.shape)}"
+    tolerance = TOLERANCE.get(theirs.dtype, 0.0) if tolerance is None else tolerance
+    finite = theirs[torch.isfinite(theirs)].abs() if theirs.dtype in TOLERANCE else None
+    scale = float(finite.double().max()) if finite is not None and finite.numel() else 1.0
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True)
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operation with copies of its arguments and its result, before a later write changes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, overload, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        result = overload(*args, **kwargs)
+        after = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result)
+        self.calls.append((overload, *before, after))
+        return result
