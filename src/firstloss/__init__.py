@@ -1,0 +1,45 @@
+"""Firstloss: start big PyTorch models fast.
+
+`import firstloss as fl`; the names are in the table below. Deferred initialisation needs torch and numpy alone; JAX is
+imported when a backend or a StableHLO module is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Public name -> the module that has it. Nothing is imported before it is used.
+_WHERE = {
+    "deferred_init": ".capture.deferred",
+    "deferred": ".capture.deferred",
+    "is_deferred": ".capture.deferred",
+    "materialize_tensor": ".init.materialize",
+    "materialize_module": ".init.materialize",
+    "init_program": ".init.recipes",
+    "backend": ".runtime.backend",
+    "current_backend": ".runtime.backend",
+    "current_torch_device": ".runtime.backend",
+    "use_cs": ".runtime.backend",
+    "compile": ".runtime.compiled",
+    "trace": ".runtime.trace",
+    "errors": ".errors",
+    "timeline": ".timeline",
+}
+
+__all__ = sorted(_WHERE)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    where = _WHERE.get(name)
+    if where is None:
+        raise AttributeError(f"module 'firstloss' has no attribute {name!r}")
+    module = importlib.import_module(where, __name__)
+    value = module if where == f".{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

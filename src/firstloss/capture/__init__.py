@@ -1,0 +1,1 @@
+"""Capture: run Python once, record tensor operations, compute nothing."""

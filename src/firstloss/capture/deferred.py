@@ -1,0 +1,116 @@
+"""Capture of a constructor: `deferred_init`, and `deferred` for a block of code."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import timeline
+from ..errors import CaptureError, NothingDeferredError
+from . import recorder
+from .recorder import DeferredTensor
+from .source import here
+
+T = TypeVar("T")
+
+
+class _Capture(TorchDispatchMode):
+    """Brings factory functions, whose arguments hold no deferred tensor, to the recorder as well."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return recorder.dispatch(func, args, kwargs or {})
+
+
+@contextmanager
+def deferred(rng: str = "eager") -> Iterator[None]:
+    """Record what the block does to tensors; compute nothing.
+
+    As `with torch.device("meta")`, but the tensors remember how they are made: their device is the one that the
+    code asked for, and `materialize_module` makes them, bit for bit what the block would have made without us.
+    When the block ends, PyTorch's generators stand where they would have stood.
+
+    Args:
+        rng: "eager", the stream that eager PyTorch draws from.
+    """
+    if rng != "eager":
+        raise CaptureError(f"{here()}: rng={rng!r} is not a policy that is built yet. Write rng='eager'.")
+    collecting = gc.isenabled()
+    if collecting:
+        gc.disable()  # a capture makes tens of thousands of small live objects, and the collector would walk them all
+    recorder.enter()
+    try:
+        with timeline.span("capture"), _Capture():
+            yield
+    finally:
+        recorder.leave()
+        if collecting:
+            gc.enable()
+
+
+def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call `fn(*args, **kwargs)` without computing; returns what it returns, with deferred tensors in it.
+
+    Raises:
+        NothingDeferredError: if what `fn` returns holds no tensor.
+    """
+    if not callable(fn):
+        raise NothingDeferredError(
+            f"{here()}: deferred_init takes a constructor to call, and {type(fn).__name__} cannot be called. Write "
+            "deferred_init(Model, ...) or deferred_init(lambda: Model(...))."
+        )
+    with deferred():
+        result = fn(*args, **kwargs)
+    if not any(True for _ in tensors_in(result)):
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise NothingDeferredError(
+            f"{here()}: {name} returned {_describe(result)}, which holds no tensor, so there is nothing to "
+            "initialise. Pass a callable that returns an nn.Module or a tensor."
+        )
+    return result
+
+
+def _describe(result: Any) -> str:
+    return "None" if result is None else f"an object of type {type(result).__name__}"
+
+
+def tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module, a tensor, or lists, tuples and dicts of them."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, torch.nn.Module):
+        for _, tensor, _ in named_tensors(result):
+            yield tensor
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            yield from tensors_in(item)
+    elif isinstance(result, dict):
+        for item in result.values():
+            yield from tensors_in(item)
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """(qualified name, tensor, kind) of all parameters, buffers and plain tensor attributes, ties included.
+
+    `kind` is "parameter", "buffer" or "attribute".
+    """
+    for prefix, sub in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in sub._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter, "parameter"
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                yield dot + name, buffer, "buffer"
+        for name, attribute in vars(sub).items():
+            if isinstance(attribute, torch.Tensor):
+                yield dot + name, attribute, "attribute"
+
+
+def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
+    """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
+    return any(type(t) is DeferredTensor and t._store.resident is None for t in tensors_in(what))

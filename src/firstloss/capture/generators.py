@@ -1,0 +1,67 @@
+"""Random streams during capture: who draws where.
+
+While a constructor is captured nothing is drawn, yet every random operation has to know its position in the stream
+of its generator, and user code may reseed, save and restore generators at will (`torch.manual_seed`, `fork_rng`,
+`get_rng_state`). All of these go through the generator's state, so that is where the position is kept: after each
+recorded draw the generator is given a *ticket*, a valid state whose words name (stream, position). Whoever saves
+and restores a ticket restores the position; a state that is no ticket starts a new stream. When capture ends, each
+generator that holds a ticket gets the state that eager PyTorch would have left it in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..rng.stream import Position, Stream
+
+# A ticket's first two state words; those of a real state are these with probability 2**-64. The third is its number.
+_MAGIC = (0x46697273, 0x744C6F73)
+# A state is an array of 64-bit words: seed, left and seeded, next, then 624 state words of 32 bits each.
+_FIRST, _SECOND, _NUMBER = 3, 4, 5
+
+
+class Generators:
+    """The generators that the capture under way has drawn from."""
+
+    def __init__(self) -> None:
+        self._tickets: list[tuple[Stream, Position]] = []
+        self._touched: dict[int, torch.Generator] = {}
+
+    def where(self, generator: torch.Generator) -> tuple[Stream, Position]:
+        """Where `generator` stands."""
+        state = generator.get_state()
+        number = _ticket(state)
+        if number is not None:
+            return self._tickets[number]
+        stream = Stream.from_state(state.numpy())
+        return stream, stream.start
+
+    def move(self, generator: torch.Generator, stream: Stream, position: Position) -> None:
+        """Leave `generator` at `position` of `stream`, by a ticket."""
+        state = generator.get_state()
+        words = state.numpy().view(np.int64)
+        words[_FIRST], words[_SECOND] = _MAGIC
+        words[_NUMBER] = len(self._tickets)
+        self._tickets.append((stream, position))
+        generator.set_state(state)
+        self._touched[id(generator)] = generator
+
+    def load(self, generator: torch.Generator) -> None:
+        """Turn a ticket into the real state, for an operation that runs for real."""
+        if _ticket(generator.get_state()) is not None:
+            stream, position = self.where(generator)
+            generator.set_state(torch.from_numpy(stream.state_at(position)))
+
+    def settle(self) -> None:
+        """Leave every generator as eager PyTorch would have."""
+        for generator in self._touched.values():
+            self.load(generator)
+        self._touched.clear()
+        self._tickets.clear()
+
+
+def _ticket(state: torch.Tensor) -> int | None:
+    """The number of the ticket that `state` is, or None."""
+    words = state.numpy().view(np.int64)
+    return int(words[_NUMBER]) if (words[_FIRST], words[_SECOND]) == _MAGIC else None

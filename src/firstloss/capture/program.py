@@ -1,0 +1,205 @@
+"""The Program: what capture returns, for constructors and for steps alike.
+
+A Program is a graph in which nothing is ever changed in place. Its edges are `Value`s: the whole content of one
+storage at one moment. An operation that writes into a tensor makes a new `Value` for that tensor's storage, and a
+view is no operation at all: whoever reads through a view holds a `Ref`, which is a `Value` and the view's geometry
+(size, stride, offset). So slices, transposes, in-place edits of views, and weights that share memory need no rules
+of their own, neither here nor in the engines.
+
+Nodes point backwards only. A write that nobody reads before the next one is unreachable, and is collected by
+Python: dead fills cost nothing to skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from ..rng.stream import Position, Stream
+from .source import Source
+
+
+class Value:
+    """The whole content of one storage at one moment, as its base tensor lays it out."""
+
+    __slots__ = ("node", "shape", "stride", "dtype", "device", "real", "version", "label", "__weakref__")
+
+    def __init__(self, shape, stride, dtype, device, node: Node | None = None, label: str | None = None) -> None:
+        self.shape: tuple[int, ...] = shape
+        self.stride: tuple[int, ...] = stride
+        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device
+        self.node = node
+        # The value itself, where it is known already: constants, and small values that someone has read.
+        self.real: torch.Tensor | None = None
+        self.version: int | None = None  # of `real`, where it is somebody else's tensor that must not be edited
+        self.label = label  # for inputs: a name for people to read
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Ref(NamedTuple):
+    """A read of a Value through a view: `size`, `stride` and `offset` in elements of `dtype`."""
+
+    value: Value
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is the base tensor itself: no view."""
+        value = self.value
+        return (
+            self.offset == 0
+            and self.size == value.shape
+            and self.stride == value.stride
+            and self.dtype == value.dtype
+        )
+
+
+class Draw(NamedTuple):
+    """Where in a random stream an operation begins to draw, and where it leaves the stream."""
+
+    stream: Stream
+    position: Position
+    after: Position
+
+
+class Node:
+    """One ATen operation.
+
+    `args` and `kwargs` are the operation's own, with a `Ref` in the place of each tensor. `outputs` are the Values
+    made: first those of the arguments that it writes to (in `writes`, each with the Ref that was written through),
+    then those of newly made tensors.
+    """
+
+    __slots__ = ("index", "op", "args", "kwargs", "writes", "outputs", "overwrites", "draw", "source", "saved_constants")
+
+    def __init__(
+        self,
+        index: int,
+        op: OpOverload,
+        args: tuple,
+        kwargs: dict[str, Any],
+        writes: tuple[Ref, ...],
+        overwrites: bool,
+        draw: Draw | None,
+        source: Source,
+    ) -> None:
+        self.index = index  # order of recording, over the whole process
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.writes = writes
+        self.overwrites = overwrites  # the one written tensor is written whole, and its old content is not read
+        self.draw = draw
+        self.source = source
+        self.outputs: tuple[Value, ...] = ()
+        self.saved_constants: list[tuple[torch.Tensor, int]] | None = None
+
+    def refs(self) -> Iterator[Ref]:
+        """Every Ref that this node reads, in argument order (a target that is overwritten is not read)."""
+        skip = self.writes[0] if self.overwrites else None
+        yield from _refs_in(self.args, skip)
+        if self.kwargs:
+            yield from _refs_in(self.kwargs.values(), skip)
+
+    def reads(self) -> Iterator[Value]:
+        """The Values of `refs`."""
+        for ref in self.refs():
+            yield ref.value
+
+    def __repr__(self) -> str:
+        return f"<{self.op} at {self.source}>"
+
+
+def _refs_in(args: Iterable[Any], skip: Ref | None) -> Iterator[Ref]:
+    for arg in args:
+        if type(arg) is Ref:
+            if arg is not skip:
+                yield arg
+        elif type(arg) in (list, tuple):
+            yield from _refs_in(arg, skip)
+
+
+def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[Node]:
+    """The nodes that `values` need, in the order of recording; nothing behind a Value in `stop` or a known one."""
+    nodes: dict[int, Node] = {}
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        node = value.node
+        if node is None or value.real is not None or node.index in nodes or (stop is not None and value in stop):
+            continue
+        nodes[node.index] = node
+        todo.extend(node.reads())
+    return [nodes[i] for i in sorted(nodes)]
+
+
+class Program:
+    """A captured constructor or step: `inputs` in, `outputs` out, by name; only what the outputs need is in it."""
+
+    def __init__(self, inputs: dict[str, Value], outputs: dict[str, Ref]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.nodes = slice_for((ref.value for ref in outputs.values()), stop=set(inputs.values()))
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+def format_program(program: Program) -> str:
+    """The Program as text: a line a node, in the style of an SSA listing, each with the user's source line."""
+    names: dict[Value, str] = {value: f"%{name}" for name, value in program.inputs.items()}
+
+    def name(value: Value) -> str:
+        if value not in names:
+            if value.real is not None:
+                names[value] = f"%const{len(names)}"
+            else:
+                names[value] = f"%{len(names)}"
+        return names[value]
+
+    def show(arg: Any) -> str:
+        if type(arg) is Ref:
+            text = name(arg.value)
+            if not arg.whole:
+                cast = "" if arg.dtype == arg.value.dtype else f" as {_dtype(arg.dtype)}"
+                text += f"[size={arg.size}, stride={arg.stride}, offset={arg.offset}{cast}]"
+            return text
+        if type(arg) in (list, tuple):
+            return "[" + ", ".join(show(a) for a in arg) + "]"
+        return str(arg)
+
+    lines = []
+    for value, label in names.items():
+        lines.append(f"{label} = input: {_dtype(value.dtype)}{list(value.shape)}")
+    for node in program.nodes:
+        args = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
+        outs = ", ".join(name(v) for v in node.outputs)
+        kinds = ", ".join(f"{_dtype(v.dtype)}{list(v.shape)}" for v in node.outputs)
+        draw = f"  @ word {node.draw.position.words}" if node.draw is not None else ""
+        lines.append(f"{outs} = {node.op}({', '.join(args)}): {kinds}{draw}  # {node.source}")
+    lines.append("return " + ", ".join(f"{k}={show(v)}" for k, v in program.outputs.items()))
+    return "\n".join(lines)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

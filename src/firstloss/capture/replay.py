@@ -1,0 +1,127 @@
+"""Run nodes for real, one by one, in the order in which they were recorded.
+
+Every storage gets one buffer, views are views of it and in-place operations happen in place, just as eager PyTorch
+would have done it: so whatever aliasing does in eager it does here. What was not asked for is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .program import Node, Ref, Value
+
+# Values up to this size are kept once they have been computed, so that reading one element after another of a
+# captured tensor does not run its recipe for each.
+_KEEP_BYTES = 1 << 16
+
+
+def allocate(value: Value) -> torch.Tensor:
+    """Fresh memory laid out as `value` is."""
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+
+
+def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
+    """The view of `buffer` (which holds `ref.value`) that `ref` describes."""
+    if ref.whole:
+        return buffer
+    if ref.dtype == buffer.dtype:
+        return buffer.as_strided(ref.size, ref.stride, ref.offset)
+    out = torch.empty(0, dtype=ref.dtype, device=buffer.device)
+    return out.set_(buffer.untyped_storage(), ref.offset, ref.size, ref.stride)
+
+
+class Replay:
+    """Buffers by Value, and how to fill them."""
+
+    def __init__(self, allocate: Callable[[Value], torch.Tensor] = allocate) -> None:
+        self.buffers: dict[Value, torch.Tensor] = {}
+        self._allocate = allocate
+        self._generator: torch.Generator | None = None
+
+    def buffer(self, value: Value) -> torch.Tensor:
+        """The buffer that holds `value`: computed, known, or fresh memory where nothing has been written."""
+        buffer = self.buffers.get(value)
+        if buffer is None:
+            if value.real is not None:
+                buffer = self._allocate(value)
+                buffer.copy_(value.real)  # a recipe may go on to edit it in place
+            else:
+                buffer = self._allocate(value)
+            self.buffers[value] = buffer
+        return buffer
+
+    def generator(self, node: Node) -> torch.Generator:
+        """A generator of our own, set to where `node` begins to draw."""
+        assert node.draw is not None
+        if self._generator is None:
+            self._generator = torch.Generator()
+        self._generator.set_state(torch.from_numpy(node.draw.stream.state_at(node.draw.position)))
+        return self._generator
+
+    def run(self, nodes: Iterable[Node]) -> None:
+        """Run `nodes`, which are in the order of recording."""
+        with torch.no_grad():
+            for node in nodes:
+                self._run_one(node)
+
+    def _run_one(self, node: Node) -> None:
+        for value in node.reads():
+            self.buffer(value)
+        if node.overwrites:
+            self.buffers.setdefault(node.writes[0].value, self._fresh_target(node))
+        args = [self._real(a) for a in node.args]
+        kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
+        if node.draw is None:
+            result = node.op(*args, **kwargs)
+        else:
+            result = draw(node.op, args, kwargs, self.generator(node))
+        for ref, value in zip(node.writes, node.outputs, strict=False):
+            self.buffers[value] = self.buffers[ref.value]
+        made = node.outputs[len(node.writes) :]
+        if made:
+            tensors = [result] if isinstance(result, torch.Tensor) else [r for r in result if r is not None]
+            for value, tensor in zip(made, tensors[len(tensors) - len(made) :], strict=True):
+                self.buffers[value] = tensor
+
+    def _fresh_target(self, node: Node) -> torch.Tensor:
+        value = node.writes[0].value
+        known = self.buffers.get(value)
+        return known if known is not None else self._allocate(value)
+
+    def _real(self, arg: Any) -> Any:
+        if type(arg) is Ref:
+            return look(self.buffers[arg.value], arg)
+        if type(arg) in (list, tuple):
+            return [self._real(a) for a in arg]
+        return arg
+
+
+def draw(op: Any, args: list, kwargs: dict, generator: torch.Generator) -> Any:
+    """Call a random operation with `generator` in the place of its own, or of the global one."""
+    if any(a.name == "generator" for a in op._schema.arguments):
+        return op(*args, **{**kwargs, "generator": generator})
+    # The overload has no generator argument (torch.rand and friends): its twin with one draws the same.
+    twin = getattr(op.overloadpacket, "generator", None)
+    if twin is not None and op._overloadname == "default":
+        return twin(*args, **{**kwargs, "generator": generator})
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(generator.get_state())
+        result = op(*args, **kwargs)
+        generator.set_state(torch.default_generator.get_state())
+    return result
+
+
+def compute(refs: list[Ref]) -> list[torch.Tensor]:
+    """The tensors that `refs` describe, on fresh memory that nobody else holds."""
+    from .program import slice_for
+
+    values = {ref.value for ref in refs}
+    replay = Replay()
+    replay.run(slice_for(values))
+    for value in values:
+        if value.real is None and value.nbytes <= _KEEP_BYTES:
+            value.real = replay.buffer(value).clone()
+    return [look(replay.buffer(ref.value), ref) for ref in refs]

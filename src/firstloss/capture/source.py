@@ -1,0 +1,44 @@
+"""Where in the user's code an operation comes from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NamedTuple
+
+import torch
+
+# Frames in these folders are machinery between the user's line and us. The user's line may well be in a library
+# (transformers, timm): whoever wrote the model is the user here.
+_MACHINERY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_is_machinery: dict[str, bool] = {}
+
+
+class Source(NamedTuple):
+    """A place in a source file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+UNKNOWN = Source("<unknown>", 0)
+
+
+def here() -> Source:
+    """The innermost frame that belongs neither to torch nor to Firstloss.
+
+    When there is none (a backward pass started from torch's own code), the answer is `UNKNOWN`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        skip = _is_machinery.get(name)
+        if skip is None:
+            skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")
+        if not skip:
+            return Source(name, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return UNKNOWN

@@ -1,0 +1,245 @@
+"""Capture of a training step: forward, backward and optimizer, as one Program.
+
+The step's Python runs once, on tensors without values. What it touches that exists already (weights, optimizer state,
+tensors from outside) becomes an input; what of it has changed when the step returns is state, carried from step to
+step; what it returns is an output. The operations are those that reach PyTorch's dispatcher below autograd, so the
+backward pass and the optimizer are captured like everything else.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import OpOverload
+
+from ..errors import TraceError, ValueReadError
+from ..rng.stream import Position
+from . import recorder
+from .deferred import _Capture
+from .program import Draw, Node, Value
+from .recorder import DeferredTensor, Store
+from .source import here
+
+
+class KeyStream:
+    """The random stream of a traced step: position n is the n-th draw of the step, whatever its size.
+
+    In the step's executable a draw's words come from a key made of the run's seed, the step's number and n. Positions
+    are kept in the generator as in a constructor's capture, so that code that saves and restores the generator's state,
+    as `torch.utils.checkpoint` does to repeat its dropout, gets the same draws again.
+    """
+
+    start = Position(0)
+
+
+class StepTrace(recorder._Tracing):
+    """A step under capture.
+
+    Attributes:
+        inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[Value, Store | torch.Tensor] = {}
+        self._before: list[tuple[Store, Value, Any]] = []
+        self._real: dict[int, tuple[torch.Tensor, Store]] = {}
+        self.stream = KeyStream()
+        self.draws = 0
+
+    # -- what the recorder asks for --
+
+    def adopt(self, store: Store) -> None:
+        """`store` existed before the step: from here on it holds an input."""
+        if store.trace is not None and store.resident is None and store.trace is not _outer(self):
+            raise TraceError(
+                f"{here()}: the step reads a tensor that an earlier traced step made and did not return, so its value "
+                "was not kept. Return it from that step, or keep it in a module's buffer or the optimizer's state."
+            )
+        self._before.append((store, store.value, store.trace))
+        old = store.value
+        if old.real is not None and old.numel <= 1 and store.resident is None:
+            store.trace = self  # a captured Python number stays a constant
+            return
+        value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")
+        self.inputs[value] = store
+        store.value = value
+        store.trace = self
+
+    def adopt_real(self, tensor: torch.Tensor) -> Store:
+        """A real tensor from outside: an input that is read anew at each step."""
+        known = self._real.get(id(tensor))
+        if known is None:
+            value = Value(
+                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, label=f"in{len(self.inputs)}"
+            )
+            store = Store(value)
+            store.trace = self
+            self.inputs[value] = tensor
+            known = self._real[id(tensor)] = (tensor, store)
+        return known[1]
+
+    def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:
+        """A traced tensor that stands for an argument of the step, shaped as `tensor` is."""
+        like = tensor.detach() if type(tensor) is not DeferredTensor else tensor
+        shape, stride = tuple(like.shape), _dense_stride(tuple(like.shape))
+        value = Value(shape, stride, like.dtype, torch.device("cpu"), label=label)
+        store = Store(value)
+        store.trace = self
+        self.inputs[value] = tensor
+        return DeferredTensor.wrap(store, shape, stride, 0, like.dtype)
+
+    def refuse_read(self, op: OpOverload) -> NoReturn:
+        """Somebody asks for a value."""
+        what = "the size of a result that depends on values" if op is not aten._local_scalar_dense.default else "a value"
+        raise ValueReadError(
+            f"{here()}: this line asks for {what} ({op}) while the step is being traced, when no tensor has a value "
+            "yet. Compute with tensors instead: torch.where(condition, a, b) for a branch, a mask for a selection; "
+            "return the tensor from the step to read or print it afterwards."
+        )
+
+    def key_draw(self, node: Node) -> None:
+        """A random operation: the next key of the step's stream."""
+        generator = torch.default_generator
+        stream, position = recorder.generators.where(generator)
+        if stream is not self.stream:
+            raise TraceError(
+                f"{node.source}: the step seeds or replaces the random generator while it is being traced. Seed once, "
+                "before the first step: every step then draws anew, reproducibly."
+            )
+        after = Position(position.words + 1)
+        node.draw = Draw(stream, position, after)  # type: ignore[arg-type]
+        recorder.generators.move(generator, stream, after)  # type: ignore[arg-type]
+        self.draws += 1
+
+    # -- around the step --
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Trace what the block does; afterwards every Store is as it was."""
+        before = recorder.set_trace(self)
+        state = torch.default_generator.get_state()
+        recorder.generators.move(torch.default_generator, self.stream, KeyStream.start)  # type: ignore[arg-type]
+        compiling = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True  # libraries take their branch-free paths, optimizers keep tensors
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            if before is None:
+                with _Capture():
+                    yield
+            else:
+                yield
+        finally:
+            if collecting:
+                gc.enable()
+            torch.compiler._is_compiling_flag = compiling
+            recorder.set_trace(before)
+            torch.default_generator.set_state(state)
+            self.changes = {
+                value: store.value for value, store in self._stores() if store.value is not value
+            }
+            for store, value, trace in reversed(self._before):
+                store.value = value
+                store.trace = trace
+
+    def _stores(self) -> list[tuple[Value, Store]]:
+        out = [(v, s) for v, s in self.inputs.items() if isinstance(s, Store)]
+        by_real = {id(t): s for t, s in self._real.values()}
+        out += [(v, by_real[id(t)]) for v, t in self.inputs.items() if isinstance(t, torch.Tensor) and id(t) in by_real]
+        return out
+
+
+aten = torch.ops.aten
+
+
+def _outer(trace: StepTrace) -> Any:
+    return recorder._trace if recorder._trace is not trace else None
+
+
+def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def is_traced(tensor: Any, trace: StepTrace) -> bool:
+    """Whether `tensor` was made by `trace` and has no value outside of it."""
+    return type(tensor) is DeferredTensor and tensor._store.trace is trace
+
+
+def find_new_state(
+    optimizer: torch.optim.Optimizer, step: Callable[[], Any]
+) -> dict[tuple[torch.nn.Parameter, str], DeferredTensor]:
+    """The state tensors that `optimizer` makes in its first step, at their initial values.
+
+    `step` is run once as a rehearsal: what it does to weights and state is forgotten, the tensors that it puts into
+    `optimizer.state` stay there, each as it was when it was made.
+    """
+    had = {(p, k) for p, entries in optimizer.state.items() for k in entries}
+    counters = {
+        (p, k): v
+        for p, entries in optimizer.state.items()
+        for k, v in entries.items()
+        if isinstance(v, (int, float)) and not isinstance(v, bool)
+    }
+    rehearsal = StepTrace()
+    with rehearsal.active():
+        step()
+    found: dict[tuple[torch.nn.Parameter, str], DeferredTensor] = {}
+    for parameter, entries in optimizer.state.items():
+        for key, entry in entries.items():
+            if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                if counters.get((parameter, key)) != entry:
+                    raise TraceError(
+                        f"{type(optimizer).__name__} keeps state[{key!r}] as a Python number and changes it in step(): "
+                        "a compiled step would see the same number for ever. Keep it as a tensor: "
+                        f"state[{key!r}] = torch.tensor(0.0)."
+                    )
+            if (parameter, key) in had or not is_traced(entry, rehearsal):
+                continue
+            store = entry._store
+            if _reads_inputs(store.first, rehearsal):
+                first = _initial_of_first_use(optimizer, entry)
+            else:
+                first = store.first
+            store.value, store.trace = first, None
+            found[parameter, key] = entry
+    return found
+
+
+def _reads_inputs(value: Value, trace: StepTrace) -> bool:
+    from .program import slice_for
+
+    return any(v in trace.inputs for node in slice_for([value]) for v in node.reads()) or value in trace.inputs
+
+
+def _initial_of_first_use(optimizer: torch.optim.Optimizer, entry: DeferredTensor) -> Value:
+    """State that starts as a copy of the first gradient: the same from zeros, where the update is linear."""
+    damped = any(group.get("dampening", 0) for group in optimizer.param_groups)
+    if not isinstance(optimizer, torch.optim.SGD) or damped:
+        raise TraceError(
+            f"{type(optimizer).__name__} makes its state in step() from the first gradient, so its first step is "
+            "another computation than the ones after it. Make the state before the first step, as zeros."
+        )
+    with torch._C._DisableTorchDispatch():
+        zeros = torch.empty(0)
+    del zeros
+    like = entry._store.value
+    made = recorder.dispatch(
+        aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
+    )
+    recorder.dispatch(aten.zero_.default, (made,), {})
+    return made._store.value
+
+
+def survivors(trace: StepTrace, stores: list[weakref.ref]) -> list[Store]:
+    """Of the Stores that `trace` made, those that somebody still holds."""
+    alive = (ref() for ref in stores)
+    return [s for s in alive if s is not None and s.trace is trace and s.alive()]

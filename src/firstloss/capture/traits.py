@@ -1,0 +1,94 @@
+"""What capture has to know of an ATen overload, read off its schema once."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# In-place operations whose result does not depend on what the target held before.
+_FILLS = frozenset(
+    {
+        "aten::zero_",
+        "aten::fill_",
+        "aten::copy_",
+        "aten::uniform_",
+        "aten::normal_",
+        "aten::bernoulli_",
+        "aten::exponential_",
+        "aten::random_",
+        "aten::cauchy_",
+        "aten::log_normal_",
+        "aten::geometric_",
+        "aten::_foreach_zero_",
+        "aten::_foreach_copy_",
+    }
+)
+
+# These share memory with their argument although their schema does not say so.
+_UNANNOTATED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+
+# Views to the schema, but what they return differs from its storage by a lazy conjugation or negation, which a
+# geometry cannot say: they are recorded as the operations that compute it.
+_LAZY_BITS = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+
+
+class Traits(NamedTuple):
+    """`writes`: positions (int) or keywords (str) of the arguments written to; `returns`: for each return value the
+    entry of `writes` that it is, or None for a new tensor."""
+
+    view: bool
+    writes: tuple[int | str, ...]
+    returns: tuple[int | str | None, ...]
+    fill: bool
+    random: str | None  # the operation's name in the table of words drawn, or None
+    generator: int | None  # position of the `generator` argument where it is positional
+    replacement: OpOverload | None
+
+
+@functools.cache
+def traits(op: OpOverload) -> Traits:
+    """The traits of `op`."""
+    schema = op._schema
+    writes: list[int | str] = []
+    by_alias: dict[str, int | str] = {}
+    generator = None
+    for i, arg in enumerate(schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            where: int | str = arg.name if arg.kwarg_only else i
+            writes.append(where)
+            for name in arg.alias_info.before_set:
+                by_alias[name] = where
+        if arg.name == "generator" and not arg.kwarg_only:
+            generator = i
+    returns: list[int | str | None] = []
+    view = op in _UNANNOTATED_VIEWS
+    for ret in schema.returns:
+        info = ret.alias_info
+        if info is None:
+            returns.append(None)
+        elif info.is_write:
+            returns.append(next(by_alias[name] for name in info.before_set))
+        else:
+            returns.append(None)
+            view = True
+    replacement = _LAZY_BITS.get(op)
+    base = schema.name.split("::")[1]
+    random = base.rstrip("_") if torch.Tag.nondeterministic_seeded in op.tags else None
+    fill = schema.name in _FILLS and len(writes) == 1
+    return Traits(
+        view and not writes and replacement is None,
+        tuple(writes),
+        tuple(returns),
+        fill,
+        random,
+        generator,
+        replacement,
+    )

@@ -1,0 +1,47 @@
+"""Every error that Firstloss raises: each says what happened, where, why it cannot work and what to write instead."""
+
+from __future__ import annotations
+
+
+class FirstlossError(Exception):
+    """The base of all of them."""
+
+
+class CaptureError(FirstlossError, RuntimeError):
+    """Something in a constructor cannot be captured."""
+
+
+class NothingDeferredError(FirstlossError, TypeError):
+    """A constructor returned nothing that holds a tensor."""
+
+
+class ConstantChangedError(FirstlossError, RuntimeError):
+    """A tensor from outside that a recipe reads was edited between capture and materialization."""
+
+
+class MaterializeError(FirstlossError, RuntimeError):
+    """A recipe could not be run."""
+
+
+class TraceError(FirstlossError, RuntimeError):
+    """A step cannot be traced."""
+
+
+class ValueReadError(TraceError):
+    """A step asked for the value of a traced tensor; there is none until the step runs."""
+
+
+class LoweringError(FirstlossError, NotImplementedError):
+    """An ATen operation has no StableHLO rule, or its rule disagrees with what capture recorded."""
+
+
+class BackendError(FirstlossError, ValueError):
+    """An unknown backend, or one that this machine cannot give."""
+
+
+class MissingDependencyError(FirstlossError, ImportError):
+    """An optional dependency is needed and is not installed."""
+
+
+class TargetError(FirstlossError, ImportError):
+    """A command's TARGET cannot be found or called."""
