@@ -86,3 +86,53 @@ class Recorder(TorchDispatchMode):
         after = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result)
         self.calls.append((overload, *before, after))
         return result
+
+
+def functional(overload):
+    """The overload without the write: `add_.Tensor` is `add.Tensor` and a result copied over the operand."""
+    if not overload._schema.is_mutable:
+        return overload
+    namespace, name = overload._schema.name.split("::")
+    if not name.endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    return getattr(packet, overload._overloadname, None) if packet else None
+
+
+# Operations that compute nothing, draw random numbers (the driver's), or give values no rule could know.
+NOT_LOWERED = {
+    "aten._local_scalar_dense.default",
+    "aten.rand.default",
+    "aten.randn.default",
+    "aten.randint.low",
+    "aten.randperm.default",
+    "aten.native_dropout.default",
+}
+UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.empty_like")
+
+
+def check_calls(calls, *, tolerance: float | None = None) -> set[str]:
+    """Compare the rule of every recorded call, each distinct one once; returns the overloads without a rule."""
+    missing, seen = set(), set()
+    for overload, args, kwargs, _ in calls:
+        name = str(overload)
+        if not name.startswith("aten.") or name in NOT_LOWERED or name.startswith(UNWRITTEN):
+            continue
+        target = functional(overload)
+        if target not in RULES:
+            missing.add(name)
+            continue
+        key = (
+            target,
+            repr(tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x, (args, kwargs))),
+        )
+        if key in seen:
+            continue
+        seen.add(key)
+        with torch.no_grad():
+            expected = target(*args, **kwargs)
+        try:
+            assert_rule(target, args, kwargs, expected, tolerance=tolerance)
+        except Exception as error:
+            raise AssertionError(f"{target}{key[1]}: {error}") from error
+    return missing

@@ -57,7 +57,7 @@ def _plain(x):
 @rule(aten.convolution.default, aten._convolution.default, aten.convolution_overrideable.default)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_):
     y = _convolve(_plain(input), _plain(weight), stride, padding, dilation, transposed, output_padding, groups)
-    return y if bias is None else y + lax.reshape(cast(bias, y.dtype), (1, -1, *(1,) * (y.ndim - 2)))
+    return y if bias is None else y + lax.reshape(cast(bias, y.dtype), (bias.size, *(1,) * (y.ndim - 2)))
 
 
 @rule(aten.convolution_backward.default)

@@ -129,7 +129,7 @@ def _fused_adam_step(decay: Callable) -> Callable:
                 new[3].append(largest)
             root = lax.sqrt(largest) / lax.sqrt(1 - cast(beta2, p.dtype) ** step)
             p = p - rate / (1 - cast(beta1, p.dtype) ** step) * m / (root + eps)
-            for results, value in zip(new, (p, m, v), strict=True):
+            for results, value in zip(new[:3], (p, m, v), strict=True):
                 results.append(value)
         old = (self, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
         p, m, v, largest = (_unless(found_inf, n, o) for n, o in zip(new, old, strict=True))
@@ -180,4 +180,4 @@ def _fused_adagrad(
         rate = cast(lr, p.dtype) / (1 + (cast(step, p.dtype) - 1) * lr_decay)
         parameters.append(p - rate * g / (lax.sqrt(s) + eps))
         sums.append(s)
-    return _unless(found_inf, parameters, self), _unless(found_inf, sums, state_sums), state_steps
+    return _unless(found_inf, parameters, self), unscaled, _unless(found_inf, sums, state_sums), state_steps

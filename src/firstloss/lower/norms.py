@@ -147,7 +147,7 @@ def _all_but_channels(x):
 
 def _by_channel(values, x):
     """One value a channel, shaped to meet `x`."""
-    return lax.reshape(wide(values), (1, -1, *(1,) * (x.ndim - 2)) if x.ndim > 1 else (-1,))
+    return lax.reshape(wide(values), (values.size, *(1,) * (x.ndim - 2)))
 
 
 def _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):

@@ -1,0 +1,49 @@
+"""From the overload that was recorded to the overload that its rule is entered under.
+
+Capture records what the user's code called, in-place operations included; rules are entered under the functional
+overload only. Which that is follows from the names, as torchgen made them: `add_.Tensor` is `add.Tensor`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# Where torchgen's names do not follow the pattern.
+_IRREGULAR = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
+    aten._unsafe_view.default: aten.view.default,
+}
+
+
+@functools.cache
+def functional(op: OpOverload) -> OpOverload:
+    """The overload that returns what `op` returns or writes, and writes nothing; `op` itself if it is one."""
+    if op in _IRREGULAR:
+        return _IRREGULAR[op]
+    if not op._schema.is_mutable:
+        return op
+    namespace, name = op._schema.name.split("::")
+    packets = getattr(torch.ops, namespace)
+    for candidate in (name.removesuffix("_"), f"{name.removesuffix('_')}_functional"):
+        packet = getattr(packets, candidate, None)
+        if packet is None:
+            continue
+        found = getattr(packet, op._overloadname, None)
+        if found is not None and not found._schema.is_mutable:
+            return found
+    # `add.out(self, other, out)`: the overload with the same arguments but `out`
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.alias_info is None]
+    packet = getattr(packets, name)
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found
+    return op
