@@ -1,9 +1,10 @@
 """How much of the CPU stream each random operation draws.
 
-Facts about torch 2.13's CPU kernels (ATen/native/cpu/DistributionTemplates.h), found by experiment; the experiments are
-`tests/rng/test_draws.py`, and with another version of torch they are what finds a difference. A rule is stated only
-where the words drawn follow from operation, dtype and size. Where they depend on values (rejection, as in gamma,
-Poisson and binomial samples) or nobody has proved them, the answer is None: run the operation to find out.
+Facts about PyTorch's CPU kernels (ATen/native/cpu/DistributionTemplates.h), found by experiment; the experiments are
+`tests/rng/test_draws.py`. They have been run on torch 2.11, 2.12, 2.13 and 2.15, and are what finds a difference in
+another version. A rule is stated only where the words drawn follow from operation, dtype and size. Where they depend
+on values (rejection, as in gamma, Poisson and binomial samples) or nobody has proved them, the answer is None: run the
+operation to find out.
 
 Three kinds of kernel:
 * element by element, a fixed number of words each: uniform, random, bernoulli, exponential, cauchy, geometric;
@@ -14,6 +15,8 @@ Three kinds of kernel:
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
 
 from firstloss.rng.stream import Position
@@ -122,11 +125,21 @@ def _normal(dtype: str, numel: int, contiguous: bool, spare: bool) -> Draw | Non
     if numel < MIN_PIECE or not contiguous:
         return _pairs(numel, spare)
     ragged = numel % _BLOCK
-    if dtype in ("float16", "bfloat16"):
+    if dtype in ("float16", "bfloat16") and _torch_version() >= (2, 12):
         # A block is made in float32 beside the tensor, so uniforms for the ragged end are drawn once,
         return Draw(numel + (_BLOCK - ragged if ragged else 0))
     # while here the tensor is filled with uniforms first, and its last 16 elements once more.
     return Draw((numel + (_BLOCK if ragged else 0)) * _UNIFORM_WORDS[dtype])
+
+
+@cache
+def _torch_version() -> tuple[int, int]:
+    """Of the torch installed, without importing it: this package is arithmetic only."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+    except PackageNotFoundError:  # a build without metadata: assume a recent one
+        return (2, 13)
+    return int(major), int(minor)
 
 
 def _pairs(numel: int, spare: bool) -> Draw:
