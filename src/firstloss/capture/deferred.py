@@ -22,6 +22,10 @@ T = TypeVar("T")
 class _Capture(TorchDispatchMode):
     """Brings factory functions, whose arguments hold no deferred tensor, to the recorder as well."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, and imports its compiler (a second) to do so
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return recorder.dispatch(func, args, kwargs or {})
 

@@ -209,6 +209,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     handler = _SPECIAL.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
+    if op.namespace == "profiler":
+        return op(*args, **kwargs)
     how = traits(op)
     if how.replacement is not None:
         return dispatch(how.replacement, args, kwargs)
@@ -320,7 +322,7 @@ def _record(call: _Call) -> Any:
     node_kwargs = {k: _with_ref(v, writes) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
     node = Node(next(_counter), call.op, node_args, node_kwargs, writes, overwrites, None, source)
 
-    if how.random is not None:
+    if how.random is not None and _draws(call):
         if trace is not None:
             trace.key_draw(node)
         elif not _record_draw(call, node, writes, geometry):
@@ -542,6 +544,13 @@ def _record_draw(call: _Call, node: Node, writes: tuple[Ref, ...], geometry: lis
     if not _depth:
         generators.settle()
     return True
+
+
+def _draws(call: _Call) -> bool:
+    """Whether the call draws at all: attention does only if it drops out."""
+    return not call.op._schema.name.startswith("aten::_scaled_dot_product") or _plain_arguments(call).get(
+        "dropout_p", 0.0
+    ) != 0.0
 
 
 def _plain_arguments(call: _Call) -> dict[str, Any]:

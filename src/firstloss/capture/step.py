@@ -48,6 +48,7 @@ class StepTrace(recorder._Tracing):
         self.inputs: dict[Value, Store | torch.Tensor] = {}
         self._before: list[tuple[Store, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, Store]] = {}
+        self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self.draws = 0
 
@@ -55,7 +56,7 @@ class StepTrace(recorder._Tracing):
 
     def adopt(self, store: Store) -> None:
         """`store` existed before the step: from here on it holds an input."""
-        if store.trace is not None and store.resident is None and store.trace is not _outer(self):
+        if store.trace is not None and store.resident is None and store.trace is not self._outer:
             raise TraceError(
                 f"{here()}: the step reads a tensor that an earlier traced step made and did not return, so its value "
                 "was not kept. Return it from that step, or keep it in a module's buffer or the optimizer's state."
@@ -85,13 +86,12 @@ class StepTrace(recorder._Tracing):
 
     def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:
         """A traced tensor that stands for an argument of the step, shaped as `tensor` is."""
-        like = tensor.detach() if type(tensor) is not DeferredTensor else tensor
-        shape, stride = tuple(like.shape), _dense_stride(tuple(like.shape))
-        value = Value(shape, stride, like.dtype, torch.device("cpu"), label=label)
+        shape, stride = tuple(tensor.shape), _dense_stride(tuple(tensor.shape))
+        value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
         store = Store(value)
         store.trace = self
         self.inputs[value] = tensor
-        return DeferredTensor.wrap(store, shape, stride, 0, like.dtype)
+        return DeferredTensor.wrap(store, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value."""
@@ -122,6 +122,7 @@ class StepTrace(recorder._Tracing):
     def active(self) -> Iterator[None]:
         """Trace what the block does; afterwards every Store is as it was."""
         before = recorder.set_trace(self)
+        self._outer = before
         state = torch.default_generator.get_state()
         recorder.generators.move(torch.default_generator, self.stream, KeyStream.start)  # type: ignore[arg-type]
         compiling = torch.compiler._is_compiling_flag
@@ -155,10 +156,6 @@ class StepTrace(recorder._Tracing):
 
 
 aten = torch.ops.aten
-
-
-def _outer(trace: StepTrace) -> Any:
-    return recorder._trace if recorder._trace is not trace else None
 
 
 def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

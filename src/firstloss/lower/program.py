@@ -175,7 +175,7 @@ def _function(template: Template) -> Callable[..., tuple]:
 
         kwargs = {name: fill(arg) for name, arg in template.kwargs if name not in names_out and name != "generator"}
         if template.keyed:
-            kwargs["key"] = arrays[-1]
+            kwargs["rng_key"] = arrays[-1]
         results = rule(*[fill(arg) for arg in template.args if not isinstance(arg, torch.Generator)], **kwargs)
         flat = list(_flatten(results))
         count = len(template.writes)

@@ -1,0 +1,134 @@
+"""Backends: where training runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import timeline
+from ..capture.deferred import deferred, named_tensors
+from ..capture.program import Value
+from ..capture.recorder import DeferredTensor, Store
+from ..errors import BackendError
+
+_XLA_NAMES = ("XLA", "CSX")
+_EAGER = {"CPU": "cpu", "GPU": "cuda"}
+
+_current: Backend | None = None
+
+
+@dataclass
+class DeviceConfig:
+    """How weights come to the device.
+
+    Attributes:
+        lazy_initialization: capture constructors under `with backend.device`, and materialize beside the compile.
+            False: constructors run eagerly, and `compile` moves what they made.
+    """
+
+    lazy_initialization: bool = True
+
+
+class Device:
+    """A backend's device; as a context manager, weights constructed inside belong to the backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.config = DeviceConfig()
+        self._open: list[AbstractContextManager] = []
+
+    def __enter__(self) -> Device:
+        if self._backend.is_xla:
+            context: AbstractContextManager = (
+                deferred() if self.config.lazy_initialization else timeline.span("construct")
+            )
+        else:
+            context = torch.device(self._backend.torch_device)
+        context.__enter__()
+        self._open.append(context)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open.pop().__exit__(*exception)
+
+    def __repr__(self) -> str:
+        return f"<device of backend {self._backend.name}>"
+
+
+class Backend:
+    """A place where training runs: make one with `firstloss.backend`."""
+
+    def __init__(self, name: str, artifact_dir: str) -> None:
+        self.name = name
+        self.artifact_dir = artifact_dir
+        self.is_xla = name == "XLA"
+        self.torch_device = torch.device(_EAGER.get(name, "cpu"))
+        self.device = Device(self)
+        self.models: list[torch.nn.Module] = []
+
+    def claim(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background."""
+        from . import placement
+
+        placement.claim(tensors)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trainable parameters of the models compiled for this backend."""
+        return [p for model in self.models for p in model.parameters() if p.requires_grad]
+
+
+def backend(name: str | None = None, *, artifact_dir: str | os.PathLike = "./artifacts") -> Backend:
+    """Make a backend and make it the current one; without arguments, the current one.
+
+    Args:
+        name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
+        artifact_dir: a folder for what is worth keeping between runs: compiled executables are cached in it.
+
+    Raises:
+        BackendError: for a name that is none of these, or a device that this machine does not have.
+    """
+    global _current
+    if name is None:
+        if _current is None:
+            raise BackendError('there is no backend yet. Make one first: firstloss.backend("XLA").')
+        return _current
+    kind = name.upper()
+    if kind in _XLA_NAMES:
+        from .jaxlib import use_compilation_cache
+
+        made = Backend("XLA", str(artifact_dir))
+        use_compilation_cache(os.path.abspath(os.path.join(made.artifact_dir, "compiled")))
+    elif kind in _EAGER:
+        if kind == "GPU" and not torch.cuda.is_available():
+            raise BackendError('backend "GPU" needs CUDA, which this torch does not find. Use "XLA" or "CPU".')
+        made = Backend(kind, str(artifact_dir))
+    else:
+        raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')
+    _current = made
+    return made
+
+
+def current_backend() -> Backend:
+    """The backend made last.
+
+    Raises:
+        BackendError: if there is none yet.
+    """
+    return backend()
+
+
+def current_torch_device() -> torch.device:
+    """The torch device of the current backend's tensors."""
+    return _current.torch_device if _current is not None else torch.device("cpu")
+
+
+def use_cs() -> bool:
+    """Whether the current backend compiles ahead of time."""
+    return _current is not None and _current.is_xla

@@ -1,0 +1,61 @@
+"""A weight on the device: the array that holds it now, and how the host reads and edits it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import jax
+import torch
+
+from ..capture.program import Value
+from .jaxlib import to_device, to_host
+
+
+class Cell:
+    """Owns the content of one storage on the device.
+
+    The array is replaced by each step that changes it. The host sees it through `host()`; after `edit()` what the host
+    has is what counts, and goes to the device before the next step.
+    """
+
+    def __init__(self, value: Value, array: jax.Array | None = None, pending: Future | None = None) -> None:
+        self.value = value  # for its geometry
+        self._array = array
+        self._pending = pending  # gives {Value: array} when the materialization under way is through
+        self._host: torch.Tensor | None = None
+        self._edited = False
+
+    def array(self) -> jax.Array:
+        """The content as an array of `value.shape`; waits for the materialization under way."""
+        if self._edited:
+            assert self._host is not None
+            self._array, self._edited = to_device(self._host), False
+        elif self._array is None:
+            assert self._pending is not None
+            self._array = self._pending.result()[self.value]
+            self._pending = None
+        return self._array
+
+    def set(self, array: jax.Array) -> None:
+        """What a step has made of it."""
+        self._array = array
+        self._pending = None
+        self._host = None
+        self._edited = False
+
+    def host(self) -> torch.Tensor:
+        """The content laid out as `value` is. Not to be written, but after `edit`."""
+        if self._host is None:
+            logical = to_host(self.array())
+            if logical.stride() != self.value.stride:
+                laid_out = torch.empty_strided(self.value.shape, self.value.stride, dtype=self.value.dtype)
+                logical = laid_out.copy_(logical)
+            self._host = logical
+        return self._host
+
+    def edit(self) -> None:
+        """The host is about to write to `host()`."""
+        if not self._edited:
+            host = self.host()
+            self._host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(host)
+            self._edited = True

@@ -1,0 +1,95 @@
+"""The few things that the runtime needs of JAX beyond its everyday interface."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import MissingDependencyError
+
+try:
+    import jax
+except ImportError as error:
+    raise MissingDependencyError(
+        "this needs JAX, which is not installed. Install it with: pip install 'firstloss[xla]'"
+    ) from error
+
+from ..lower.dtypes import to_jax, to_torch
+
+# Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
+# and a donated step updates it in place.
+_OWNED_BYTES = 1 << 16
+
+
+def x64() -> Any:
+    """PyTorch's int64 and float64 are real: a context in which JAX's are too."""
+    return jax.enable_x64(True)
+
+
+def use_compilation_cache(directory: str) -> None:
+    """Keep compiled executables in `directory`, whatever their size, for the next start."""
+    os.makedirs(directory, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+
+
+@functools.lru_cache(maxsize=None)
+def _allocator(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    with x64():
+        return jax.jit(lambda: jax.lax.empty(shape, dtype)).lower().compile()
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:
+    """Memory that a CPU device owns, as a JAX array and as a torch tensor on the same bytes, row-major.
+
+    The array's content may be written through the tensor until the array has been given to anybody else.
+    """
+    array = _allocator(tuple(shape), to_jax(dtype))()
+    array.block_until_ready()
+    count = array.size * dtype.itemsize
+    if count == 0:
+        return array, torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
+    return array, torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def to_device(tensor: torch.Tensor) -> jax.Array:
+    """A copy of `tensor` on the device, in memory that the device owns where it is large."""
+    tensor = tensor.detach()
+    if tensor.numel() * tensor.itemsize >= _OWNED_BYTES:
+        array, memory = empty(tuple(tensor.shape), tensor.dtype)
+        memory.copy_(tensor)
+        return array
+    return lend(tensor.contiguous().clone())
+
+
+def lend(tensor: torch.Tensor) -> jax.Array:
+    """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives."""
+    with x64():
+        try:
+            return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+        except (RuntimeError, TypeError, BufferError, ValueError):
+            from ..lower.program import constant
+
+            return jax.device_put(constant(tensor))
+
+
+def to_host(array: jax.Array) -> torch.Tensor:
+    """The values of `array`: on a CPU device its own bytes, which must not be written, elsewhere a copy."""
+    try:
+        return torch.from_dlpack(array)
+    except (RuntimeError, TypeError, BufferError, ValueError):
+        host = np.asarray(array)
+        dtype = to_torch(host.dtype)
+        if host.dtype.kind == "V" or dtype in (torch.bfloat16,):
+            return torch.from_numpy(host.view(np.int16).copy()).view(dtype)
+        return torch.from_numpy(host.copy())

@@ -1,0 +1,132 @@
+"""Bring weights to the device: materialize the deferred ones there, in the background, and move the real ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import jax
+import torch
+
+from .. import timeline
+from ..capture.program import Value
+from ..capture.recorder import DeferredTensor, Store
+from ..capture.replay import allocate as allocate_host
+from ..init.materialize import run_recipes
+from .cell import Cell
+from .jaxlib import empty, to_device
+
+# Smaller weights go through host memory: a buffer of the device's own costs a call.
+_DIRECT_BYTES = 1 << 16
+
+
+def claim(tensors: Iterable[torch.Tensor]) -> None:
+    """Make `tensors` live on the device. Returns at once; who needs a deferred one's content waits for it."""
+    pending: list[Store] = []
+    real: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) is DeferredTensor:
+            store = tensor._store
+            if store.resident is None and store not in pending:
+                pending.append(store)
+        elif not any(tensor is other for other in real):
+            real.append(tensor)
+    if real:
+        with timeline.span("move"):
+            _move(real)
+    if pending:
+        _materialize_in_background(pending)
+
+
+def _materialize_in_background(stores: list[Store]) -> None:
+    future: Future[dict[Value, jax.Array]] = Future()
+    wanted = [store.value for store in stores]
+    for store in stores:
+        store.resident = Cell(store.value, pending=future)
+
+    def work() -> None:
+        try:
+            with timeline.span("materialize"):
+                future.set_result(_make(wanted))
+        except BaseException as error:  # the thread that waits for the weights raises it
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="firstloss-materialize", daemon=True).start()
+
+
+def _make(values: list[Value]) -> dict[Value, jax.Array]:
+    """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
+    arrays: dict[int, jax.Array] = {}
+    direct = jax.default_backend() == "cpu"
+
+    def allocate(value: Value) -> torch.Tensor:
+        if not direct or value.nbytes < _DIRECT_BYTES or not _row_major(value):
+            return allocate_host(value)
+        array, memory = empty(value.shape, value.dtype)
+        arrays[memory.data_ptr()] = array
+        return memory
+
+    buffers = run_recipes(values, allocate=allocate)
+    out: dict[Value, jax.Array] = {}
+    for value, buffer in buffers.items():
+        array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
+        out[value] = array if array is not None else to_device(buffer)
+    return out
+
+
+def _row_major(value: Value) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _move(tensors: list[torch.Tensor]) -> None:
+    """Real tensors become tensors on the device, the same Python objects; those that share memory go on sharing it."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    for group in groups.values():
+        base = _base(group)
+        value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
+        store = Store(value)
+        store.resident = Cell(value, array=to_device(base))
+        for tensor in group:
+            _become_resident(tensor, store)
+        del base
+
+
+def _base(group: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor that is all of the group's storage."""
+    with torch.no_grad():
+        for tensor in group:
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+            if whole and tensor.storage_offset() == 0 and torch._C._is_non_overlapping_and_dense(tensor):
+                return tensor.detach()
+        tensor = group[0]
+        flat = torch.empty(0, dtype=tensor.dtype)
+        return flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
+
+
+def _become_resident(tensor: torch.Tensor, store: Store) -> None:
+    requires_grad, grad = tensor.requires_grad, tensor.grad
+    new = DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        new._is_param = True  # type: ignore[attr-defined]
+    if requires_grad:
+        new.requires_grad_(True)
+    store.tensors.clear()
+    attributes = dict(tensor.__dict__)
+    tensor.grad = None
+    tensor.__class__ = DeferredTensor  # type: ignore[assignment]
+    tensor.__dict__.clear()
+    tensor.__dict__.update({**attributes, **new.__dict__})
+    torch._C._swap_tensor_impl(tensor, new)
+    import weakref
+
+    store.tensors.append(weakref.ref(tensor))
+    if grad is not None:
+        tensor.grad = grad
