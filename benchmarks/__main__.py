@@ -1,0 +1,28 @@
+"""`python -m benchmarks`: every figure, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from benchmarks import harness
+
+FIGURES = ("materialize_llama_1b", "capture_llama_405b", "trace_and_lower", "time_to_first_loss", "loss_agreement")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=FIGURES, action="append", help="run this figure alone (may be repeated)")
+    harness.add_arguments(parser)
+    args = parser.parse_args()
+    figures = []
+    for name in args.only or FIGURES:
+        print(name, file=sys.stderr, flush=True)
+        figures.append(importlib.import_module(f"benchmarks.{name}").measure(args))
+    harness.report(figures, args.json)
+    return 0 if args.tiny or all(figure.met for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What the benchmarks share: fresh processes, warm memory, interleaved rounds, medians, a table and JSON.
+
+A benchmark is a module with `measure(args) -> Figure`, and `child(side, args) -> dict` for what is run in a process of
+its own, so that no side finds the memory, imports or caches of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one benchmark found: `rows` of (what, value in words), and whether the goal is met."""
+
+    name: str
+    goal: str
+    rows: list[tuple[str, str]]
+    met: bool
+    data: dict[str, Any]
+
+
+def main(module: Any) -> None:
+    """The command line of one benchmark: `python -m benchmarks.NAME [--rounds N] [--tiny] [--json]`."""
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--child", metavar="SIDE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        result = module.child(args.child, args)
+        print(json.dumps(result))
+        return
+    figure = module.measure(args)
+    report([figure], args.json)
+    sys.exit(0 if figure.met or args.tiny else 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side is run (default 3)")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark itself works")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def in_child(module: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one side of benchmark `module` in a fresh process and return what it found."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side, *(["--tiny"] if args.tiny else [])]
+    return json.loads(output_of(command, GLIBC_TUNABLES=_ONE_HEAP).splitlines()[-1])
+
+
+def output_of(command: Sequence[str], **environment: str) -> str:
+    """The stdout of a command, which must succeed; its stderr goes to ours."""
+    path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
+    )
+    if done.returncode != 0:
+        sys.exit(f"benchmarks: {' '.join(command)} ended with status {done.returncode}")
+    return done.stdout
+
+
+def interleaved(sides: Sequence[str], rounds: int, run: Callable[[str], dict[str, Any]]) -> dict[str, list[dict]]:
+    """Run the sides in turns, a b a b, so that what else the machine does falls on all of them."""
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in sides:
+            print(f"  round {number + 1}/{rounds}: {side}", file=sys.stderr, flush=True)
+            found[side].append(run(side))
+    return found
+
+
+def middle(runs: Sequence[dict[str, Any]], key: str) -> float:
+    """The median of one number over the runs."""
+    return median(run[key] for run in runs)
+
+
+def ratio(slow: Sequence[dict[str, Any]], fast: Sequence[dict[str, Any]], key: str) -> float:
+    """The median over the rounds of slow / fast, each of one round, in which the machine was in one mood."""
+    return median(a[key] / b[key] for a, b in zip(slow, fast, strict=True))
+
+
+def warm_memory(count: int) -> None:
+    """Have the C library's heap of this process hold `count` bytes that have been written once.
+
+    Memory that a machine has never handed out can be ten times slower to write (a virtual machine gets it from its
+    host page by page, and gives it back when a process frees it), and how slow changes from minute to minute. In
+    a child of `in_child` whatever allocates through malloc, as torch and XLA do, then finds memory that is warm.
+    """
+    import torch
+
+    torch.empty(count, dtype=torch.uint8).fill_(1)
+
+
+# The heap alone, never mmap; one heap for all threads; and nothing of it is given back to the system when freed.
+_ONE_HEAP = "glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1099511627776"
+
+
+def write_bandwidth(size: int = 1 << 30) -> dict[str, float]:
+    """Bytes per second that all cores together write: into touched memory, and into fresh memory in huge pages.
+
+    The first is the floor of anything that fills memory; the second what a process pays that has just asked for it.
+    """
+    import torch
+
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    chunks = tensor.chunk(len(os.sched_getaffinity(0)))
+
+    def write() -> float:
+        threads = [threading.Thread(target=chunk.fill_, args=(1.0,)) for chunk in chunks]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return size / (time.perf_counter() - began)
+
+    fresh = write()
+    return {"fresh": fresh, "touched": median(write() for _ in range(5))}
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def report(figures: Sequence[Figure], as_json: bool) -> None:
+    """All figures as one table or one JSON list."""
+    if as_json:
+        print(json.dumps([asdict(figure) for figure in figures], indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Figures", title_justify="left", show_lines=False)
+    table.add_column("what")
+    table.add_column("found", justify="right")
+    for figure in figures:
+        table.add_section()
+        verdict = "[green]met[/green]" if figure.met else "[red]not met[/red]"
+        table.add_row(f"[bold]{figure.name}[/bold]", verdict)
+        table.add_row(f"  goal: {figure.goal}", "", style="dim")
+        for what, value in figure.rows:
+            table.add_row(f"  {what}", value)
+    Console(highlight=False).print(table)

@@ -1,0 +1,43 @@
+"""The models of the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA_1B = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+LLAMA_405B = {
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+}
+LLAMA_24_LAYERS = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA_TINY = {**LLAMA_24_LAYERS, "num_hidden_layers": 2}
+
+
+def llama(**fields: int) -> Any:
+    """A transformers Llama; run with `fl.deferred_init` or as it is."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**fields))
+
+
+def import_llama() -> None:
+    """Import all that constructing a Llama imports, and construct a small one: the model's own code is warm."""
+    llama(**LLAMA_TINY)

@@ -1,0 +1,86 @@
+"""Time to first loss of a Llama of 1.1B parameters with SGD, against the eager way; and the demo's own ratio."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+from benchmarks import harness, models
+
+NAME = "time to first loss, Llama of 1.1B parameters, SGD, batch 1 x 128, import left out"
+GOAL = "at most half of the eager way (construct, move, trace, compile, step)"
+
+
+def child(side, args):
+    import jax  # noqa: F401  (the import is left out, on both sides)
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import firstloss as fl
+    from firstloss import timeline
+
+    batch = torch.randint(256, (1, 128), generator=torch.Generator().manual_seed(1))
+    fields = models.LLAMA_TINY if args.tiny else models.LLAMA_1B
+    harness.warm_memory(1 << 20 if args.tiny else 14 << 30)
+    clock = timeline.current()
+    clock.add("import", start=0.0)
+    began = clock.now()
+    with tempfile.TemporaryDirectory() as artifacts:
+        backend = fl.backend("XLA", artifact_dir=artifacts)
+        backend.device.config.lazy_initialization = side == "firstloss"
+        torch.manual_seed(0)
+        with backend.device:
+            model = models.llama(**fields)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        compiled = fl.compile(model, backend)
+
+        @fl.trace
+        def step(batch):
+            loss = compiled(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        loss = step(batch).item()
+        seconds = clock.now() - began
+    return {"seconds": seconds, "loss": loss, "phases": {row.name: row.seconds for row in clock.table()}}
+
+
+def demo_ratio(args):
+    """The demo's own ratios, from one step of it."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "firstloss", "demo", "--steps", "1", "--out", out, "--json"]
+        return json.loads(harness.output_of(command + (["--size", "tiny"] if args.tiny else [])))
+
+
+def measure(args):
+    runs = harness.interleaved(
+        ("eager", "firstloss"),
+        args.rounds,
+        lambda side: harness.in_child("time_to_first_loss", side, args),
+    )
+    eager, ours = runs["eager"], runs["firstloss"]
+    shorter = harness.ratio(eager, ours, "seconds")
+    difference = max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in zip(eager, ours, strict=True))
+    demo = demo_ratio(args)
+    rows = [
+        ("eager way", f"{harness.middle(eager, 'seconds'):.2f} s"),
+        ("Firstloss", f"{harness.middle(ours, 'seconds'):.2f} s"),
+        *(
+            (f"  of which {name}", f"{seconds:.2f} s")
+            for name, seconds in ours[-1]["phases"].items()
+            if name != "import"
+        ),
+        ("shorter", f"{shorter:.2f} times"),
+        ("relative difference of the first losses", f"{difference:.1e}"),
+        ("the demo (100M parameters): shorter", f"{demo['ratio_without_import']:.2f} times"),
+        ("the demo, import counted on both sides", f"{demo['ratio']:.2f} times"),
+    ]
+    data = {"runs": runs, "ratio": shorter, "demo": demo}
+    return harness.Figure(NAME, GOAL, rows, shorter >= 2 and difference <= 1e-4, data)
+
+
+if __name__ == "__main__":
+    harness.main(sys.modules["__main__"])
