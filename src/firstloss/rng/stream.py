@@ -73,8 +73,6 @@ class Stream:
             record["normal"] = 0.0 if spare is None else self._second_normal(spare)
         return torch_state.build(record)
 
-    eager_state_at = state_at  # no other representation is needed to leave a generator as eager PyTorch would
-
     def states_at(self, positions: Iterable[Position]) -> list[NDArray[np.uint8]]:
         """`state_at` of each, in the order given, computed from the earliest to the latest so that jumps are shared."""
         wanted = list(positions)

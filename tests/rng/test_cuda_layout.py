@@ -1,0 +1,74 @@
+"""The layout of CUDA's stream: against a simulation of the kernel's loops, and against numbers GPUs have printed."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firstloss.rng.cuda_layout import Device, advance, place, words
+
+V100 = Device(80, 2048)
+SMALL = Device(2, 1024)
+
+
+def kernel(numel: int, device: Device, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+    """The launch as its threads run it: element -> (subsequence, offset, lane), and the blocks each thread takes."""
+    grid = min(device.multi_processor_count * (device.max_threads_per_multi_processor // 256), (numel + 255) // 256)
+    stride = 256 * grid
+    rounded = ((numel - 1) // (stride * lanes) + 1) * stride * lanes
+    made = {}
+    calls = 0
+    for thread in range(stride):
+        calls = 0
+        for linear in range(thread, rounded, stride * lanes):
+            for lane in range(lanes):
+                if linear + stride * lane < numel:
+                    made[linear + stride * lane] = (thread, 4 * calls, lane)
+            calls += 1
+    return made, calls
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20_000), st.sampled_from(["float32", "bfloat16", "float64"]))
+def test_the_layout_is_the_kernels(numel, dtype):
+    made, calls = kernel(numel, SMALL, 2 if dtype == "float64" else 4)
+    assert len(made) == numel
+    for element in {0, numel - 1, numel // 2, numel // 3, *range(0, numel, 997)}:
+        subsequence, offset, lane = made[element]
+        assert place(element, numel, SMALL, 40, dtype) == (subsequence, offset + 40, lane)
+    assert advance(numel, SMALL, 40, dtype) == 40 + 4 * calls
+
+
+def uniform_block(block: np.ndarray) -> np.ndarray:
+    return block.astype(np.float64) * 2.0**-32 + 2.0**-33
+
+
+def test_uniforms_that_gpus_print():
+    # torch.manual_seed(0); torch.rand(4, device="cuda"): a fill this small has one lane of each thread.
+    places = [place(i, 4, V100) for i in range(4)]
+    found = [uniform_block(words(0, p.subsequence, p.offset))[p.lane] for p in places]
+    assert np.allclose(found, [0.3990, 0.5167, 0.0249, 0.9401], atol=5e-5)
+
+
+def test_normals_that_gpus_print():
+    # torch.manual_seed(0); torch.randn(4, device="cuda"). A block's first normal is the sine's.
+    found = []
+    for i in range(4):
+        p = place(i, 4, V100)
+        block = uniform_block(words(0, p.subsequence, p.offset))
+        assert p.lane == 0
+        found.append(np.sqrt(-2 * np.log(block[0])) * np.sin(2 * np.pi * block[1]))
+    assert np.allclose(found, [-0.9247, -0.4253, -2.6438, 0.1452], atol=5e-5)
+
+
+def test_an_empty_fill_moves_nothing():
+    assert advance(0, V100, 12) == 12
+
+
+def test_errors():
+    with pytest.raises(IndexError, match="element 5 of a fill of 5"):
+        place(5, 5, V100)
+    with pytest.raises(ValueError, match="several launches"):
+        place(0, 1 << 30, V100)
+    with pytest.raises(ValueError, match="within a block"):
+        words(0, 0, 6)
