@@ -100,7 +100,7 @@ def granule(op: str, dtype: str, **op_args: Any) -> int | None:
 
     If each of its consecutive pieces begins at a multiple of the granule (in elements) and has at least MIN_PIECE
     elements, the same operation on each piece, from the stream's state at that piece (`words_before`), gives the bytes
-    of the whole. None: it may not be split.
+    of the whole; arguments that are tensors are split alike. None: it may not be split.
     """
     if _FILL_OF.get(op, op) == "normal":
         return _BLOCK // 2 if dtype in _REAL else _BLOCK if dtype in _UNIFORM_WORDS else None
