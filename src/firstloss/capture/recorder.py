@@ -40,7 +40,7 @@ class Store:
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        self.first = value  # what it held when it was made
+        self.first = value  # what it held first, but for memory that was never written
         self.tensors: list[weakref.ref] = []
         self.fills = 0  # whole fills so far: all but the last are dead
         self.resident: Any = None  # on a backend: its cell, which owns the value from then on
@@ -288,6 +288,8 @@ class _Call:
 
 # -- recording -------------------------------------------------------------------------------------------------------
 
+_EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
+
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 _shapes: dict[tuple, list[Geometry] | None] = {}
 
@@ -339,6 +341,8 @@ def _record(call: _Call) -> Any:
         store.value = new
         if overwrites:
             store.fills += 1
+            if store.first is old and old.node is not None and old.node.op in _EMPTY:
+                store.first = new
         outputs.append(new)
     made: list[DeferredTensor] = []
     if geometry is not None and not all(r is not None for r in how.returns):
