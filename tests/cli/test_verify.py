@@ -16,6 +16,9 @@ def model(tied=True):
 def test_names_cover_ties_buffers_and_containers():
     names = [name for name, _ in named_tensors(model())]
     assert "0.weight" in names and "1.weight" in names and "2.num_batches_tracked" in names
+    made = model()
+    made[0].table = torch.zeros(2)
+    assert "0.table" in dict(named_tensors(made))
     made = {"a": [torch.zeros(1), model()], "b": 3}
     names = [name for name, _ in named_tensors(made)]
     assert names[0] == "['a'][0]" and "['a'][1].0.weight" in names

@@ -127,7 +127,7 @@ def main() -> None:
     else:
         losses = train(config, batches, args.artifacts, lazy=args.way == "firstloss")
     for number, loss in enumerate(losses):
-        if number == 0:
+        if number == 0 and timeline.current().first_loss is None:  # the backend marks its own
             timeline.mark(timeline.FIRST_LOSS)
         say(loss=loss)
     say(timeline=timeline.current().to_dict())

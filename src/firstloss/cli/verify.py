@@ -63,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         console = output.console()
         for name, why in differences.items():
-            console.print(f"{name}: {why}", markup=False)
+            console.print(f"{name}: {why}", markup=False, soft_wrap=True)
         if not differences:
             console.print(
                 f"{len(names)} tensors, {output.size(bytes_compared)}, and the random generator are bit-identical: "
-                f"eager {eager_seconds:.2f} s, deferred {deferred_seconds:.2f} s"
+                f"eager {eager_seconds:.2f} s, deferred {deferred_seconds:.2f} s",
+                soft_wrap=True,
             )
     if differences:
         name, why = next(iter(differences.items()))
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in what a constructor returned, under each of its names: tied weights come more than once."""
+    """Every tensor in what a constructor returned, plain attributes too, under each of its names: ties come twice."""
     import torch
 
     if isinstance(made, torch.Tensor):
@@ -87,6 +88,10 @@ def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
             yield dot + name, tensor
         for name, tensor in made.named_buffers(remove_duplicate=False):
             yield dot + name, tensor
+        for path, module in made.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{dot}{path}.{name}" if path else dot + name, value
     elif isinstance(made, dict):
         for name, value in made.items():
             yield from named_tensors(value, f"{prefix}[{name!r}]")

@@ -1,0 +1,47 @@
+"""The arithmetic of the benchmarks' harness, and one figure on a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import harness
+
+pytest.importorskip("rich")
+
+
+def test_sides_take_turns():
+    order = []
+    runs = harness.interleaved(("a", "b"), 2, lambda side: order.append(side) or {"seconds": len(order)})
+    assert order == ["a", "b", "a", "b"]
+    assert harness.middle(runs["a"], "seconds") == 2 and harness.middle(runs["b"], "seconds") == 3
+
+
+def test_the_ratio_is_taken_round_by_round():
+    slow, fast = [[{"seconds": s} for s in seconds] for seconds in ([10, 40, 30], [5, 10, 10])]
+    assert harness.ratio(slow, fast, "seconds") == 3
+
+
+def test_bandwidth_is_a_number_of_bytes_per_second():
+    found = harness.write_bandwidth(1 << 24)
+    assert found["fresh"] > 1e6 and found["touched"] > 1e6
+
+
+def test_a_report_for_people_and_one_for_programs(capsys):
+    figure = harness.Figure("capture", "under 1 s", [("capture", "2.00 s")], False, {"runs": []})
+    harness.report([figure], as_json=False)
+    assert "not met" in capsys.readouterr().out
+    harness.report([figure], as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["rows"] == [["capture", "2.00 s"]]
+
+
+def test_one_figure_from_end_to_end():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks.materialize_llama_1b", "--tiny", "--rounds", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (figure,) = json.loads(done.stdout)
+    assert ["bit-identical, generator too", "yes"] in figure["rows"]
