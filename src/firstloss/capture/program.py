@@ -12,7 +12,7 @@ Python: dead fills cost nothing to skip.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,37 @@ class Ref(NamedTuple):
             and self.stride == value.stride
             and self.dtype == value.dtype
         )
+
+
+    @property
+    def covers(self) -> bool:
+        """Whether this shows every element of the storage once: a write through it replaces all that was there."""
+        if self.whole:
+            return True
+        value = self.value
+        return self.offset == 0 and self.dtype == value.dtype and dense_count(self.size, self.stride) == value.numel
+
+
+def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a geometry is row-major without gaps."""
+    expected = 1
+    for n, s in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and s != expected:
+            return False
+        expected *= n
+    return True
+
+
+def dense_count(size: Sequence[int], stride: Sequence[int]) -> int | None:
+    """The number of elements of a geometry that is row-major without gaps in some order of dimensions, else None."""
+    expected = 1
+    for s, n in sorted(zip(stride, size, strict=True)):
+        if n == 1:
+            continue
+        if s != expected:
+            return None
+        expected *= n
+    return expected
 
 
 class Draw(NamedTuple):

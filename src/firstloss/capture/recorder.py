@@ -19,7 +19,7 @@ from ..rng import draws
 from ..rng.stream import Position
 from . import replay
 from .generators import Generators
-from .program import Draw, Node, Ref, Value
+from .program import Draw, Node, Ref, Value, is_contiguous
 from .source import here
 from .traits import Traits, traits
 
@@ -319,7 +319,7 @@ def _record(call: _Call) -> Any:
     source = here()
     targets = call.written()
     writes = tuple(_ref_of(t) for t in targets)
-    overwrites = how.fill and len(writes) == 1 and _covers(writes[0])
+    overwrites = how.fill and len(writes) == 1 and writes[0].covers
     node_args = _with_refs(call.args, writes)
     node_kwargs = {k: _with_ref(v, writes) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
     node = Node(next(_counter), call.op, node_args, node_kwargs, writes, overwrites, None, source)
@@ -411,23 +411,6 @@ def _store_of(tensor: Tensor) -> Store:
     return Store(constant(tensor))
 
 
-def _covers(ref: Ref) -> bool:
-    """Whether a write through `ref` replaces all that its storage holds."""
-    value = ref.value
-    if ref.whole:
-        return True
-    if ref.offset or ref.dtype != value.dtype:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(ref.stride, ref.size, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return expected == value.numel
-
-
 def _device_of(call: _Call) -> torch.device:
     device = call.kwargs.get("device")
     if device is not None:
@@ -515,10 +498,10 @@ def _record_draw(call: _Call, node: Node, writes: tuple[Ref, ...], geometry: lis
     if writes:
         target = writes[0]
         size, dtype = target.size, target.dtype
-        dense = _contiguous(target.size, target.stride)
+        dense = is_contiguous(target.size, target.stride)
     elif geometry:
         size, stride, _, dtype = geometry[0]
-        dense = _contiguous(size, stride)
+        dense = is_contiguous(size, stride)
     else:
         return False
     generator = call.generator()
@@ -571,17 +554,6 @@ def _plain_arguments(call: _Call) -> dict[str, Any]:
         elif isinstance(arg, (int, float, bool)):
             plain["from_" if name == "from" else name] = arg
     return plain
-
-
-def _contiguous(size, stride) -> bool:
-    expected = 1
-    for n, s in zip(reversed(size), reversed(stride), strict=True):
-        if n == 1:
-            continue
-        if s != expected:
-            return False
-        expected *= n
-    return True
 
 
 # -- running for real ------------------------------------------------------------------------------------------------

@@ -9,14 +9,16 @@ arithmetic, is replayed afterwards, independent recipes in parallel.
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
-from ..capture.program import Node, Value, slice_for
+from ..capture.program import Node, Value, is_contiguous, slice_for
 from ..capture.replay import Replay, draw, look
 from ..rng import draws
 from ..rng.stream import Position, Stream
@@ -34,12 +36,36 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Target:
+    """What a fill writes to. Its memory is taken when the first piece is drawn, by the thread that draws it."""
+
+    def __init__(self, node: Node, allocate: Callable[[Value], torch.Tensor]) -> None:
+        self.ref = node.writes[0]
+        self.numel = math.prod(self.ref.size)
+        self.dtype = str(self.ref.dtype).removeprefix("torch.")
+        self.contiguous = is_contiguous(self.ref.size, self.ref.stride)
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._buffer: torch.Tensor | None = None
+
+    def buffer(self) -> torch.Tensor:
+        """The memory of the whole storage."""
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = self._allocate(self.ref.value)
+            return self._buffer
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that the fill writes to."""
+        return look(self.buffer(), self.ref)
+
+
 class Fill(NamedTuple):
-    """A whole random fill: `node` writes `size` elements of `target`, drawing from `position` on."""
+    """A random fill of the elements [begin, end) of `target` (all of them, if its kernel may not be cut)."""
 
     node: Node
-    target: torch.Tensor
-    begin: int  # the elements [begin, end) of it, where the kernel may be cut; else all
+    target: Target
+    begin: int
     end: int
     position: Position
     after: Position
@@ -55,7 +81,7 @@ def run(
 
     Args:
         values: what is wanted. Each is computed whole.
-        allocate: gives the memory for a Value; called from this thread only.
+        allocate: gives the memory for a Value; called from several threads.
         num_threads: threads to draw with; default all cores of this process.
         done: told the number of bytes each time a piece has been drawn.
     """
@@ -65,26 +91,21 @@ def run(
     fills = _independent_fills(nodes)
     replay = Replay(allocate)
     work: dict[Stream, list[Fill]] = {}
+    targets: dict[Value, Target] = {}
     for node in fills:
-        buffer = allocate(node.writes[0].value)
-        replay.buffers[node.outputs[0]] = buffer
         assert node.draw is not None
-        work.setdefault(node.draw.stream, []).append(_fill(node, buffer))
+        target = targets[node.outputs[0]] = Target(node, allocate)
+        fill = Fill(node, target, 0, target.numel, node.draw.position, node.draw.after)
+        work.setdefault(node.draw.stream, []).append(fill)
     segments = [(stream, part) for stream, parts in work.items() for part in _segments(parts, threads)]
     hoisted = set(fills)
     rest = _components([node for node in nodes if node not in hoisted])
-    with torch.no_grad():
-        if threads == 1 or len(segments) + len(rest) == 1:
-            for stream, part in segments:
-                _draw_segment(stream, part, done)
-            for component in rest:
-                replay.run(component)
-        else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-init") as pool:
-                for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
-                    future.result()
-                for future in [pool.submit(_replay_component, replay, component) for component in rest]:
-                    future.result()
+    with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-init") as pool:
+        for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
+            future.result()
+        replay.buffers.update((value, target.buffer()) for value, target in targets.items())
+        for future in [pool.submit(_replay_component, replay, component) for component in rest]:
+            future.result()
     return {value: replay.buffer(value) for value in wanted}
 
 
@@ -109,25 +130,15 @@ def _independent_fills(nodes: list[Node]) -> list[Node]:
     return [node for node in out if count[node.writes[0].value] == 1]
 
 
-def _fill(node: Node, buffer: torch.Tensor) -> Fill:
-    assert node.draw is not None
-    target = look(buffer, node.writes[0])
-    return Fill(node, target, 0, target.numel(), node.draw.position, node.draw.after)
-
-
 def _may_be_cut(fill: Fill) -> bool:
     """Whether pieces of the fill (they begin at multiples of _PIECE) may be drawn one by one."""
     name = _name(fill.node)
     return (
         name in ("uniform", "normal")  # all that models have many of
-        and fill.target.is_contiguous()
+        and fill.target.contiguous
         and fill.end - fill.begin >= 2 * _PIECE
-        and draws.granule(name, _dtype(fill.target)) is not None
+        and draws.granule(name, fill.target.dtype) is not None
     )
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _name(node: Node) -> str:
@@ -163,7 +174,7 @@ def _cut(fill: Fill, words: int) -> tuple[Fill | None, Fill | None]:
     """The first about `words` words of a fill, and the rest; (None, None) where its kernel may not be cut there."""
     if not _may_be_cut(fill):
         return None, None
-    dtype = _dtype(fill.target)
+    dtype = fill.target.dtype
     count = fill.end - fill.begin
     per_element = max(1, (fill.after.words - fill.position.words) // max(count, 1))
     at = fill.begin + max(words // per_element // _PIECE, 1) * _PIECE
@@ -185,26 +196,19 @@ def _draw_segment(stream: Stream, fills: list[Fill], done: Callable[[int], None]
 
 
 def _draw_fill(fill: Fill, generator: torch.Generator, done: Callable[[int], None] | None) -> None:
-    node, target = fill.node, fill.target
-    args = node.args[1:]
-    kwargs = node.kwargs
-    count = fill.end - fill.begin
-    if not _may_be_cut(fill):
-        part = target if count == target.numel() else target.view(-1)[fill.begin : fill.end]
+    node, target = fill.node, fill.target.tensor()
+    args, kwargs = node.args[1:], node.kwargs
+    pieces = [(fill.begin, fill.end)]
+    if _may_be_cut(fill):
+        # The kernel treats the end of a fill in a way of its own, for which it wants the last piece not to be short.
+        cuts = [*range(fill.begin, fill.end - _PIECE + 1, _PIECE), fill.end]
+        target = target.view(-1)
+        pieces = list(zip(cuts, cuts[1:], strict=False))
+    for begin, end in pieces:
+        part = target if end - begin == target.numel() else target[begin:end]
         draw(node.op, [part, *args], kwargs, generator)
         if done is not None:
-            done(count * target.itemsize)
-        return
-    flat = target.view(-1)
-    begin = fill.begin
-    while begin < fill.end:
-        end = begin + _PIECE
-        if fill.end - end < _PIECE:
-            end = fill.end  # the kernel treats the end of a fill in a way of its own, and wants some elements before it
-        draw(node.op, [flat[begin:end], *args], kwargs, generator)
-        if done is not None:
             done((end - begin) * target.itemsize)
-        begin = end
 
 
 def _components(nodes: list[Node]) -> list[list[Node]]:

@@ -10,7 +10,7 @@ import jax
 import torch
 
 from .. import timeline
-from ..capture.program import Value
+from ..capture.program import Value, dense_count, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
 from ..init.materialize import run_recipes
@@ -61,7 +61,7 @@ def _make(values: list[Value]) -> dict[Value, jax.Array]:
     direct = jax.default_backend() == "cpu"
 
     def allocate(value: Value) -> torch.Tensor:
-        if not direct or value.nbytes < _DIRECT_BYTES or not _row_major(value):
+        if not direct or value.nbytes < _DIRECT_BYTES or not is_contiguous(value.shape, value.stride):
             return allocate_host(value)
         array, memory = empty(value.shape, value.dtype)
         arrays[memory.data_ptr()] = array
@@ -73,15 +73,6 @@ def _make(values: list[Value]) -> dict[Value, jax.Array]:
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
         out[value] = array if array is not None else to_device(buffer)
     return out
-
-
-def _row_major(value: Value) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _move(tensors: list[torch.Tensor]) -> None:
@@ -104,7 +95,7 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         for tensor in group:
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-            if whole and tensor.storage_offset() == 0 and torch._C._is_non_overlapping_and_dense(tensor):
+            if whole and dense_count(tensor.shape, tensor.stride()) == tensor.numel():
                 return tensor.detach()
         tensor = group[0]
         flat = torch.empty(0, dtype=tensor.dtype)
