@@ -64,12 +64,8 @@ class Ref(NamedTuple):
         """Whether this is the base tensor itself: no view."""
         value = self.value
         return (
-            self.offset == 0
-            and self.size == value.shape
-            and self.stride == value.stride
-            and self.dtype == value.dtype
+            self.offset == 0 and self.size == value.shape and self.stride == value.stride and self.dtype == value.dtype
         )
-
 
     @property
     def covers(self) -> bool:
@@ -118,7 +114,18 @@ class Node:
     then those of newly made tensors.
     """
 
-    __slots__ = ("index", "op", "args", "kwargs", "writes", "outputs", "overwrites", "draw", "source", "saved_constants")
+    __slots__ = (
+        "index",
+        "op",
+        "args",
+        "kwargs",
+        "writes",
+        "outputs",
+        "overwrites",
+        "draw",
+        "source",
+        "saved_constants",
+    )
 
     def __init__(
         self,

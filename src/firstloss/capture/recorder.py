@@ -344,10 +344,14 @@ def _record(call: _Call) -> Any:
             if store.first is old and old.node is not None and old.node.op in _EMPTY:
                 store.first = new
         outputs.append(new)
-    made: list[DeferredTensor] = []
+    made: list[DeferredTensor | None] = []
     if geometry is not None and not all(r is not None for r in how.returns):
         device = _device_of(call)
-        for size, stride, offset, dtype in geometry[sum(r is not None for r in how.returns) :]:
+        for one in geometry[sum(r is not None for r in how.returns) :]:
+            if one is None:
+                made.append(None)
+                continue
+            size, stride, offset, dtype = one
             value = Value(size, stride, dtype, device, node)
             store = Store(value)
             store.trace = trace
@@ -357,7 +361,7 @@ def _record(call: _Call) -> Any:
     return _results(call, made)
 
 
-def _results(call: _Call, made: list[DeferredTensor]) -> Any:
+def _results(call: _Call, made: list[DeferredTensor | None]) -> Any:
     returns = call.traits.returns
     if not returns:
         return None
@@ -426,7 +430,7 @@ class _NeedsValues(Exception):
     """The shape of the result, or whether there is one, depends on values."""
 
 
-def _infer(call: _Call) -> list[Geometry]:
+def _infer(call: _Call) -> list[Any]:
     try:
         known = _shapes.get(call.key)
     except TypeError:  # something in the call cannot be hashed
@@ -439,7 +443,7 @@ def _infer(call: _Call) -> list[Geometry]:
     return known
 
 
-def _infer_on_meta(call: _Call) -> list[Geometry]:
+def _infer_on_meta(call: _Call) -> list[Any]:
     """The geometry of what the call returns, found by running it on tensors without data."""
 
     def as_meta(arg: Any) -> Any:
@@ -481,11 +485,12 @@ def _infer_on_meta(call: _Call) -> list[Geometry]:
         result = ()
     elif not isinstance(result, (list, tuple)):
         raise _NeedsValues(f"{call.op} returns a {type(result).__name__}")
-    out: list[Geometry] = []
+    out: list[Geometry | None] = []
     for t in result:
         if isinstance(t, (list, tuple)):
             raise CaptureError(f"{here()}: {call.op} returns lists within lists, which capture does not support")
-        if t is None:
+        if t is None:  # a gradient that was not asked for
+            out.append(None)
             continue
         if not isinstance(t, Tensor):
             raise _NeedsValues(f"{call.op} returns a {type(t).__name__}")
@@ -535,9 +540,10 @@ def _record_draw(call: _Call, node: Node, writes: tuple[Ref, ...], geometry: lis
 
 def _draws(call: _Call) -> bool:
     """Whether the call draws at all: attention does only if it drops out."""
-    return not call.op._schema.name.startswith("aten::_scaled_dot_product") or _plain_arguments(call).get(
-        "dropout_p", 0.0
-    ) != 0.0
+    return (
+        not call.op._schema.name.startswith("aten::_scaled_dot_product")
+        or _plain_arguments(call).get("dropout_p", 0.0) != 0.0
+    )
 
 
 def _plain_arguments(call: _Call) -> dict[str, Any]:
@@ -771,9 +777,7 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Batch norm's first overload writes to its running statistics without saying so in its schema; this one does."""
     x, weight, bias, mean, var, training, momentum, eps = args
     if mean is None:
-        return dispatch(
-            aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps), kwargs
-        )
+        return dispatch(aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps), kwargs)
     if not training:
         return dispatch(
             aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps), kwargs

@@ -95,7 +95,9 @@ class StepTrace(recorder._Tracing):
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value."""
-        what = "the size of a result that depends on values" if op is not aten._local_scalar_dense.default else "a value"
+        what = (
+            "the size of a result that depends on values" if op is not aten._local_scalar_dense.default else "a value"
+        )
         raise ValueReadError(
             f"{here()}: this line asks for {what} ({op}) while the step is being traced, when no tensor has a value "
             "yet. Compute with tensors instead: torch.where(condition, a, b) for a branch, a mask for a selection; "
@@ -141,9 +143,7 @@ class StepTrace(recorder._Tracing):
             torch.compiler._is_compiling_flag = compiling
             recorder.set_trace(before)
             torch.default_generator.set_state(state)
-            self.changes = {
-                value: store.value for value, store in self._stores() if store.value is not value
-            }
+            self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
             for store, value, trace in reversed(self._before):
                 store.value = value
                 store.trace = trace
