@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     norms,
     pointwise,
     pooling,
+    random,
     rearrange,
     reductions,
     sorting,
