@@ -50,7 +50,7 @@ def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str, lazy
     torch.manual_seed(0)
     with backend.device:
         model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     compiled = fl.compile(model, backend)
 
     @fl.trace
@@ -70,7 +70,7 @@ def train_plainly(config: LlamaConfig, batches: list[torch.Tensor]) -> Iterator[
     """The same in plain PyTorch; yields each step's loss."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for batch in batches:
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
