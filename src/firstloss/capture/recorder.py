@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ..errors import CaptureError
+from ..errors import CaptureError, TraceError
 from ..rng import draws
 from ..rng.stream import Position
 from . import replay
@@ -176,8 +176,19 @@ def value_of(tensor: DeferredTensor) -> Tensor:
     store = tensor._store
     if store.resident is not None:
         return look_resident(tensor).clone()
+    _check_kept(tensor)
     with torch._C._DisableTorchDispatch():
         return replay.compute([tensor._ref()])[0]
+
+
+def _check_kept(tensor: DeferredTensor) -> None:
+    """A tensor that a traced step made, and that was neither returned nor kept as state, has no value."""
+    store = tensor._store
+    if store.trace is not None and store.resident is None and store.value.real is None:
+        raise TraceError(
+            f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
+            "Return it from the step, or keep it in a module's buffer or an optimizer's state."
+        )
 
 
 def look_resident(tensor: DeferredTensor) -> Tensor:
@@ -216,6 +227,9 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return dispatch(how.replacement, args, kwargs)
     call = _Call(op, how, args, kwargs)
     if _trace is None:
+        for tensor in call.deferred:
+            if tensor._store.trace is not None:
+                _check_kept(tensor)
         if not call.deferred and (call.real or call.on_meta):
             return _run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
