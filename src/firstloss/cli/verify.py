@@ -84,10 +84,10 @@ def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
         yield prefix or "(the tensor)", made
     elif isinstance(made, torch.nn.Module):
         dot = f"{prefix}." if prefix else ""
-        for name, tensor in made.named_parameters(remove_duplicate=False):
-            yield dot + name, tensor
-        for name, tensor in made.named_buffers(remove_duplicate=False):
-            yield dot + name, tensor
+        for name, parameter in made.named_parameters(remove_duplicate=False):
+            yield dot + name, parameter
+        for name, buffer in made.named_buffers(remove_duplicate=False):
+            yield dot + name, buffer
         for path, module in made.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
