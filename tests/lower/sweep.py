@@ -23,7 +23,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .harness import NOT_LOWERED, RULES, UNWRITTEN, Recorder, assert_same, functional, to_array, to_tensor
+from .harness import NOT_LOWERED, RULES, UNWRITTEN, Recorder, assert_same, functional, to_array, to_tensor, without_out
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
@@ -69,7 +69,7 @@ class Check:
 
     def __init__(self, call):
         overload, self.args, self.kwargs, self.expected = call
-        self.overload = functional(overload)
+        self.overload, self.kwargs = functional(overload), without_out(overload, self.kwargs)
         self.problem: str | None = None
         if self.overload is not overload and self.overload is not None:
             with torch.no_grad():
@@ -81,7 +81,10 @@ class Check:
         elif not is_strided((self.args, self.kwargs)):
             self.problem = "not strided"
         self.flat, self.spec = tree_flatten((self.args, self.kwargs))
-        self.arrays = [to_array(x) for x in self.flat if isinstance(x, torch.Tensor)] if not self.problem else []
+        try:
+            self.arrays = [to_array(x) for x in self.flat if isinstance(x, torch.Tensor)] if not self.problem else []
+        except (TypeError, NotImplementedError) as error:
+            self.problem, self.arrays = f"{overload}: {error}", []
 
     def run(self, arrays):
         rest = iter(arrays)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 
 from .dtypes import cast, opmath, where
 from .matmul import matmul
-from .norms import total
+from .norms import _safe_softmax, total
 from .registry import rule
 
 aten = torch.ops.aten
@@ -110,3 +111,88 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
 ):
     _refuse_dropout(dropout_p)
     return attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)[:3]
+
+
+# --- The kernels that PyTorch chooses on accelerators -----------------------------------------------------------------
+# Their other results (sequence limits, random state) say nothing here, and are zeros.
+
+
+def _nothing(dtype=np.int64, shape=()):
+    return lax.full(shape, 0, dtype)
+
+
+@rule(aten._scaled_dot_product_flash_attention.default)
+def _scaled_dot_product_flash_attention(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    _refuse_dropout(dropout_p)
+    results = attention(query, key, value, None, is_causal, scale)
+    seed = _nothing(np.uint64, (2,)), _nothing(np.uint64), _nothing(query.dtype, (0,))
+    return *results, None, None, query.shape[2], key.shape[2], *seed
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default)
+def _scaled_dot_product_flash_attention_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    _refuse_dropout(dropout_p)
+    return attention_backward(grad_out, query, key, value, out, logsumexp, None, is_causal, scale)[:3]
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default)
+def _scaled_dot_product_efficient_attention(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
+    """The kernel keeps its log-sum-exp for a multiple of 32 rows, or for none."""
+    _refuse_dropout(dropout_p)
+    output, lse = attention(query, key, value, attn_bias, is_causal, scale)
+    rows = lse.shape[2]
+    lse = lax.pad(lse, cast(math.inf, lse.dtype), [(0, 0, 0)] * 2 + [(0, -rows % 32, 0)])
+    return output, lse if compute_log_sumexp else lse[:, :, :0], _nothing(), _nothing()
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default)
+def _scaled_dot_product_efficient_attention_backward(
+    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
+    is_causal=False, *, scale=None,
+):  # fmt: skip
+    _refuse_dropout(dropout_p)
+    lse = logsumexp[:, :, : query.shape[2]]
+    *gradients, scores = attention_backward(grad_out_, query, key, value, out, lse, attn_bias, is_causal, scale)
+    if grad_input_mask[3]:
+        shared = tuple(d for d in range(4) if attn_bias.shape[d] == 1 and scores.shape[d] > 1)
+        scores = lax.reshape(lax.reduce_sum(scores, shared), attn_bias.shape)
+    return tuple(g if wanted else None for g, wanted in zip((*gradients, scores), grad_input_mask, strict=True))
+
+
+@rule(aten._scaled_dot_product_cudnn_attention.default)
+def _scaled_dot_product_cudnn_attention(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False,
+    *, scale=None,
+):  # fmt: skip
+    _refuse_dropout(dropout_p)
+    output, lse = attention(query, key, value, attn_bias, is_causal, scale)
+    seed = _nothing(), _nothing(), _nothing(query.dtype, (0,))
+    return output, lax.expand_dims(lse, [3]), None, None, query.shape[2], key.shape[2], *seed
+
+
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
+def _scaled_dot_product_cudnn_attention_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
+    max_k, dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    _refuse_dropout(dropout_p)
+    lse = lax.reshape(logsumexp, logsumexp.shape[:3])
+    return attention_backward(grad_out, query, key, value, out, lse, attn_bias, is_causal, scale)[:3]
+
+
+@rule(aten._scaled_dot_product_attention_math.default)
+def _scaled_dot_product_attention_math(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *, scale=None,
+    enable_gqa=False,
+):  # fmt: skip
+    _refuse_dropout(dropout_p)
+    key, value = _shared(key, query.shape[-3]), _shared(value, query.shape[-3])
+    weights = _safe_softmax(_scores(query, key, attn_mask, is_causal, _scale(query, scale)), -1)
+    return matmul(cast(weights, value.dtype), value), weights

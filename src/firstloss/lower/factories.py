@@ -30,7 +30,7 @@ def full(size, fill_value, *, dtype=None, **_):
     return lax.full(tuple(size), cast(fill_value, dtype), dtype)
 
 
-@rule(aten.zeros.default, aten.empty.memory_format, aten.empty_permuted.default)
+@rule(aten.zeros.default, aten.empty.memory_format, aten.empty_permuted.default, aten._efficientzerotensor.default)
 def zeros(size, *_, dtype=None, **__):
     """Memory that nobody has written reads as zeros."""
     return full(size, 0, dtype=dtype or torch.get_default_dtype())
@@ -111,22 +111,24 @@ def _wide(dtype):
     return np.dtype(np.float64) if dtype.kind not in "biu" else dtype
 
 
-@rule(aten.linspace.default)
+@rule(aten.linspace.default, aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
 def linspace(start, end, steps, *, dtype=None, **_):
     """From both ends towards the middle, as PyTorch does, so that the ends are exact."""
     target = _dtype(dtype)
     if steps == 1:
-        return cast(lax.full((1,), start), target)
+        return jnp.full((1,), cast(start, target), target)
     wide = np.dtype(np.complex128) if target.kind == "c" else np.dtype(np.float64)
-    step = (end - start) / (steps - 1)
+    start, end = cast(start, wide), cast(end, wide)
+    step = (end - start) / max(steps - 1, 1)
     up = _ramp(start, step, steps, wide)
-    down = cast(end, wide) - cast(lax.rev(lax.iota(np.int64, steps), [0]), wide) * cast(step, wide)
+    down = end - cast(lax.rev(lax.iota(np.int64, steps), [0]), wide) * step
     return lax.select(lax.iota(np.int64, steps) < steps // 2, up, down)
 
 
-@rule(aten.logspace.default)
+@rule(aten.logspace.default, aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor)
 def logspace(start, end, steps, base=10.0, *, dtype=None, **_):
-    return jnp.power(base, linspace(start, end, steps, dtype=torch.float64))
+    wide = torch.complex128 if dtype is not None and dtype.is_complex else torch.float64
+    return jnp.power(base, linspace(start, end, steps, dtype=wide))
 
 
 @rule(aten.eye.default, aten.eye.m)

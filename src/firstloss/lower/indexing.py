@@ -6,12 +6,15 @@ for integers), so that it shows, and such a write is dropped.
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, where
+from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, promoted, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -68,16 +71,23 @@ def index(self, indices):
 
 
 def _by_mask(self, indices, values, accumulate):
-    """`x[mask] = value`: the one write through a mask whose shape does not depend on values."""
+    """`x[mask] = values`: the n-th selected place takes the n-th value, so how many there are need not be known."""
     mask = indices[0]
-    if len(indices) != 1 or values.size != 1:
+    if any(i is not None for i in indices[1:]):
         raise NotImplementedError(
-            "Writing several values through a boolean mask depends on how many elements the mask selects, which a "
-            "compiled program cannot know. Write torch.where(mask, values, x), or x.masked_scatter(mask, values)."
+            "A boolean mask beside another index selects a number of elements that depends on values, which a compiled "
+            "program cannot know. Write torch.where(mask, values, x) with a mask of the shape of x."
         )
-    mask = lax.broadcast_in_dim(cast(mask, np.dtype(bool)), self.shape, range(mask.ndim))
-    value = cast(lax.reshape(values, ()), self.dtype)
-    return lax.select(mask, self + value if accumulate else lax.full(self.shape, value), self)
+    mask = cast(mask, np.dtype(bool))
+    rest = self.shape[mask.ndim :]
+    if values.ndim > len(rest) and values.shape[0] != 1:
+        order = lax.max(lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1, np.int64(0))
+        values = lax.reshape(broadcast_to(values, (values.shape[0], *rest))[order], self.shape)
+    elif values.ndim > len(rest):
+        values = lax.squeeze(values, [0])
+    values = broadcast_to(cast(values, self.dtype), self.shape)
+    mask = lax.broadcast_in_dim(mask, self.shape, range(mask.ndim))
+    return lax.select(mask, self + values if accumulate else values, self)
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
@@ -94,6 +104,32 @@ def index_put(self, indices, values, accumulate=False):
     values = jnp.moveaxis(broadcast_to(values, shape), range(start, start + count), range(count))
     written = _add_at(moved, places, values) if accumulate else moved.at[places].set(cast(values, self.dtype))
     return lax.transpose(written, np.argsort(order))
+
+
+@rule(aten._unsafe_masked_index.default)
+def _unsafe_masked_index(self, mask, indices, fill):
+    """Places that the mask leaves out may be out of range."""
+    taken = index(self, _clamped(indices, self.shape))
+    return where(mask, taken, fill)
+
+
+@rule(aten._unsafe_masked_index_put_accumulate.default)
+def _unsafe_masked_index_put_accumulate(self, mask, indices, values):
+    return index_put(self, _clamped(indices, self.shape), where(mask, values, 0), accumulate=True)
+
+
+def _clamped(indices, shape):
+    sizes = (cast(n, np.dtype(np.int64)) for n in shape)
+    return [i if i is None else lax.clamp(-n, cast(i, n.dtype), n - 1) for i, n in zip(indices, sizes, strict=False)]
+
+
+@rule(aten.value_selecting_reduction_backward.default)
+def value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim):
+    """The gradient goes to the element that was chosen."""
+    if not keepdim and sizes:
+        d = axis(dim, len(sizes))
+        grad, indices = lax.expand_dims(grad, [d]), lax.expand_dims(indices, [d])
+    return scatter(lax.full(tuple(sizes), 0, grad.dtype), dim, indices, grad)
 
 
 # --- One dimension, one index -----------------------------------------------------------------------------------------
@@ -183,12 +219,16 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 @rule(aten.scatter.src, aten.scatter.value)
 def scatter(self, dim, index, src):
+    if 0 in index.shape:
+        return self
     x, places, src = _scatter_operands(self, dim, index, src)
     return lax.reshape(x.at[places].set(cast(src, x.dtype)), self.shape)
 
 
 @rule(aten.scatter_add.default)
 def scatter_add(self, dim, index, src):
+    if 0 in index.shape:
+        return self
     x, places, src = _scatter_operands(self, dim, index, src)
     return lax.reshape(_add_at(x, places, src), self.shape)
 
@@ -225,6 +265,8 @@ def _reduce_at(x, places, src, reduce, include_self):
 
 @rule(aten.scatter_reduce.two)
 def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
+    if 0 in index.shape:
+        return self
     x, places, src = _scatter_operands(self, dim, index, src)
     return lax.reshape(_reduce_at(x, places, src, reduce, include_self), self.shape)
 
@@ -287,13 +329,134 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
     return lax.full((num_weights, *width), 0, g.dtype).at[places].add(g)
 
 
+_BAG_SUM, _BAG_MEAN, _BAG_MAX = 0, 1, 2
+
+
+def _bags(indices, offsets, include_last_offset, padding_idx):
+    """The bag of each index (that of padding past the end, so that adding it is dropped), and the number of bags."""
+    count = offsets.shape[0] - int(include_last_offset)
+    starts = offsets[:count]
+    bag = jnp.searchsorted(starts, jnp.arange(indices.shape[0], dtype=offsets.dtype), side="right") - 1
+    if padding_idx >= 0:
+        bag = where(indices == padding_idx, count, bag)
+    return bag, count
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def _embedding_bag(
+    weight, indices, offsets, scale_grad_by_freq=False, mode=_BAG_SUM, sparse=False,
+    per_sample_weights=None, include_last_offset=False, padding_idx=-1,
+):  # fmt: skip
+    """Output, the bag of each index, the size of each bag and, for the maximum, the rows that were chosen."""
+    bag, count = _bags(indices, offsets, include_last_offset, padding_idx)
+    rows = cast(weight, opmath(weight.dtype))[indices]
+    if per_sample_weights is not None:
+        rows = rows * lax.expand_dims(cast(per_sample_weights, rows.dtype), [1])
+    width = weight.shape[1]
+    sizes = lax.full((count,), 0, offsets.dtype).at[bag].add(1)
+    if mode == _BAG_MAX:
+        top = lax.full((count, width), -np.inf, rows.dtype).at[bag].max(rows)
+        # The first row that has the maximum: the least place among those that do.
+        place = lax.broadcasted_iota(np.int64, rows.shape, 0)
+        place = where(rows == top[lax.min(bag, bag.dtype.type(count - 1))], place, indices.shape[0])
+        first = lax.full((count, width), indices.shape[0], np.int64).at[bag].min(place)
+        chosen = where(first == indices.shape[0], -1, indices[lax.min(first, np.int64(indices.shape[0] - 1))])
+        empty = lax.expand_dims(sizes == 0, [1])
+        return where(empty, 0, top), bag, sizes, chosen
+    total = lax.full((count, width), 0, rows.dtype).at[bag].add(rows)
+    if mode == _BAG_MEAN:
+        total = total / cast(lax.expand_dims(lax.max(sizes, lax.full_like(sizes, 1)), [1]), total.dtype)
+    return total, bag, sizes, lax.full((count,), 0, offsets.dtype)
+
+
+@rule(aten._embedding_bag_dense_backward.default)
+def _embedding_bag_dense_backward(
+    grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode,
+    per_sample_weights, padding_idx=-1,
+):  # fmt: skip
+    g = cast(grad, opmath(grad.dtype))
+    zeros = lax.full((num_weights, g.shape[1]), 0, g.dtype)
+    if mode == _BAG_MAX:
+        columns = lax.broadcasted_iota(np.int64, maximum_indices.shape, 1)
+        places = where(maximum_indices < 0, num_weights, maximum_indices)
+        return zeros.at[places, columns].add(where(lax.expand_dims(bag_size, [1]) == 0, 0, g))
+    if mode == _BAG_MEAN:
+        g = g / cast(lax.expand_dims(lax.max(bag_size, lax.full_like(bag_size, 1)), [1]), g.dtype)
+    rows = g[offset2bag]
+    if per_sample_weights is not None:
+        rows = rows * lax.expand_dims(cast(per_sample_weights, g.dtype), [1])
+    return embedding_dense_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
+
+
+@rule(aten._embedding_bag_backward.default)
+def _embedding_bag_backward(
+    grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, sparse,
+    per_sample_weights, padding_idx=-1,
+):  # fmt: skip
+    if offset2bag.shape[0] != indices.shape[0]:  # eager's short cut leaves it out; it is told by the offsets
+        offset2bag, _ = _bags(indices, offsets, False, -1)
+    return _embedding_bag_dense_backward(
+        grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode,
+        per_sample_weights, padding_idx,
+    )  # fmt: skip
+
+
+@rule(aten._embedding_bag_per_sample_weights_backward.default)
+def _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1):
+    if offset2bag.shape[0] != indices.shape[0]:
+        offset2bag, _ = _bags(indices, offsets, False, -1)
+    dtype = opmath(grad.dtype)
+    products = lax.reduce_sum(cast(grad, dtype)[offset2bag] * cast(weight, dtype)[indices], (1,))
+    return products if padding_idx < 0 else where(indices == padding_idx, 0, products)
+
+
 # --- Searches and counts ----------------------------------------------------------------------------------------------
+
+
+def _search(sequence, x, right):
+    """Where `x` would be put in each sorted row of `sequence`, which has the same leading dimensions or none."""
+    dtype = promoted(sequence, x)
+    sequence, x = cast(sequence, dtype), cast(x, dtype)
+    find = functools.partial(jnp.searchsorted, side="right" if right else "left", method="scan_unrolled")
+    if sequence.ndim == 1:
+        return find(sequence, x)
+    rows, columns = sequence.shape[:-1], x.shape[-1]
+    flat = jax.vmap(find)(sequence.reshape(-1, sequence.shape[-1]), x.reshape(-1, columns))
+    return flat.reshape(*rows, columns)
 
 
 @rule(aten.bucketize.Tensor, aten.bucketize.Scalar)
 def bucketize(self, boundaries, *, out_int32=False, right=False):
-    x = cast(self, boundaries.dtype) if is_number(self) else self
-    return jnp.searchsorted(boundaries, x, side="right" if right else "left", method="scan_unrolled")
+    return _search(boundaries, self, right)
+
+
+@rule(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None):
+    if sorter is not None:
+        sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1)
+    return _search(sorted_sequence, self, right or side == "right")
+
+
+@rule(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
+def isin(elements, test_elements, *, assume_unique=False, invert=False):
+    dtype = promoted(elements, test_elements)
+    x, tests = jnp.asarray(cast(elements, dtype)), cast(test_elements, dtype).reshape(-1)
+    found = lax.reduce_or(lax.expand_dims(x, [x.ndim]) == tests, (x.ndim,))
+    return ~found if invert else found
+
+
+@rule(aten.histc.default)
+def histc(self, bins=100, min=0, max=0):
+    x = cast(lax.reshape(self, (self.size,)), opmath(self.dtype))
+    low, high = cast(min, x.dtype), cast(max, x.dtype)
+    if min == max and x.size:
+        low, high = lax.reduce_min(x, (0,)), lax.reduce_max(x, (0,))
+    same = low == high
+    low, high = where(same, low - 1, low), where(same, high + 1, high)
+    place = cast(lax.floor((x - low) * cast(bins, x.dtype) / (high - low)), np.dtype(np.int64))
+    place = lax.min(place, np.int64(bins - 1))
+    place = where((x >= low) & (x <= high), place, bins)  # past the end: dropped
+    return lax.full((bins,), 0, x.dtype).at[place].add(1)
 
 
 @rule(aten.bincount.default)
@@ -304,11 +467,28 @@ def bincount(self, weights=None, minlength=0):
     )
 
 
-@rule(aten.nonzero.default, aten.masked_select.default)
-def nonzero(self, *_):
+@rule(
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim_consecutive.default,
+    aten.repeat_interleave.Tensor,
+)
+def nonzero(self, *_, **__):
     raise NotImplementedError(
         "The shape of this result depends on values, which a compiled program cannot have. Write "
         "torch.where(mask, x, other), or multiply by the mask before a reduction, or use torch.nonzero_static."
+    )
+
+
+@rule(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
+def item(self, *_):
+    raise NotImplementedError(
+        "This reads a value into Python, which has none while a step is compiled. Keep it a tensor and write "
+        "torch.where(condition, x, y) for a branch, or read it after the step, in a step closure."
     )
 
 

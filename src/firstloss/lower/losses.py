@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import torch
 from jax import lax
+from jax import numpy as jnp
 
 from .dtypes import cast, operands, opmath, where
 from .registry import rule
@@ -161,3 +164,61 @@ def soft_margin_loss(self, target, reduction=MEAN):
 def soft_margin_loss_backward(grad_output, self, target, reduction):
     x, y = operands(self, target)
     return -y * lax.logistic(-x * y) * _share(grad_output, x, reduction)
+
+
+# --- Margins ----------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.multi_margin_loss.default)
+def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=MEAN):
+    return _multi_margin(cast(self, opmath(self.dtype)), target, p, margin, weight, reduction)
+
+
+def _multi_margin(x, target, p, margin, weight, reduction):
+    rows = lax.reshape(x, (x.size // x.shape[-1], x.shape[-1])) if x.ndim else lax.reshape(x, (1, 1))
+    t = lax.reshape(target, (rows.shape[0],))
+    is_target = _at_target(rows.shape, t, 1)
+    own = lax.reduce_sum(where(is_target, rows, 0), (1,))
+    z = lax.max(margin - lax.expand_dims(own, [1]) + rows, lax.full_like(rows, 0))
+    z = z if p == 1 else z * z
+    z = z if weight is None else z * lax.expand_dims(cast(weight, z.dtype)[t], [1])
+    losses = lax.reduce_sum(where(is_target, 0, z), (1,)) / rows.shape[1]
+    return _reduced(losses if x.ndim > 1 else lax.reshape(losses, ()), reduction)
+
+
+@rule(aten.multi_margin_loss_backward.default)
+def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=MEAN):
+    x = cast(self, opmath(self.dtype))
+    _, transpose = jax.vjp(lambda x: _multi_margin(x, target, p, margin, weight, reduction), x)
+    return transpose(cast(grad_output, x.dtype))[0]
+
+
+def _label_mask(x, target):
+    """True for the classes that a row of `target` lists before its first -1."""
+    listed = lax.cumsum(cast(target < 0, np.dtype(np.int64)), 1) == 0
+    classes = lax.broadcasted_iota(target.dtype, (*target.shape, x.shape[1]), 2)
+    return lax.reduce_or((classes == lax.expand_dims(target, [2])) & lax.expand_dims(listed, [2]), (1,)), listed
+
+
+def _multilabel_margin(x, target, reduction):
+    rows = lax.reshape(x, (x.size // x.shape[-1], x.shape[-1])) if x.ndim else lax.reshape(x, (1, 1))
+    t = lax.reshape(target, rows.shape)
+    is_target, listed = _label_mask(rows, t)
+    own = where(listed, jnp.take_along_axis(rows, where(listed, t, 0), axis=1), 0)
+    z = 1 - lax.expand_dims(own, [2]) + lax.expand_dims(rows, [1])
+    counted = lax.expand_dims(listed, [2]) & ~lax.expand_dims(is_target, [1])
+    losses = lax.reduce_sum(where(counted, lax.max(z, lax.full_like(z, 0)), 0), (1, 2)) / rows.shape[1]
+    losses = losses if x.ndim > 1 else lax.reshape(losses, ())
+    return _reduced(losses, reduction), lax.reshape(cast(is_target, x.dtype), target.shape)
+
+
+@rule(aten.multilabel_margin_loss_forward.default)
+def multilabel_margin_loss_forward(self, target, reduction):
+    return _multilabel_margin(cast(self, opmath(self.dtype)), target, reduction)
+
+
+@rule(aten.multilabel_margin_loss_backward.default)
+def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_target):
+    x = cast(self, opmath(self.dtype))
+    _, transpose = jax.vjp(lambda x: _multilabel_margin(x, target, reduction)[0], x)
+    return transpose(cast(grad_output, x.dtype))[0]

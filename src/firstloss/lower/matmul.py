@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from jax import lax
+from jax import numpy as jnp
 
 from .dtypes import cast, is_integer, opmath
 from .registry import rule
@@ -93,3 +94,10 @@ def vdot(self, other):
 def linear(input, weight, bias=None):
     product = contract(input, weight, (((input.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product if bias is None else product + cast(bias, product.dtype)
+
+
+@rule(aten._trilinear.default)
+def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
+    """The product of three tensors, each given new dimensions, summed over some."""
+    x, y, z = (lax.expand_dims(i, e) for i, e in ((i1, expand1), (i2, expand2), (i3, expand3)))
+    return jnp.sum(cast(x, opmath(x.dtype)) * y * z, tuple(sumdim))

@@ -193,6 +193,28 @@ def _native_batch_norm_legit_functional(input, weight, bias, running_mean, runni
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+@rule(aten._batch_norm_with_update_functional.default)
+def _batch_norm_with_update_functional(input, weight, bias, running_mean, running_var, momentum, eps):
+    y, mean, rstd, *running = _batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return y, mean, rstd, lax.full((0,), 0, np.uint8), *running
+
+
+@rule(aten._batch_norm_no_update.default)
+def _batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps):
+    saved = _batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
+    return *saved, lax.full((0,), 0, np.uint8)
+
+
+@rule(aten.batch_norm_backward.default)
+def batch_norm_backward(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
+):
+    """What is saved is the inverse deviation, in spite of the name."""
+    return native_batch_norm_backward(
+        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
+    )
+
+
 @rule(aten.native_batch_norm_backward.default)
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask

@@ -195,6 +195,15 @@ def logit(self, eps=None):
     return _logit(x if eps is None else lax.clamp(cast(eps, x.dtype), x, cast(1 - eps, x.dtype)))
 
 
+@rule(aten.logit_backward.default)
+def logit_backward(grad_output, self, eps=None):
+    g, x = operands(grad_output, self)
+    slope = g / (x * (1 - x))
+    if eps is None:
+        return where((x < 0) | (x > 1), math.nan, slope)
+    return where((x < eps) | (x > 1 - eps), 0, slope)
+
+
 @rule(aten.nan_to_num.default)
 def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if is_integer(self.dtype):
@@ -211,8 +220,16 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
 
 @rule(aten.polygamma.default)
 def polygamma(n, self):
+    """XLA's knows no negative arguments: for n = 1 they are reflected, beyond they give NaN."""
     (x,) = floats(self)
-    return lax.digamma(x) if n == 0 else lax.polygamma(lax.full_like(x, n), x)
+    if n == 0:
+        return lax.digamma(x)
+    if n == 1:
+        mirrored = x < 0.5
+        root = math.pi / lax.sin(math.pi * x)
+        known = lax.polygamma(lax.full_like(x, 1), where(mirrored, 1 - x, x))
+        return where(mirrored, root * root - known, known)
+    return where(x < 0, math.nan, lax.polygamma(lax.full_like(x, n), x))
 
 
 @rule(aten.mvlgamma.default)
@@ -342,6 +359,11 @@ def _ignoring_nan(choose: Callable) -> Callable:
     return lambda x, y: choose(where(x != x, y, x), where(y != y, x, y))
 
 
+def _igamma(x: Any, y: Any) -> Any:
+    """XLA gives NaN where the first operand is 0, PyTorch the limit."""
+    return where((x == 0) & (y >= 0), where(y == 0, math.nan, lax.full_like(y, 1)), lax.igamma(x, y))
+
+
 def _heaviside(x: Any, y: Any) -> Any:
     return where(x != x, 0, where(x == 0, y, cast(x > 0, x.dtype)))
 
@@ -371,6 +393,8 @@ _BINARY = {
     aten.xlogy.Scalar_Self: (_xlogy, True),
     aten.special_xlog1py.default: (lambda x, y: where(y != y, y, where(x == 0, 0, x * lax.log1p(y))), True),
     aten.heaviside.default: (_heaviside, False),
+    aten.igamma.default: (_igamma, True),
+    aten.igammac.default: (lambda x, y: 1 - _igamma(x, y), True),
     aten.gcd.default: (jnp.gcd, False),
     aten.lcm.default: (jnp.lcm, False),
     aten.eq.Tensor: (lax.eq, False),
@@ -429,6 +453,23 @@ def logical_or(self, other):
 @rule(aten.logical_xor.default)
 def logical_xor(self, other):
     return lax.bitwise_xor(*broadcast(self != 0, other != 0))
+
+
+@rule(aten.nextafter.default)
+def nextafter(self, other):
+    """The next number in the operands' own dtype, so bfloat16 is not widened first."""
+    return lax.nextafter(*operands(self, other, dtype=promoted(self, other)))
+
+
+@rule(aten.ldexp.Tensor)
+def ldexp(self, other):
+    x, exponent = floats(self, other)
+    return x * lax.exp2(exponent)
+
+
+@rule(aten.frexp.Tensor)
+def frexp(self):
+    return jnp.frexp(cast(self, opmath(self.dtype)))
 
 
 @rule(aten.complex.default)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import torch
 from jax import lax
+from jax import numpy as jnp
 
 from .convolution import each
 from .dtypes import cast, opmath, where
@@ -127,6 +128,114 @@ def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, paddi
     return gradient
 
 
+def _bins(length: int, count: int) -> list[tuple[int, int]]:
+    """Where each of `count` bins begins and ends: from floor(i n / m) to ceil((i + 1) n / m)."""
+    return [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
+
+
+@rule(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+def adaptive_max_pool(self, output_size):
+    """By the same steps as with equal windows; a shorter bin repeats its last element, which changes nothing."""
+    space = len(output_size)
+    lengths = self.shape[self.ndim - space :]
+    bins = [_bins(n, m) for n, m in zip(lengths, output_size, strict=True)]
+    reach = [max(end - start for start, end in b) if b else 0 for b in bins]
+    flat = lax.reshape(self, (*self.shape[: self.ndim - space], math.prod(lengths)))
+    best = places = None
+    for offset in itertools.product(*map(range, reach)):
+        place = np.zeros(tuple(output_size), np.int64)
+        for d, o in enumerate(offset):
+            along = np.array([min(start + o, end - 1) for start, end in bins[d]])
+            place = place * lengths[d] + along.reshape((-1,) + (1,) * (space - d - 1))
+        x = jnp.take(flat, place, axis=-1)
+        place = jnp.broadcast_to(place, x.shape)
+        take = True if best is None else (x > best) | ((x != x) & (place > places))
+        best, places = (x, place) if best is None else (where(take, x, best), where(take, place, places))
+    if best is None:
+        shape = (*self.shape[: self.ndim - space], *output_size)
+        return lax.full(shape, 0, self.dtype), lax.full(shape, 0, np.int64)
+    return best, places
+
+
+def _to_places(values, indices, lead: int, lengths):
+    """Add up `values` at flat `indices` of planes of `lengths`."""
+    planes, count = values.shape[:lead], math.prod(values.shape[lead:])
+    v = lax.reshape(cast(values, opmath(values.dtype)), (math.prod(planes), count))
+    i = lax.reshape(indices, v.shape)
+    rows = lax.broadcasted_iota(i.dtype, i.shape, 0)
+    written = lax.full((v.shape[0], math.prod(lengths)), 0, v.dtype).at[rows, i].add(v)
+    return lax.reshape(written, (*planes, *lengths))
+
+
+@rule(aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
+def adaptive_max_pool_backward(grad_output, self, indices):
+    return _chosen_backward(grad_output, self, indices, 3 if self.ndim == 5 else 2)
+
+
+def _chosen_backward(grad_output, self, indices, space):
+    lead = self.ndim - space
+    return _to_places(grad_output, indices, lead, self.shape[lead:])
+
+
+@rule(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)
+def fractional_max_pool_backward(grad_output, self, kernel_size, output_size, indices):
+    return _chosen_backward(grad_output, self, indices, len(kernel_size))
+
+
+@rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def fractional_max_pool(self, kernel_size, output_size, random_samples):
+    """Windows at places that the given samples choose (Graham, Fractional max-pooling, 2014)."""
+    space = len(kernel_size)
+    lead, lengths = self.shape[: self.ndim - space], self.shape[self.ndim - space :]
+    batched = lead if len(lead) == 2 else (1, *lead)
+    x = lax.reshape(self, (*batched, *lengths))
+    starts = []
+    for d in range(space):
+        n, m, k = lengths[d], output_size[d], kernel_size[d]
+        # The samples name the last dimension first in two dimensions, and the first first in three.
+        sample = random_samples[:, :, space - 1 - d if space == 2 else d]
+        alpha = (n - k) / (m - 1) if m > 1 else 0.0
+        u = lax.expand_dims(sample, [2])
+        steps = lax.iota(sample.dtype, m)
+        place = jnp.trunc((steps + u) * alpha) - jnp.trunc(u * alpha)
+        starts.append(cast(where(steps == m - 1, float(n - k), place), np.dtype(np.int64)))
+    flat = lax.reshape(x, (*batched, math.prod(lengths)))
+    best = places = None
+    for offset in itertools.product(*map(range, kernel_size)):
+        place = 0
+        for d, o in enumerate(offset):
+            along = starts[d] + o
+            place = place * lengths[d] + along.reshape((*along.shape[:2], *(1,) * d, -1, *(1,) * (space - d - 1)))
+        value = jnp.take_along_axis(flat, place.reshape(*batched, -1), axis=-1).reshape(place.shape)
+        if best is None:
+            best, places = value, place
+        else:
+            take = (value > best) | (value != value)
+            best, places = where(take, value, best), where(take, place, places)
+    return best.reshape(*lead, *output_size), places.reshape(*lead, *output_size)
+
+
+@rule(aten.max_unpool2d.default)
+def max_unpool2d(self, indices, output_size):
+    return _unpool(self, indices, output_size)
+
+
+@rule(aten.max_unpool3d.default)
+def max_unpool3d(self, indices, output_size, stride, padding):
+    return _unpool(self, indices, output_size)
+
+
+def _unpool(self, indices, output_size):
+    """The inverse of a maximum's choice: each value at its index, zeros elsewhere."""
+    lead = self.ndim - len(output_size)
+    planes, count = math.prod(self.shape[:lead]), math.prod(self.shape[lead:])
+    i = lax.reshape(indices, (planes, count))
+    rows = lax.broadcasted_iota(i.dtype, i.shape, 0)
+    zeros = lax.full((planes, math.prod(output_size)), 0, self.dtype)
+    written = zeros.at[rows, i].set(lax.reshape(self, (planes, count)))
+    return lax.reshape(written, (*self.shape[:lead], *output_size))
+
+
 # --- Average ----------------------------------------------------------------------------------------------------------
 
 
@@ -151,10 +260,9 @@ def avg_pool_backward(grad_output, self, kernel_size, stride, padding, ceil_mode
 
 
 def _averages(length: int, count: int, dtype) -> np.ndarray:
-    """The matrix that averages `length` elements to `count`: bin i is from floor(i n / m) to ceil((i + 1) n / m)."""
+    """The matrix that averages `length` elements to `count`."""
     matrix = np.zeros((count, length))
-    for i in range(count):
-        start, end = i * length // count, -(-(i + 1) * length // count)
+    for i, (start, end) in enumerate(_bins(length, count)):
         matrix[i, start:end] = 1 / (end - start)
     return matrix.astype(dtype)
 
@@ -178,3 +286,37 @@ def _adaptive_avg_pool_backward(grad_output, self):
     space = 3 if self.ndim == 5 else 2
     shape = jax.ShapeDtypeStruct(self.shape, g.dtype)
     return jax.linear_transpose(lambda x: _adaptive_avg_pool(x, g.shape[-space:]), shape)(g)[0]
+
+
+@rule(aten.avg_pool1d.default)
+def avg_pool1d(self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True):
+    stride = (1, *stride) if len(stride) else ()
+    x = lax.expand_dims(self, [self.ndim - 1])
+    y = avg_pool(x, (1, *kernel_size), stride, (0, *padding), ceil_mode, count_include_pad)
+    return lax.squeeze(y, [y.ndim - 2])
+
+
+@rule(aten.adaptive_avg_pool1d.default)
+def adaptive_avg_pool1d(self, output_size):
+    return _adaptive_avg_pool(self, output_size)
+
+
+# --- Windows as columns -----------------------------------------------------------------------------------------------
+
+
+@rule(aten.im2col.default)
+def im2col(self, kernel_size, dilation, padding, stride):
+    """Every window of the image (channels, *space) as a column (channels * window, windows)."""
+    windows = _Windows(self.shape, kernel_size, stride, padding, dilation, False)
+    padded = windows.padded(self, 0)
+    parts = jnp.stack([windows.slice(padded, offset) for offset in windows.offsets()], axis=self.ndim - 2)
+    columns = math.prod(windows.counts)
+    return lax.reshape(parts, (*self.shape[:-3], self.shape[-3] * parts.shape[self.ndim - 2], columns))
+
+
+@rule(aten.col2im.default)
+def col2im(self, output_size, kernel_size, dilation, padding, stride):
+    channels = self.shape[-2] // math.prod(each(kernel_size, 2))
+    g = cast(self, opmath(self.dtype))
+    image = jax.ShapeDtypeStruct((*self.shape[:-2], channels, *output_size), g.dtype)
+    return jax.linear_transpose(lambda x: im2col(x, kernel_size, dilation, padding, stride), image)(g)[0]

@@ -12,7 +12,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import accumulator, axes, axis, cast, floating, is_complex, is_integer, opmath, to_jax, where
+from .dtypes import accumulator, axes, axis, cast, floating, is_complex, is_integer, operands, opmath, to_jax, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -206,6 +206,19 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
 @rule(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype)
 def norm(self, p=2, dim=None, keepdim=False, *, dtype=None):
     return linalg_vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule(aten.dist.default)
+def dist(self, other, p=2):
+    return linalg_vector_norm(lax.sub(*operands(self, other)), p)
+
+
+@rule(aten.renorm.default)
+def renorm(self, p, dim, maxnorm):
+    """Scale down each slice whose norm is above `maxnorm`."""
+    dims = [d for d in range(self.ndim) if d != axis(dim, self.ndim)]
+    norms = linalg_vector_norm(self, p, dims, True)
+    return self * cast(where(norms > maxnorm, maxnorm / (norms + 1e-7), lax.full_like(norms, 1)), self.dtype)
 
 
 @rule(aten.logsumexp.default)

@@ -3,9 +3,13 @@
 from . import (  # noqa: F401
     attention,
     convolution,
+    distances,
     factories,
+    fft,
     foreach,
     indexing,
+    interpolation,
+    linalg,
     losses,
     matmul,
     norms,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from jax import lax
+from jax import numpy as jnp
 
-from .dtypes import axis, cast
+from .dtypes import axis, cast, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -38,6 +39,59 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
     values, places = sort(self, dim, largest)
     d = axis(dim, self.ndim)
     return lax.slice_in_dim(values, 0, k, 1, d), lax.slice_in_dim(places, 0, k, 1, d)
+
+
+def _median(self, dim, keepdim, skip_nan):
+    """The lower of the two in the middle; NaN if there is one, unless they are skipped (they sort last)."""
+    if self.ndim == 0:
+        return self, np.int64(0)
+    d = axis(dim, self.ndim)
+    length = self.shape[d]
+    values, places = sort(self, d)
+    nan = lax.reduce_sum(cast(values != values, np.dtype(np.int64)), (d,))
+    if skip_nan:
+        middle = lax.max((length - nan - 1) // 2, np.int64(0))
+    else:  # the first NaN, as the CPU kernel has it
+        middle = where(nan > 0, length - nan, (length - 1) // 2)
+    middle = lax.expand_dims(middle, [d])
+    found = (jnp.take_along_axis(x, middle, axis=d) for x in (values, places))
+    return tuple(x if keepdim else lax.squeeze(x, [d]) for x in found)
+
+
+@rule(aten.median.dim)
+def median_dim(self, dim, keepdim=False):
+    return _median(self, dim, keepdim, skip_nan=False)
+
+
+@rule(aten.nanmedian.dim)
+def nanmedian_dim(self, dim, keepdim=False):
+    return _median(self, dim, keepdim, skip_nan=True)
+
+
+@rule(aten.median.default)
+def median(self):
+    return _median(lax.reshape(self, (self.size,)), 0, False, skip_nan=False)[0]
+
+
+@rule(aten.nanmedian.default)
+def nanmedian(self):
+    return _median(lax.reshape(self, (self.size,)), 0, False, skip_nan=True)[0]
+
+
+@rule(aten.mode.default)
+def mode(self, dim=-1, keepdim=False):
+    """The least of the most frequent values, and the last place that has it."""
+    if self.ndim == 0:
+        return self, np.int64(0)
+    d = axis(dim, self.ndim)
+    x = jnp.moveaxis(cast(self, np.dtype(np.int8)) if self.dtype == bool else self, d, -1)
+    values, places = sort(x, -1)
+    begins = jnp.concatenate([jnp.full((*x.shape[:-1], 1), True), values[..., 1:] != values[..., :-1]], -1)
+    along = lax.broadcasted_iota(np.int64, x.shape, x.ndim - 1)
+    run = along - lax.cummax(where(begins, along, 0), x.ndim - 1) + 1
+    last = lax.expand_dims(lax.argmax(run, x.ndim - 1, np.int64), [x.ndim - 1])
+    value, place = (jnp.take_along_axis(a, last, axis=-1) for a in (values, places))
+    return tuple(jnp.moveaxis(a, -1, d) if keepdim else a[..., 0] for a in (value, place))
 
 
 @rule(aten.kthvalue.default)

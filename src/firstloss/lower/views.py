@@ -48,6 +48,15 @@ def view(self, size):
     return lax.reshape(self, filled_size(self.size, size))
 
 
+@rule(aten.resize.default)
+def resize(self, size, *, memory_format=None):
+    """The same memory under another size; what is beyond the old end is unwritten, and reads as zeros."""
+    wanted = math.prod(size)
+    memory = lax.reshape(self, (self.size,))
+    memory = lax.pad(memory, cast(0, self.dtype), [(0, max(0, wanted - self.size), 0)])
+    return lax.reshape(memory[:wanted], tuple(size))
+
+
 @rule(aten._reshape_alias.default, aten._reshape_alias_copy.default)
 def _reshape_alias(self, size, stride):
     return lax.reshape(self, tuple(size))
@@ -367,3 +376,16 @@ def unfold_backward(grad_in, input_sizes, dim, size, step):
         part = lax.index_in_dim(grad_in, i, grad_in.ndim - 1, keepdims=False)
         total += _placed(part, input_sizes[d], d, i, step) if count else 0
     return total
+
+
+# --- Sizes, which are fixed when a step is compiled -------------------------------------------------------------------
+
+
+@rule(aten.sym_size.int)
+def sym_size(self, dim):
+    return self.shape[dim]
+
+
+@rule(aten.sym_numel.default)
+def sym_numel(self):
+    return self.size
