@@ -206,6 +206,8 @@ def set_materializer(materialize: Any) -> None:
 
 
 def _made(tensor: DeferredTensor) -> Tensor:
+    if _trace is not None:
+        _trace.refuse_read(aten._local_scalar_dense.default)
     if tensor._store.resident is not None:
         return value_of(tensor)
     assert _materialize is not None

@@ -95,6 +95,7 @@ class Executable:
         tracing = StepTrace()
         self._optimizers = Optimizers(tracing)
         self._batch: dict[Value, int] = {}
+        batch_values: dict[Value, DeferredTensor] = {}
         grads_before = {id(p): p.grad for p in backend.parameters()}
         traced = list(leaves)
         try:
@@ -104,6 +105,7 @@ class Executable:
                         made = tracing.new_input(leaf, f"batch{i}")
                         traced[i] = made.requires_grad_(True) if leaf.requires_grad else made
                         self._batch[made._store.value] = i
+                        batch_values[made._store.value] = made
                 args, kwargs = pytree.tree_unflatten(traced, spec)
                 result = step(*args, **kwargs)
         except BaseException:
@@ -121,12 +123,15 @@ class Executable:
                 self._results.append(_Constant(leaf))
         # State: what existed before and has changed, and what is new and can still be reached from outside.
         self._changed: dict[Value, Any] = {}
-        for value, new in tracing.changes.items():
-            if value in self._batch:
+        for value, made in batch_values.items():
+            node = made._store.value.node
+            if node is not None:
+                self._undo(tracing, backend, grads_before)
                 raise TraceError(
-                    "the step edits its argument in place, and the caller's tensor would not see it. Edit a clone of "
-                    "it, or return it."
+                    f"{node.source}: the step edits its argument in place, and the caller's tensor would not see it. "
+                    "Edit a clone of it, or return it."
                 )
+        for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = Ref(new, new.shape, new.stride, 0, new.dtype)
             self._changed[value] = tracing.inputs[value]
         self._made: list[Store] = []

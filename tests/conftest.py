@@ -1,0 +1,22 @@
+"""What every test needs: torchvision importable beside a CPU build of torch."""
+
+import torch
+
+
+def define_torchvision_operations() -> None:
+    """Declare the compiled operations whose fakes torchvision registers on import.
+
+    The registry's torchvision is built for CUDA; its library of compiled operations does not load beside torch's CPU
+    build, and the import (transformers does it, where torchvision is installed) fails for want of their schemas. No
+    constructor and no training step here calls one of them.
+    """
+    try:
+        torch.ops.torchvision.nms  # noqa: B018
+    except AttributeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        globals()["_library"] = library  # the declarations last as long as this object
+
+
+define_torchvision_operations()
