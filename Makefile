@@ -41,9 +41,11 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# The model zoos lie beside the other packages, and tests/conftest.py puts them on the path: transformers imports a
+# torchvision that it finds, and one built for CUDA cannot be imported beside a CPU build of torch without help.
 $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-deps.txt
 	$(PIP) -c requirements/torch.txt -r requirements/test.txt
-	$(PIP) --no-deps -r requirements/no-deps.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/zoo -r requirements/no-deps.txt
 	@touch $@
 
 clean:

@@ -1,5 +1,8 @@
 """What every test needs: torchvision importable beside a CPU build of torch."""
 
+import os
+import sys
+
 import torch
 
 
@@ -20,3 +23,4 @@ def define_torchvision_operations() -> None:
 
 
 define_torchvision_operations()
+sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` puts torchvision and timm
