@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+import firstloss
 from firstloss.cli import main
+
+SOURCE = os.path.dirname(os.path.dirname(firstloss.__file__))
 
 
 def command(*arguments, cwd=None, **environment):
@@ -17,7 +20,7 @@ def command(*arguments, cwd=None, **environment):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env={**os.environ, "PYTHONPATH": SOURCE, **environment},
     )
 
 
@@ -38,7 +41,7 @@ def test_help_imports_neither_torch_nor_jax():
         "heavy = {'torch', 'jax', 'numpy', 'rich', 'matplotlib', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
