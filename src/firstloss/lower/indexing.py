@@ -20,6 +20,11 @@ from .registry import rule
 aten = torch.ops.aten
 
 
+def read(x, places):
+    """`x[places]`, where a place out of range gives NaN or the smallest integer."""
+    return x.at[places].get(mode="fill")
+
+
 def _add_at(self, places, values, **how):
     """Add `values` at `places`, equal places adding up in the dtype PyTorch computes in."""
     wide = opmath(self.dtype)
@@ -65,7 +70,7 @@ def index(self, indices):
     if all(i is None for i in indices):
         return self
     moved, places, _ = _to_front(self, indices)
-    taken = moved[places]
+    taken = read(moved, places)
     start, count = _result_start(indices), places[0].ndim
     return jnp.moveaxis(taken, range(count), range(start, start + count))
 
@@ -145,7 +150,8 @@ def _rows(self, dim, index):
 @rule(aten.index_select.default)
 def index_select(self, dim, index):
     x, places = _rows(self, dim, index)
-    return lax.reshape(x[places], ()) if self.ndim == 0 else x[places]
+    taken = read(x, places)
+    return lax.reshape(taken, ()) if self.ndim == 0 else taken
 
 
 @rule(aten.index_add.default)
@@ -178,7 +184,7 @@ def index_reduce(self, dim, index, source, reduce, *, include_self=True):
 
 @rule(aten.take.default)
 def take(self, index):
-    return lax.reshape(self, (self.size,))[index]
+    return read(lax.reshape(self, (self.size,)), index)
 
 
 @rule(aten.put.default)
@@ -214,7 +220,7 @@ def gather(self, dim, index, *, sparse_grad=False):
     x, places, _ = _scatter_operands(self, dim, index)
     if 0 in index.shape:
         return lax.full(index.shape, 0, self.dtype)
-    return lax.reshape(x[places], index.shape)
+    return lax.reshape(read(x, places), index.shape)
 
 
 @rule(aten.scatter.src, aten.scatter.value)
@@ -312,7 +318,7 @@ def masked_scatter_backward(grad_output, mask, sizes):
 
 @rule(aten.embedding.default)
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
-    return weight[indices]
+    return read(weight, indices)
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -349,7 +355,7 @@ def _embedding_bag(
 ):  # fmt: skip
     """Output, the bag of each index, the size of each bag and, for the maximum, the rows that were chosen."""
     bag, count = _bags(indices, offsets, include_last_offset, padding_idx)
-    rows = cast(weight, opmath(weight.dtype))[indices]
+    rows = cast(read(weight, indices), opmath(weight.dtype))
     if per_sample_weights is not None:
         rows = rows * lax.expand_dims(cast(per_sample_weights, rows.dtype), [1])
     width = weight.shape[1]

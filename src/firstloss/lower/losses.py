@@ -32,13 +32,13 @@ def _share(grad_output, like, reduction):
 
 
 def _class_weights(self, target, weight, ignore_index):
-    """Each target's weight, 0 where it is to be ignored, and the target with those places made harmless."""
+    """Each target's weight (0 if it is to be ignored), whether it is kept, and the target, 0 where it is not."""
     kept = target != ignore_index
     safe = where(kept, target, 0)
     dtype = opmath(self.dtype)
     if weight is None:
-        return cast(kept, dtype), safe
-    return where(kept, cast(weight, dtype)[safe], 0), safe
+        return cast(kept, dtype), kept, safe
+    return where(kept, cast(weight, dtype)[safe], 0), kept, safe
 
 
 def _at_target(shape, target, channel):
@@ -58,26 +58,26 @@ def nll_loss_forward(self, target, weight, reduction, ignore_index):
     x = cast(self, opmath(self.dtype))
     channel = _channel(self)
     target = lax.reshape(target, ()) if self.ndim == 1 else target
-    weights, safe = _class_weights(self, target, weight, ignore_index)
+    weights, kept, safe = _class_weights(self, target, weight, ignore_index)
     # Chosen by comparison and sum, not by a gather: it fuses with the log-softmax that makes `self`.
     chosen = lax.reduce_sum(where(_at_target(x.shape, safe, channel), x, 0), (channel,))
-    losses = where(weights == 0, 0, -chosen * weights)
+    losses = where(kept, -chosen * weights, 0)
     total_weight = lax.reduce_sum(weights, range(weights.ndim))
     if reduction == MEAN:
         return lax.reduce_sum(losses, range(losses.ndim)) / total_weight, total_weight
     if reduction == SUM:
         return lax.reduce_sum(losses, range(losses.ndim)), total_weight
-    return losses, lax.full((), 0, x.dtype)
+    return losses, lax.full((), 0, x.dtype) if losses.ndim else total_weight
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
     channel = _channel(self)
     target = lax.reshape(target, ()) if self.ndim == 1 else target
-    weights, safe = _class_weights(self, target, weight, ignore_index)
+    weights, kept, safe = _class_weights(self, target, weight, ignore_index)
     g = cast(grad_output, weights.dtype)
     g = -weights * (g / cast(total_weight, g.dtype) if reduction == MEAN else g)
-    g = where(weights == 0, 0, g)
+    g = where(kept, g, 0)
     return where(_at_target(self.shape, safe, channel), lax.expand_dims(g, [channel]), 0)
 
 
