@@ -1,0 +1,92 @@
+"""Where a fill may be cut, and how a strided read is cut into blocks: arithmetic on ints alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+MIN_PIECE = 16  # elements in the smallest piece that a random fill may be cut into (`rng.draws.MIN_PIECE`)
+# Words between two rows that are cheaper to jump over than to draw.
+_JUMP_WORTH = 1 << 20
+
+
+def cover(first: int, last: int, count: int, unit: int, piece: int) -> list[tuple[int, int]]:
+    """Pieces of a fill of `count` elements that together draw its elements [first, last), and few others.
+
+    Every piece begins at a multiple of `unit` (1, or a divisor of 16), and has at least 16 elements. The kernel makes
+    the last 16 elements of a ragged fill in a way of its own, so whoever needs one of these draws to the end. Pieces
+    are about `piece` elements long (a multiple of 16), and those that hold elements outside [first, last) are short,
+    so that little is drawn beside its place and copied. `count` >= 16.
+    """
+    if first >= last:
+        return []
+    tail = (count - MIN_PIECE) // MIN_PIECE * MIN_PIECE  # the last place where a piece may begin
+    begin = min(_down(first, unit), tail)
+    if last > tail:
+        end = count
+    else:
+        end = last if unit == 1 else _up(last, MIN_PIECE)
+        end = max(end, begin + MIN_PIECE)
+    wanted = {_up(first, MIN_PIECE), _down(last, MIN_PIECE)}
+    wanted.update(range(_up(begin + 1, piece), end, piece))
+    cuts = [begin]
+    for cut in sorted(wanted):
+        if cut - cuts[-1] >= MIN_PIECE and cut <= (tail if end == count else end - MIN_PIECE):
+            cuts.append(cut)
+    return list(zip(cuts, [*cuts[1:], end], strict=True))
+
+
+class Block(NamedTuple):
+    """A block of a strided read: indices [begin, begin + size) of each dimension, `span` elements apart at most."""
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+    span: int
+
+
+def row_blocks(size: Sequence[int], stride: Sequence[int], limit: int) -> Iterator[Block]:
+    """Cut a read of `size` and `stride` into blocks that span at most `limit` elements of memory, in memory's order.
+
+    The outermost dimension (that of the largest stride) is cut first. Rows far apart are taken one by one, so that
+    what lies between need not be made. A single element spans 1.
+    """
+    yield from _cut_blocks([0] * len(size), list(size), stride, limit)
+
+
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last that a geometry touches; 0 for an empty one."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
+def _cut_blocks(begin: list[int], size: list[int], stride: Sequence[int], limit: int) -> Iterator[Block]:
+    if 0 in size:
+        return
+    whole = span(size, stride)
+    long = [d for d in range(len(size)) if size[d] > 1 and stride[d] > 0]
+    if not long:
+        yield Block(tuple(begin), tuple(size), whole)
+        return
+    dim = max(long, key=lambda d: stride[d])
+    row = whole - (size[dim] - 1) * stride[dim]
+    if whole <= limit and stride[dim] - row <= _JUMP_WORTH:
+        yield Block(tuple(begin), tuple(size), whole)
+        return
+    rows = 1 if stride[dim] - row > _JUMP_WORTH else max(1, (limit - row) // stride[dim] + 1)
+    for first in range(0, size[dim], rows):
+        part_begin, part_size = begin.copy(), size.copy()
+        part_begin[dim] += first
+        part_size[dim] = min(rows, size[dim] - first)
+        if part_size[dim] == 1 and row > limit:
+            yield from _cut_blocks(part_begin, part_size, stride, limit)
+        else:
+            yield Block(tuple(part_begin), tuple(part_size), span(part_size, stride))
+
+
+def _down(n: int, unit: int) -> int:
+    return n // unit * unit
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

@@ -1,0 +1,196 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import firstloss as fl
+from firstloss.capture.program import Ref
+from firstloss.init import materialize
+from firstloss.init.slices import Slicer, Wholes
+
+
+def whole_by_engine(value):
+    return materialize.run_recipes([value])[value]
+
+
+def refuse(value):
+    raise AssertionError(f"a value of shape {value.shape} was made whole")
+
+
+def normal(shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype).normal_(0.5, 0.02)
+
+
+def uniform():
+    return torch.empty(300, 501).uniform_(-1, 2)
+
+
+def embedding():
+    table = normal((100, 64))
+    table[3].zero_()
+    return table
+
+
+def scaled():
+    table = normal((257, 33))
+    table.mul_(0.3).add_(1).clamp_(-0.1, 2)
+    table[10:20].fill_(7)
+    return table
+
+
+def half():
+    return normal((400, 50)).to(torch.bfloat16)
+
+
+def two_halves():
+    table = torch.zeros(200, 100)
+    table[:90].uniform_(0, 1)
+    table[100:].copy_(normal((100, 100)))
+    return table
+
+
+def moved_within():
+    table = normal((100, 100))
+    table[:30].copy_(table[60:90])
+    table.mul_(table)
+    return table
+
+
+def factories():
+    return torch.rand(3000) + torch.ones(3000) * torch.full((3000,), 3.0)
+
+
+CUTTABLE = {
+    "normal": lambda: normal((1000, 100)),
+    "ragged": lambda: normal(100_003),
+    "bfloat16": lambda: normal((777, 3), torch.bfloat16),
+    "float64": lambda: normal((777, 3), torch.float64),
+    "uniform": uniform,
+    "embedding": embedding,
+    "scaled": scaled,
+    "half": half,
+    "two halves": two_halves,
+    "moved within": moved_within,
+    "factories": factories,
+}
+
+
+def tanh():
+    return normal((100, 100)).tanh_()
+
+
+def transposed():
+    return normal((100, 30)).t().contiguous()
+
+
+def summed():
+    return normal((100, 100)).cumsum(0)
+
+
+def short():
+    return normal(7)
+
+
+WHOLE = {"tanh": tanh, "transposed": transposed, "summed": summed, "short": short}
+
+
+def both(make):
+    torch.manual_seed(3)
+    torch.rand(1000)
+    expected = make()
+    torch.manual_seed(3)
+    with fl.deferred():
+        torch.rand(1000)
+        tensor = make()
+    return expected, tensor
+
+
+@pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_window_is_the_slice_of_the_whole(name, data):
+    expected, tensor = both({**CUTTABLE, **WHOLE}[name])
+    value = tensor._store.value
+    slicer = Slicer(refuse if name in CUTTABLE else Wholes(whole_by_engine))
+    for _ in range(3):
+        begin = data.draw(st.integers(0, value.numel))
+        end = data.draw(st.integers(begin, value.numel))
+        out = torch.empty(end - begin, dtype=value.dtype)
+        slicer.window(value, begin, end, out)
+        assert torch.equal(out, expected.reshape(-1)[begin:end])
+
+
+@pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])
+def test_all_of_a_value(name):
+    expected, tensor = both({**CUTTABLE, **WHOLE}[name])
+    out = torch.empty_like(expected)
+    Slicer(Wholes(whole_by_engine)).make(tensor._store.value, out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[10:40],
+        lambda t: t[:, 5:9],
+        lambda t: t.t(),
+        lambda t: t[::3, ::2],
+        lambda t: t[7],
+        lambda t: t[:, 7],
+        lambda t: t[5:5],
+    ],
+)
+def test_reading_through_a_view_makes_what_it_shows(view):
+    expected, tensor = both(lambda: normal((100, 48)))
+    with fl.deferred():
+        seen = view(tensor)
+    out = torch.empty(seen.shape)
+    Slicer(refuse).read(seen._ref(), out)
+    assert torch.equal(out, view(expected))
+
+
+def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
+    monkeypatch.setattr("firstloss.init.slices._BLOCK_BYTES", 4000)
+    expected, tensor = both(lambda: normal((100, 48)))
+    with fl.deferred():
+        shard = tensor[:, 12:24].clone()
+    slicer = Slicer(refuse)
+    longest = 0
+    window = slicer.window
+
+    def watched(value, begin, end, out):
+        nonlocal longest
+        if value is tensor._store.value:
+            longest = max(longest, end - begin)
+        window(value, begin, end, out)
+
+    monkeypatch.setattr(slicer, "window", watched)
+    out = torch.empty(100, 12)
+    slicer.make(shard._store.value, out)
+    assert torch.equal(out, expected[:, 12:24])
+    assert 0 < longest <= 1000
+
+
+def test_consecutive_windows_need_one_jump(monkeypatch):
+    _, tensor = both(lambda: normal(1 << 20))
+    value = tensor._store.value
+    slicer = Slicer(refuse)
+    stream = type(value.node.draw.stream)
+    real, seeks = stream.state_at, []
+
+    def watched(self, position):
+        seeks.append(position)
+        return real(self, position)
+
+    monkeypatch.setattr(stream, "state_at", watched)
+    for begin in range(0, 1 << 20, 1 << 17):
+        slicer.window(value, begin, begin + (1 << 17), torch.empty(1 << 17))
+    assert len(seeks) == 1
+
+
+def test_a_read_of_other_bits_is_of_the_whole():
+    expected, tensor = both(lambda: normal((8, 8)))
+    value = tensor._store.value
+    out = torch.empty(8, 8, dtype=torch.int32)
+    Slicer(Wholes(whole_by_engine)).read(Ref(value, (8, 8), (8, 1), 0, torch.int32), out)
+    assert torch.equal(out, expected.view(torch.int32))
