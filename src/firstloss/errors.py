@@ -23,6 +23,10 @@ class MaterializeError(FirstlossError, RuntimeError):
     """A recipe could not be run."""
 
 
+class SaveError(FirstlossError, OSError):
+    """Weights could not be written to disk."""
+
+
 class TraceError(FirstlossError, RuntimeError):
     """A step cannot be traced."""
 
