@@ -30,10 +30,10 @@ def written_aside(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO
     except BaseException:
         os.unlink(aside)
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the rename itself last; systems without folder descriptors have no way to ask for it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
