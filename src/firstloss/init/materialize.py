@@ -93,8 +93,9 @@ def run_recipes(
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
+    background: bool = False,
 ) -> dict[Value, torch.Tensor]:
-    """Run the recipes of `values` on the torch engine: a buffer for each, that nobody else holds."""
+    """Run the recipes of `values` on the torch engine (see its `run`): a buffer for each, that nobody else holds."""
     with torch._C._DisableTorchDispatch():
         for value in values:
             _check_constants(value)
@@ -108,7 +109,7 @@ def run_recipes(
                 made += count
                 progress(min(made, total), total)
 
-        return torch_engine.run(values, allocate, num_threads, done)
+        return torch_engine.run(values, allocate, num_threads, done, background)
 
 
 def _check_constants(value: Value) -> None:

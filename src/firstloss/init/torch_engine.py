@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,12 @@ _SEGMENT_WORDS = 1 << 23
 def default_threads() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def give_way() -> None:
+    """Lower this thread's priority: tracing and compiling go on in one thread, recipes in as many as there are."""
+    if sys.platform == "linux":  # elsewhere a priority is a whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 class Target:
@@ -76,6 +83,7 @@ def run(
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
     num_threads: int | None = None,
     done: Callable[[int], None] | None = None,
+    background: bool = False,
 ) -> dict[Value, torch.Tensor]:
     """Compute `values`; returns for each a buffer laid out as it is.
 
@@ -84,6 +92,7 @@ def run(
         allocate: gives the memory for a Value; called from several threads.
         num_threads: threads to draw with; default all cores of this process.
         done: told the number of bytes each time a piece has been drawn.
+        background: somebody else is on the way to the first loss meanwhile, whom these threads give way to.
     """
     wanted = list(dict.fromkeys(values))
     threads = num_threads or default_threads()
@@ -100,7 +109,7 @@ def run(
     segments = [(stream, part) for stream, parts in work.items() for part in _segments(parts, threads)]
     hoisted = set(fills)
     rest = _components([node for node in nodes if node not in hoisted])
-    with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-init") as pool:
+    with ThreadPoolExecutor(threads, "firstloss-init", give_way if background else None) as pool:
         for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
             future.result()
         replay.buffers.update((value, target.buffer()) for value, target in targets.items())
@@ -180,7 +189,9 @@ def _cut(fill: Fill, words: int) -> tuple[Fill | None, Fill | None]:
     at = fill.begin + max(words // per_element // _PIECE, 1) * _PIECE
     if fill.end - at < _PIECE:
         return None, None
-    middle = Position(fill.position.words + draws.words_before(_name(fill.node), dtype, at - fill.begin), fill.position.spare)
+    middle = Position(
+        fill.position.words + draws.words_before(_name(fill.node), dtype, at - fill.begin), fill.position.spare
+    )
     return fill._replace(end=at, after=middle), fill._replace(begin=at, position=middle)
 
 
