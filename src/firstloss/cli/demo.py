@@ -72,11 +72,14 @@ def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[
             for message in _job(way, args, scratch):
                 if "loss" in message:
                     losses[way].append(message["loss"])
-                    console.print(f"  step {len(losses[way]):>3}/{args.steps}  loss {message['loss']:.4f}")
                     progress.advance(task)
+                    if way == "firstloss":  # the others are to give the same numbers
+                        console.print(f"  step {len(losses[way]):>3}/{args.steps}  loss {message['loss']:.4f}")
                 else:
                     timelines[way] = Timeline.from_dict(message["timeline"])
             progress.remove_task(task)
+            if way != "firstloss":
+                console.print(f"  {args.steps} steps, loss {losses[way][0]:.4f} to {losses[way][-1]:.4f}")
     return losses, timelines
 
 
