@@ -16,6 +16,7 @@ _WHERE = {
     "is_deferred": ".capture.deferred",
     "materialize_tensor": ".init.materialize",
     "materialize_module": ".init.materialize",
+    "save_initialized": ".init.save",
     "init_program": ".init.recipes",
     "backend": ".runtime.backend",
     "current_backend": ".runtime.backend",

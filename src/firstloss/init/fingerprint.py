@@ -1,0 +1,59 @@
+"""A fingerprint of what recipes make: equal fingerprints, equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..capture.program import Ref, Value, slice_for
+
+
+def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
+    """Hexadecimal digits that name the content of `refs` and `extra`, on this machine with this torch.
+
+    Recipes are hashed, not run: their operations, their places in the random stream, and the bytes of constants.
+    """
+    wanted = list(refs)
+    digest = hashlib.sha256()
+    names: dict[Value, str] = {}
+    streams: dict[int, str] = {}
+
+    def say(*parts: object) -> None:
+        digest.update(repr(parts).encode())
+
+    def name(value: Value) -> str:
+        if value not in names:
+            names[value] = f"%{len(names)}"
+            say(names[value], value.shape, value.stride, str(value.dtype))
+            if value.real is not None:
+                _hash_tensor(digest, value.real)
+        return names[value]
+
+    def show(arg: Any) -> object:
+        if type(arg) is Ref:
+            return name(arg.value), arg.size, arg.stride, arg.offset, str(arg.dtype)
+        if type(arg) in (list, tuple):
+            return tuple(show(a) for a in arg)
+        return str(arg)
+
+    say(torch.__version__, torch.backends.cpu.get_cpu_capability(), *extra)
+    for node in slice_for(ref.value for ref in wanted):
+        say(str(node.op), show(node.args), sorted((k, show(v)) for k, v in node.kwargs.items()))
+        if node.draw is not None:
+            stream = node.draw.stream
+            if id(stream) not in streams:
+                streams[id(stream)] = hashlib.sha256(stream.state_at(stream.start).tobytes()).hexdigest()
+            say(streams[id(stream)], str(node.draw.position))
+        say([name(value) for value in node.outputs])
+    say([show(ref) for ref in wanted])
+    return digest.hexdigest()
+
+
+def _hash_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().contiguous().reshape(-1)
+    step = max((64 << 20) // max(flat.itemsize, 1), 1)
+    for begin in range(0, flat.numel(), step):
+        digest.update(flat[begin : begin + step].cpu().view(torch.uint8).numpy())

@@ -1,0 +1,58 @@
+"""A journal of finished work, so that work that was interrupted can go on: text, a line for each thing done.
+
+Only one process may hold it. A line that was cut off when a process died does not count.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+from ..errors import SaveError
+
+
+class Journal:
+    """The set of things done, on disk. A context manager; thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = open(path, "a+b")
+        self._lock = threading.Lock()
+        try:
+            self._claim()
+            self._file.seek(0)
+            text = self._file.read()
+        except BaseException:
+            self._file.close()
+            raise
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(whole) < len(text):
+            self._file.truncate(len(whole))
+        self.done = set(whole.decode().splitlines())
+
+    def _claim(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise SaveError(f"{os.path.dirname(self.path)} is being written by another process") from None
+            # A file system that cannot lock: go without.
+
+    def add(self, what: str) -> None:
+        """Record that `what` (a line) is done, for good."""
+        with self._lock:
+            self._file.write(what.encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.done.add(what)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()

@@ -1,0 +1,340 @@
+"""Straight to disk: the weights of a model of any size as safetensors, without ever holding one of them whole.
+
+A file is cut into pieces of some MiB. Each thread takes runs of pieces, makes the part of the tensors that lies in a
+piece in a buffer of its own, and writes it where it belongs: while one thread waits for the disk, another draws. So
+what is in memory is a buffer a thread, whatever the size of the model.
+
+All is written in a hidden folder inside the target folder, with a journal of the runs that are safely on disk, and
+moved out when all of it is there; until then nothing in the target folder looks like a model.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import timeline
+from ..capture.program import Value
+from ..errors import SaveError
+from ..files import sync_folder
+from . import shards
+from .direct_file import BLOCK, DirectFile, aligned
+from .fingerprint import fingerprint
+from .journal import Journal
+from .materialize import run_recipes
+from .safetensors_header import header
+from .saved_tensors import Saved, config_names, tensors_to_save, write_configs
+from .slices import Slicer, Wholes
+from .torch_engine import default_threads
+
+_PIECE = 8 << 20  # bytes drawn and written at a time: a multiple of BLOCK
+_RUN = 32 * _PIECE  # bytes that one thread takes on, and that are journaled together
+_INDEX = "model.safetensors.index.json"
+_COMPLETE = "complete"  # the journal's word for: everything is in the work folder, or moved out of it already
+
+
+def save_initialized(
+    module: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the weights of a deferred module to `directory`, as `save_pretrained` would have written the eager ones.
+
+    The module stays deferred. Names, shards, index and configuration files are those of transformers'
+    `save_pretrained` (tied weights once, non-persistent buffers not at all), so `from_pretrained` opens the folder;
+    any other module is saved in the same layout and is read with `safetensors.torch.load_file` or `load_model`.
+    Tensors that are real already are written as they are. A weight is made piece by piece where its recipe allows it;
+    one that has to be made whole is held in memory whole, few at a time.
+
+    A run that was killed or failed leaves a hidden folder in `directory`; the same call then goes on where it ended.
+    Other calls start anew. When all is written, weight files of an earlier save are replaced or removed.
+
+    Args:
+        directory: made if it does not exist.
+        max_shard_size: bytes of a file at most, or a string as "200MB" (decimal) or "2GiB"; a tensor above it gets a
+            file of its own.
+        progress: called now and then with (bytes written, bytes in all), from any thread, one at a time.
+
+    Raises:
+        SaveError: what is in the way: not enough space (with the bytes needed and free), no permission, a tensor that
+            safetensors cannot hold.
+        ValueError: if `max_shard_size` is no size.
+    """
+    limit = shards.parse_size(max_shard_size)
+    saved, left_out = tensors_to_save(module)
+    with timeline.span("save"):
+        plan = _plan(saved, limit, left_out)
+        print_of_all = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, left_out, _RUN)
+        target = os.fspath(directory)
+        work = os.path.join(target, f".init-{print_of_all[:16]}.part")
+        with _explained(target, plan):
+            os.makedirs(work, exist_ok=True)
+            _remove_other_work(target, work)
+            with Journal(os.path.join(work, "journal")) as journal:
+                if _COMPLETE not in journal.done:
+                    _write_all(plan, saved, work, journal, progress)
+                    _write_index(plan, saved, work, module)
+                    write_configs(module, work)
+                    sync_folder(work)
+                    journal.add(_COMPLETE)
+                _move_out(plan, work, target)
+            shutil.rmtree(work)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+class _File(NamedTuple):
+    """A file of the layout: `places` of tensors behind `head`."""
+
+    name: str
+    head: bytes
+    places: list[shards.Place]
+
+    @property
+    def data(self) -> int:
+        """Bytes behind the head."""
+        return self.places[-1].end if self.places else 0
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + self.data
+
+
+class _Run(NamedTuple):
+    """Bytes [begin, end) of a file's data, which one thread writes."""
+
+    file: _File
+    begin: int
+    end: int
+
+    @property
+    def line(self) -> str:
+        return f"{self.file.name} {self.begin}"
+
+
+def _plan(saved: list[Saved], limit: int, left_out: dict[str, str]) -> list[_File]:
+    groups = shards.split([s.nbytes for s in saved], limit)
+    files = []
+    for name, group in zip(shards.file_names(len(groups)), groups, strict=True):
+        places = [
+            shards.Place(group[place.which], place.begin, place.end)
+            for place in shards.layout(
+                [saved[i].nbytes for i in group], [saved[i].ref.dtype.itemsize for i in group], BLOCK
+            )
+        ]
+        mine = {saved[i].name for i in group}
+        metadata = {"format": "pt", **{tied: kept for tied, kept in left_out.items() if kept in mine}}
+        entries = [
+            (saved[p.which].name, saved[p.which].ref.dtype, saved[p.which].ref.size, p.begin, p.end) for p in places
+        ]
+        files.append(_File(name, header(entries, metadata, BLOCK), places))
+    return files
+
+
+def _runs(file: _File) -> list[_Run]:
+    return [_Run(file, begin, min(begin + _RUN, file.data)) for begin in range(0, file.data, _RUN)]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _write_all(
+    plan: list[_File],
+    saved: list[Saved],
+    work: str,
+    journal: Journal,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write the files that the journal does not have yet."""
+    total = sum(file.data for file in plan)
+    missing = {file.name: [run for run in _runs(file) if run.line not in journal.done] for file in plan}
+    for file in plan:
+        path = os.path.join(work, file.name)
+        if file.name in journal.done and os.path.getsize(path) == file.size:
+            missing[file.name] = []
+        elif not os.path.exists(path):
+            missing[file.name] = _runs(file)
+    needed = sum(run.end - run.begin for runs in missing.values() for run in runs)
+    _check_space(work, needed)
+    written = total - needed
+    lock = threading.Lock()
+
+    def count(nbytes: int) -> None:
+        nonlocal written
+        with lock:
+            written += nbytes
+            if progress is not None:
+                progress(written, total)
+
+    writer = _Writer(saved, count)
+    for file in plan:
+        if file.name in journal.done and not missing[file.name]:
+            continue
+        with closing(DirectFile(os.path.join(work, file.name))) as out:
+            writer.write(file, missing[file.name], out, journal)
+            _write_head(file, out)
+            out.end_at(file.size)
+        journal.add(file.name)
+
+
+def _write_head(file: _File, out: DirectFile) -> None:
+    memory = aligned(len(file.head))
+    memory.numpy()[:] = memoryview(file.head)
+    out.write(memory, 0)
+
+
+class _Writer:
+    """Threads that make pieces and write them."""
+
+    def __init__(self, saved: list[Saved], count: Callable[[int], None]) -> None:
+        self._saved = saved
+        self._count = count
+        self._stop = threading.Event()
+        self._wholes = Wholes(_make_whole)
+        self._own = threading.local()
+
+    def write(self, file: _File, runs: list[_Run], out: DirectFile, journal: Journal) -> None:
+        """Write `runs` of `file`, each noted in the journal when it is on disk."""
+        # One thread more than cores: there is always one to wait for the disk.
+        with ThreadPoolExecutor(default_threads() + 1, thread_name_prefix="firstloss-save") as pool:
+            futures = [pool.submit(self._write_run, run, out, journal) for run in runs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _write_run(self, run: _Run, out: DirectFile, journal: Journal) -> None:
+        own = self._own
+        if not hasattr(own, "buffer"):
+            own.buffer, own.slicer = aligned(_PIECE), Slicer(self._wholes)
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for begin in range(run.begin, run.end, _PIECE):
+                if self._stop.is_set():
+                    return
+                end = min(begin + _PIECE, run.end)
+                self._make(run.file, begin, end, own.slicer, own.buffer)
+                whole_blocks = -(-(end - begin) // BLOCK) * BLOCK
+                out.write(own.buffer[:whole_blocks], len(run.file.head) + begin)
+                self._count(end - begin)
+        out.sync()
+        journal.add(run.line)
+
+    def _make(self, file: _File, begin: int, end: int, slicer: Slicer, buffer: torch.Tensor) -> None:
+        """Bytes [begin, end) of a file's data, in `buffer`."""
+        for place in file.places:
+            low, high = max(place.begin, begin), min(place.end, end)
+            if low >= high:
+                continue
+            ref = self._saved[place.which].ref
+            part = buffer[low - begin : high - begin].view(ref.dtype)
+            first = (low - place.begin) // ref.dtype.itemsize
+            slicer.read(ref._replace(size=(part.numel(),), stride=(1,), offset=ref.offset + first), part)
+
+
+def _make_whole(value: Value) -> torch.Tensor:
+    return run_recipes([value])[value]
+
+
+# -- finishing ---------------------------------------------------------------------------------------------------------
+
+
+def _write_index(plan: list[_File], saved: list[Saved], work: str, module: torch.nn.Module) -> None:
+    if len(plan) == 1:
+        return
+    metadata = {"total_size": sum(file.data for file in plan)}
+    count: Any = getattr(module, "num_parameters", None)
+    if callable(count):  # transformers' models count theirs, and write it here
+        metadata["total_parameters"] = count()
+    weight_map = {saved[place.which].name: file.name for file in plan for place in file.places}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    with open(os.path.join(work, _INDEX), "w", encoding="utf-8") as out:
+        json.dump(index, out, indent=2, sort_keys=True)
+        out.write("\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _move_out(plan: list[_File], work: str, target: str) -> None:
+    """Move all files to the target; the last is the one that makes the folder a model. May be repeated."""
+    names = [file.name for file in plan]
+    stale = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+    waiting = {name for name in (*names, _INDEX) if os.path.exists(os.path.join(work, name))}
+    if waiting:  # else a run that ended just before it could remove its work folder has done it all
+        for name in sorted(os.listdir(target), reverse=True):  # the index, and the single file, before the parts
+            if stale.fullmatch(name) and (name in waiting or name not in names):
+                os.remove(os.path.join(target, name))
+    for name in [*config_names(work), *names, *([_INDEX] if len(names) > 1 else [])]:
+        _move(os.path.join(work, name), os.path.join(target, name))
+    sync_folder(target)
+
+
+def _move(source: str, target: str) -> None:
+    if os.path.exists(source):
+        os.replace(source, target)
+    elif not os.path.exists(target):
+        raise SaveError(f"{source} was removed while it was waiting to be moved to {target}: save again")
+
+
+def _remove_other_work(target: str, work: str) -> None:
+    """Remove what earlier saves of something else have left behind."""
+    for name in os.listdir(target):
+        path = os.path.join(target, name)
+        if re.fullmatch(r"\.init-[0-9a-f]{16}\.part", name) and path != work:
+            with Journal(os.path.join(path, "journal")):  # nobody is at it
+                shutil.rmtree(path)
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+def _check_space(folder: str, needed: int) -> None:
+    if needed > _free(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+
+
+def _free(folder: str) -> int:
+    """Bytes that this user may still write."""
+    folder = os.path.abspath(folder)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    if not hasattr(os, "statvfs"):
+        return shutil.disk_usage(folder).free
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+@contextmanager
+def _explained(target: str, plan: list[_File]) -> Iterator[None]:
+    """Turn what the system refuses into one clear error."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        size = sum(file.size for file in plan)
+        where = error.filename or target
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise SaveError(
+                f"{target}: the weights take {size:,} bytes, and there is no room for all of them ({error.strerror}; "
+                f"{_free(target):,} bytes are free). What has been written is kept: make room and save again, and it "
+                "goes on from there; or remove the folder .init-*.part in it."
+            ) from error
+        raise SaveError(
+            f"{where} cannot be written: {error.strerror or error} ({size:,} bytes are to be saved in {target})"
+        ) from error

@@ -1,0 +1,136 @@
+"""What of a module is saved, and under which names: what transformers' `save_pretrained` would write."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from ..capture.program import Ref, Value, is_contiguous
+from ..capture.recorder import DeferredTensor
+from ..capture.replay import look
+from ..errors import SaveError
+from .safetensors_header import DTYPES
+
+
+class Saved(NamedTuple):
+    """A tensor to be saved: `ref` shows it row by row."""
+
+    name: str
+    ref: Ref
+
+    @property
+    def nbytes(self) -> int:
+        count = self.ref.dtype.itemsize
+        for size in self.ref.size:
+            count *= size
+        return count
+
+
+def tensors_to_save(module: torch.nn.Module) -> tuple[list[Saved], dict[str, str]]:
+    """The tensors, in the order of the state dict, and {name left out: name of the tensor that it is tied to}."""
+    state = dict(module.state_dict())
+    for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    for name, tensor in state.items():
+        _check(name, tensor)
+    left_out = _ties(state, _declared_ties(module))
+    for name in left_out:
+        del state[name]
+    state = _as_on_the_hub(module, state)
+    return [Saved(name, _row_by_row(tensor)) for name, tensor in state.items()], left_out
+
+
+def write_configs(module: Any, folder: str) -> None:
+    """Write what `from_pretrained` needs beside the weights: config.json, generation_config.json. Else nothing."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    if hasattr(module, "dtype") and "transformers" in sys.modules:
+        config.dtype = str(module.dtype).removeprefix("torch.")
+        config.architectures = [type(module).__name__]
+    config.save_pretrained(folder)
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "save_pretrained") and module.can_generate():
+        generation.save_pretrained(folder)
+
+
+def config_names(folder: str) -> list[str]:
+    """The files that `write_configs` has written."""
+    return sorted(name for name in os.listdir(folder) if name.endswith(".json") and ".safetensors." not in name)
+
+
+def _check(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise SaveError(
+            f"{name} of the state dict is of type {type(tensor).__name__}, and a safetensors file holds tensors only. "
+            "Materialize the module and save it with torch.save."
+        )
+    if hasattr(tensor, "_local_tensor"):
+        raise SaveError(
+            f"{name} is a DTensor: this process makes a part of it only. Call save_initialized before the module is "
+            "distributed, or materialize it and use torch.distributed.checkpoint."
+        )
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise SaveError(
+            f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file cannot "
+            "hold. Convert it before saving."
+        )
+
+
+def _declared_ties(module: torch.nn.Module) -> list[re.Pattern[str]]:
+    """Names that transformers makes from others when it loads a model: patterns, from the root of `module`."""
+    patterns = []
+    for prefix, sub in module.named_modules():
+        for key in getattr(sub, "_tied_weights_keys", None) or ():
+            patterns.append(re.compile(f"{prefix}.{key}" if prefix else key))
+    return patterns
+
+
+def _ties(state: dict[str, torch.Tensor], declared: list[re.Pattern[str]]) -> dict[str, str]:
+    """Of each group of names for one and the same memory all but one: the first that is not declared as made."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        if tensor.numel():
+            groups.setdefault(_memory(tensor), []).append(name)
+    left_out = {}
+    for names in groups.values():
+        own = [name for name in sorted(names) if not any(pattern.search(name) for pattern in declared)]
+        kept = next((name for name in names if name in own), sorted(names)[-1])
+        left_out.update({name: kept for name in names if name != kept})
+    return left_out
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    if type(tensor) is DeferredTensor:
+        return id(tensor._store), tensor.storage_offset(), geometry
+    return tensor.device, tensor.data_ptr(), geometry
+
+
+def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo what transformers does to a checkpoint's tensors when it loads them (fusing experts, renaming)."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return state
+    revert = getattr(modeling, "revert_weight_conversion", None)
+    return state if revert is None else revert(module, state)
+
+
+def _row_by_row(tensor: torch.Tensor) -> Ref:
+    with torch.no_grad():
+        if type(tensor) is DeferredTensor and tensor._store.resident is not None:
+            tensor = look(tensor._store.resident.host(), tensor._ref())
+        # A contiguous copy of a deferred tensor is one more operation of its recipe.
+        tensor = tensor.detach()
+        if not is_contiguous(tensor.shape, tensor.stride()):
+            tensor = tensor.contiguous()
+    if type(tensor) is DeferredTensor:
+        return tensor._ref()
+    shape = tuple(tensor.shape)
+    value = Value(shape, tensor.contiguous().stride(), tensor.dtype, tensor.device)
+    value.real = tensor
+    return Ref(value, shape, value.stride, 0, tensor.dtype)

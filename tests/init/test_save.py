@@ -1,0 +1,305 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import firstloss as fl
+from firstloss.init import save, saved_tensors
+
+# Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
+FIELDS = {
+    "vocab_size": 999,
+    "hidden_size": 250,
+    "intermediate_size": 700,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+}
+
+
+def llama(**fields):
+    return LlamaForCausalLM(LlamaConfig(**{**FIELDS, **fields}))
+
+
+def both(make):
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    return eager, fl.deferred_init(make)
+
+
+def tensors(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def visible(folder):
+    return sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.exists() else []
+
+
+@pytest.mark.parametrize("size", ["5GB", "2MB", "900KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_is_saved_as_save_pretrained_saves_it(tmp_path, size, tied):
+    eager, deferred = both(lambda: llama(tie_word_embeddings=tied))
+    fl.save_initialized(deferred, tmp_path / "ours", max_shard_size=size)
+    eager.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    for path in (tmp_path / "theirs").glob("*.json"):
+        assert (tmp_path / "ours" / path.name).read_text() == path.read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_same(loaded.state_dict(), eager.state_dict())
+    assert fl.is_deferred(deferred)
+
+
+def test_dtypes_are_kept(tmp_path):
+    eager, deferred = both(lambda: llama().to(torch.bfloat16))
+    fl.save_initialized(deferred, tmp_path)
+    assert_same(load_file(tmp_path / "model.safetensors"), dict(eager.state_dict()))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+class Various(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(37)
+        self.embedding = nn.Embedding(1000, 33, padding_idx=7)
+        self.lstm = nn.LSTM(9, 11)
+        self.head = nn.Linear(33, 1000, bias=False)
+        self.head.weight = self.embedding.weight
+        self.transposed = nn.Parameter(torch.randn(70, 301).t())
+        self.halves = nn.Parameter(torch.randn(1001).to(torch.float16))
+        self.register_buffer("kept", torch.arange(5))
+        self.register_buffer("left", torch.ones(4), persistent=False)
+        self.register_buffer("mask", torch.ones(7, 7).tril().bool())
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        nn.init.orthogonal_(self.lstm.weight_hh_l0)
+
+
+def test_any_module(tmp_path):
+    eager, deferred = both(Various)
+    fl.save_initialized(deferred, tmp_path)
+    expected = dict(eager.state_dict())
+    del expected["head.weight"]
+    assert_same(load_file(tmp_path / "model.safetensors"), expected)
+    assert visible(tmp_path) == ["model.safetensors"]
+    again = Various()
+    load_model(again, tmp_path / "model.safetensors")
+    assert_same(again.state_dict(), eager.state_dict())
+
+
+def test_a_real_module_and_a_half_real_one(tmp_path):
+    eager, deferred = both(Various)
+    fl.save_initialized(eager, tmp_path / "real")
+    fl.materialize_module(deferred.lstm)
+    fl.save_initialized(deferred, tmp_path / "half")
+    assert (tmp_path / "real/model.safetensors").read_bytes() == (tmp_path / "half/model.safetensors").read_bytes()
+
+
+def test_pieces_and_runs_do_not_change_the_bytes(tmp_path, monkeypatch):
+    _, deferred = both(llama)
+    fl.save_initialized(deferred, tmp_path / "large")
+    monkeypatch.setattr(save, "_PIECE", 4096)
+    monkeypatch.setattr(save, "_RUN", 40 * 4096)
+    told = []
+    fl.save_initialized(deferred, tmp_path / "small", progress=lambda *at: told.append(at))
+    large, small = (tmp_path / name / "model.safetensors" for name in ("large", "small"))
+    assert large.read_bytes() == small.read_bytes()
+    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(t.nbytes for t in deferred.state_dict().values())
+
+
+def test_the_ordinary_way_of_writing(tmp_path, monkeypatch):
+    _, deferred = both(llama)
+    fl.save_initialized(deferred, tmp_path / "direct")
+    monkeypatch.setattr("firstloss.init.direct_file._DIRECT", 0)
+    fl.save_initialized(deferred, tmp_path / "buffered")
+    direct, buffered = (tmp_path / name / "model.safetensors" for name in ("direct", "buffered"))
+    assert direct.read_bytes() == buffered.read_bytes()
+
+
+def test_an_earlier_save_is_replaced_whole(tmp_path):
+    eager, deferred = both(llama)
+    (tmp_path / "mine.txt").write_text("kept")
+    for size in ("900KB", "3MB", "5GB", "900KB"):
+        fl.save_initialized(deferred, tmp_path, max_shard_size=size)
+        assert_same(tensors(tmp_path), dict(eager.state_dict()))
+        assert ("model.safetensors" in visible(tmp_path)) == (size == "5GB")
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+CHILD = """
+import sys, torch
+import firstloss as fl
+from firstloss.init import save
+from tests.init.test_save import llama
+save._PIECE, save._RUN = 4096, 10 * 4096
+torch.manual_seed(0)
+print("begin", flush=True)
+def progress(done, total):
+    if done * 2 > total:
+        print("half", flush=True)
+        import time
+        time.sleep(60)
+fl.save_initialized(fl.deferred_init(llama), sys.argv[1], max_shard_size="2MB", progress=progress)
+"""
+
+
+def test_a_killed_run_leaves_no_model_and_is_resumed(tmp_path, monkeypatch):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.join(root, "src"), root])}
+    target = tmp_path / "model"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, target], stdout=subprocess.PIPE, env=environment)
+    assert child.stdout.readline() == b"begin\n"
+    assert child.stdout.readline() == b"half\n"
+    time.sleep(0.2)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert visible(target) == []
+
+    monkeypatch.setattr(save, "_PIECE", 4096)
+    monkeypatch.setattr(save, "_RUN", 10 * 4096)
+    eager, deferred = both(llama)
+    told = []
+    fl.save_initialized(deferred, target, max_shard_size="2MB", progress=lambda *at: told.append(at))
+    assert told[0][0] > told[0][1] / 4  # what had been written was not written again
+    assert_same(tensors(target), dict(eager.state_dict()))
+    assert not [name for name in os.listdir(target) if name.startswith(".")]
+
+
+def test_another_model_does_not_go_on_from_it(tmp_path, monkeypatch):
+    _, deferred = both(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "_write_index", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fl.save_initialized(deferred, tmp_path)
+    assert visible(tmp_path) == [] and len(os.listdir(tmp_path)) == 1
+    torch.manual_seed(1)
+    eager = llama()
+    torch.manual_seed(1)
+    fl.save_initialized(fl.deferred_init(llama), tmp_path)
+    assert_same(tensors(tmp_path), dict(eager.state_dict()))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moves", range(9))
+def test_interrupted_while_moving(tmp_path, monkeypatch, moves):
+    eager, deferred = both(llama)
+    fl.save_initialized(deferred, tmp_path, max_shard_size="5GB")
+    left = moves
+    move = save._move
+
+    def some_moves(source, target):
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        move(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "_move", some_moves)
+        with pytest.raises(KeyboardInterrupt):
+            fl.save_initialized(deferred, tmp_path, max_shard_size="1MB")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    fl.save_initialized(deferred, tmp_path, max_shard_size="1MB")
+    assert_same(tensors(tmp_path), dict(eager.state_dict()))
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), eager.state_dict())
+
+
+def test_a_full_disk_is_one_clear_error_before_anything_is_written(tmp_path, monkeypatch):
+    _, deferred = both(llama)
+    monkeypatch.setattr(save, "_free", lambda folder: 1000)
+    with pytest.raises(fl.errors.SaveError, match=r"take [0-9,]+ bytes.*1,000 bytes are free") as raised:
+        fl.save_initialized(deferred, tmp_path / "full")
+    assert str(tmp_path / "full") in str(raised.value)
+    assert visible(tmp_path / "full") == []
+
+
+def test_a_disk_that_fills_up_meanwhile(tmp_path):
+    eager, deferred = both(llama)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(fl.errors.SaveError, match="no room for all of them"):
+            fl.save_initialized(deferred, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert visible(tmp_path / "full") == []
+    fl.save_initialized(deferred, tmp_path / "full")
+    assert_same(tensors(tmp_path / "full"), dict(eager.state_dict()))
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    _, deferred = both(llama)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(fl.errors.SaveError, match="file.*cannot be written"):
+        fl.save_initialized(deferred, tmp_path / "file")
+    with pytest.raises(fl.errors.SaveError, match="cannot be written"):
+        fl.save_initialized(deferred, tmp_path / "file" / "within")
+
+
+def test_two_at_once(tmp_path, monkeypatch):
+    _, deferred = both(llama)
+    found = []
+
+    def second(*args):
+        with pytest.raises(fl.errors.SaveError, match="being written by another"):
+            fl.save_initialized(deferred, tmp_path)
+        found.append(True)
+
+    monkeypatch.setattr(save, "write_configs", second)
+    fl.save_initialized(deferred, tmp_path)
+    assert found
+
+
+def test_what_safetensors_cannot_hold(tmp_path):
+    with pytest.raises(fl.errors.SaveError, match="weight is a torch.strided tensor of torch.complex128"):
+        fl.save_initialized(fl.deferred_init(lambda: nn.Linear(3, 3, dtype=torch.complex128)), tmp_path)
+    with pytest.raises(ValueError, match="not a size"):
+        fl.save_initialized(fl.deferred_init(lambda: nn.Linear(3, 3)), tmp_path, max_shard_size="huge")
+
+
+def test_index_lists_every_tensor(tmp_path):
+    eager, deferred = both(llama)
+    fl.save_initialized(deferred, tmp_path, max_shard_size="1MB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in eager.state_dict().values())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, "pt") as opened:
+            assert name in opened.keys()
+
+
+def test_names_of_ties():
+    a = torch.zeros(3)
+    state = {"first": a, "second": a, "other": torch.zeros(3)}
+    assert saved_tensors._ties(state, []) == {"second": "first"}
+    import re
+
+    assert saved_tensors._ties(state, [re.compile("first")]) == {"first": "second"}
+    assert saved_tensors._ties(state, [re.compile("first"), re.compile("second")]) == {"first": "second"}
