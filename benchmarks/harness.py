@@ -51,13 +51,16 @@ def main(module: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is run (default 3)")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark itself works")
+    parser.add_argument("--fresh", action="store_true", help="leave memory as the system hands it out, on both sides")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def in_child(module: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one side of benchmark `module` in a fresh process and return what it found."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side, *(["--tiny"] if args.tiny else [])]
-    return json.loads(output_of(command, GLIBC_TUNABLES=_ONE_HEAP).splitlines()[-1])
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
+    command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
+    environment = {} if args.fresh else {"GLIBC_TUNABLES": _ONE_HEAP}
+    return json.loads(output_of(command, **environment).splitlines()[-1])
 
 
 def output_of(command: Sequence[str], **environment: str) -> str:
@@ -91,7 +94,7 @@ def ratio(slow: Sequence[dict[str, Any]], fast: Sequence[dict[str, Any]], key: s
     return median(a[key] / b[key] for a, b in zip(slow, fast, strict=True))
 
 
-def warm_memory(count: int) -> None:
+def warm_memory(count: int, args: argparse.Namespace) -> None:
     """Have the C library's heap of this process hold `count` bytes that have been written once.
 
     Memory that a machine has never handed out can be ten times slower to write (a virtual machine gets it from its
@@ -100,7 +103,8 @@ def warm_memory(count: int) -> None:
     """
     import torch
 
-    torch.empty(count, dtype=torch.uint8).fill_(1)
+    if not (args.fresh or args.tiny):
+        torch.empty(count, dtype=torch.uint8).fill_(1)
 
 
 # The heap alone, never mmap; one heap for all threads; and nothing of it is given back to the system when freed.

@@ -22,7 +22,7 @@ def child(side, args):
     found = {}
     if side == "deferred":
         found["bandwidth"] = harness.write_bandwidth()
-    harness.warm_memory(1 << 20 if args.tiny else 6 << 30)
+    harness.warm_memory(6 << 30, args)
     torch.manual_seed(0)
     began = time.perf_counter()
     if side == "eager":
@@ -53,6 +53,7 @@ def measure(args):
     size = deferred[0]["bytes"]
     floors = {kind: size / harness.median(run["bandwidth"][kind] for run in deferred) for kind in ("touched", "fresh")}
     rows = [
+        ("memory", "as the system hands it out" if args.fresh else "written before"),
         ("parameters", f"{deferred[0]['parameters']:,}"),
         ("eager construction", f"{harness.middle(eager, 'seconds'):.2f} s"),
         ("deferred: capture", f"{harness.middle(deferred, 'capture'):.2f} s"),
