@@ -71,10 +71,11 @@ class Check:
         overload, self.args, self.kwargs, self.expected = call
         self.overload, self.kwargs = functional(overload), without_out(overload, self.kwargs)
         self.problem: str | None = None
-        if self.overload is not overload and self.overload is not None:
+        random = torch.Tag.nondeterministic_seeded in overload.tags
+        if self.overload is not overload and self.overload in RULES and not random:
             with torch.no_grad():
                 self.expected = self.overload(*self.args, **self.kwargs)
-        if torch.Tag.nondeterministic_seeded in overload.tags:
+        if random:
             self.problem = "random"
         elif self.overload is None or self.overload not in RULES:
             self.problem = f"no rule: {overload}"
@@ -101,7 +102,9 @@ class Check:
             assert len(results) == len(expected), f"{len(results)} results for {len(expected)}"
             for position, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
                 wanted = tolerance(self.overload, position, theirs)
-                if wanted != "any":
+                if wanted == "any":
+                    assert tuple(ours.shape) == tuple(theirs.shape)
+                else:
                     assert_same(to_tensor(ours, theirs.dtype), theirs, wanted)
         except (AssertionError, ValueError, TypeError) as error:
             shown = tree_map(
@@ -134,13 +137,25 @@ def check(calls: list, tolerance: Callable) -> list[Check]:
     return checks
 
 
-# What cannot be compared element by element, and why.
+# Results that cannot be compared element by element with the common tolerance, and why.
+LOOSER: dict = {
+    # Vectors are unique up to a sign or phase, and up to a rotation where values repeat; see test_linalg.py.
+    ("aten._linalg_svd.default", 0): "any",
+    ("aten._linalg_svd.default", 2): "any",
+    ("aten._linalg_eigh.default", 1): "any",
+    ("aten.linalg_eig.default", 0): "any",
+    ("aten.linalg_eig.default", 1): "any",
+    ("aten._linalg_eigvals.default", 0): "any",
+    # The sizes of bags are left at 0 by the kernel that does without them.
+    ("aten._embedding_bag.default", 2): "any",
+    # Multiplies by the inverse deviation, up to 1 / sqrt(eps) = 316, what should be 0.
+    "aten.native_layer_norm_backward.default": 5e-5,
+}
+
+
 def tolerance_of(overload, position: int, expected: torch.Tensor):
     """The tolerance of one result: None for the dtype's, "any" where PyTorch itself does not fix the values."""
     return LOOSER.get((str(overload), position), LOOSER.get(str(overload)))
-
-
-LOOSER: dict = {}
 
 
 def key_of(call) -> str:

@@ -5,9 +5,11 @@ An operation `_foreach_x` is `x` on every element of its lists, so the rules her
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
+import jax
 import torch
 from jax import lax
 
@@ -18,8 +20,28 @@ from .registry import RULES, rule
 aten = torch.ops.aten
 
 
+def _traced_once(function: Callable) -> Callable:
+    """The same function, which JAX traces and lowers once for all elements of one shape: a list has hundreds."""
+
+    @functools.lru_cache(maxsize=4096)
+    def jitted(template: tuple, options: tuple) -> Callable:
+        def element(*arrays):
+            rest = iter(arrays)
+            return function(*(next(rest) if known is None else known[1] for known in template), **dict(options))
+
+        element.__name__ = element.__qualname__ = function.__name__
+        return jax.jit(element)
+
+    def call(*row, **options):
+        template = tuple(None if hasattr(a, "ndim") else (type(a), a) for a in row)
+        return jitted(template, tuple(options.items()))(*(a for a in row if hasattr(a, "ndim")))
+
+    return call
+
+
 def _each(function: Callable) -> Callable:
     """Apply to the elements of lists; an argument that is no list is the same for all."""
+    function = _traced_once(function)
 
     def foreach(self, *args, **options):
         length = len(self) if isinstance(self, (list, tuple)) else len(args[0])
@@ -72,15 +94,16 @@ def _foreach_norm(self, ord=2, dtype=None):
 def _add_combined(combine: Callable) -> Callable:
     """`self + value * combine(a, b)`, the value a number, a list of numbers or a tensor of as many elements."""
 
+    @_traced_once
+    def combined(x, a, b, v):
+        x, a, b = operands(x, a, b)
+        return x + cast(v, x.dtype) * combine(a, b)
+
     def foreach(self, tensor1, tensor2, value=1):
         if hasattr(value, "ndim"):
             value = [value if value.ndim == 0 else value[i] for i in range(len(self))]
         values = value if isinstance(value, list) else itertools.repeat(value)
-        results = []
-        for x, a, b, v in zip(self, tensor1, tensor2, values, strict=False):
-            x, a, b = operands(x, a, b)
-            results.append(x + cast(v, x.dtype) * combine(a, b))
-        return tuple(results)
+        return tuple(combined(*row) for row in zip(self, tensor1, tensor2, values, strict=False))
 
     return foreach
 

@@ -7,6 +7,7 @@ for integers), so that it shows, and such a write is dropped.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -306,7 +307,7 @@ def masked_scatter(self, mask, source):
 def masked_scatter_backward(grad_output, mask, sizes):
     """Selected gradients, packed to the front of a tensor of `sizes`."""
     mask = lax.reshape(broadcast_to(cast(mask, np.dtype(bool)), grad_output.shape), (grad_output.size,))
-    count = int(np.prod(sizes))
+    count = math.prod(sizes)
     order = lax.cumsum(cast(mask, np.dtype(np.int64))) - 1
     places = lax.select(mask, order, lax.full_like(order, count))  # past the end: dropped
     packed = lax.full((count,), 0, grad_output.dtype).at[places].set(lax.reshape(grad_output, (grad_output.size,)))
@@ -338,14 +339,10 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
 _BAG_SUM, _BAG_MEAN, _BAG_MAX = 0, 1, 2
 
 
-def _bags(indices, offsets, include_last_offset, padding_idx):
-    """The bag of each index (that of padding past the end, so that adding it is dropped), and the number of bags."""
-    count = offsets.shape[0] - int(include_last_offset)
-    starts = offsets[:count]
-    bag = jnp.searchsorted(starts, jnp.arange(indices.shape[0], dtype=offsets.dtype), side="right") - 1
-    if padding_idx >= 0:
-        bag = where(indices == padding_idx, count, bag)
-    return bag, count
+def _bags(indices, starts):
+    """The bag of each index."""
+    along = jnp.arange(indices.shape[0], dtype=starts.dtype)
+    return cast(jnp.searchsorted(starts, along, side="right") - 1, starts.dtype)
 
 
 @rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -353,8 +350,15 @@ def _embedding_bag(
     weight, indices, offsets, scale_grad_by_freq=False, mode=_BAG_SUM, sparse=False,
     per_sample_weights=None, include_last_offset=False, padding_idx=-1,
 ):  # fmt: skip
-    """Output, the bag of each index, the size of each bag and, for the maximum, the rows that were chosen."""
-    bag, count = _bags(indices, offsets, include_last_offset, padding_idx)
+    """Output, the bag of each index, the size of each bag and, for the maximum, the rows that were chosen.
+
+    Eager leaves the bags out (an empty tensor) where its CPU kernel for sums does without them.
+    """
+    count = offsets.shape[0] - int(include_last_offset)
+    bags = _bags(indices, offsets[:count])
+    bag = bags if padding_idx < 0 else where(indices == padding_idx, count, bags)  # past the end: dropped
+    is_left_out = mode == _BAG_SUM and padding_idx < 0 and weight.dtype.itemsize <= 4
+    bags = bags[:0] if is_left_out else bags
     rows = cast(read(weight, indices), opmath(weight.dtype))
     if per_sample_weights is not None:
         rows = rows * lax.expand_dims(cast(per_sample_weights, rows.dtype), [1])
@@ -368,11 +372,11 @@ def _embedding_bag(
         first = lax.full((count, width), indices.shape[0], np.int64).at[bag].min(place)
         chosen = where(first == indices.shape[0], -1, indices[lax.min(first, np.int64(indices.shape[0] - 1))])
         empty = lax.expand_dims(sizes == 0, [1])
-        return where(empty, 0, top), bag, sizes, chosen
+        return where(empty, 0, top), bags, sizes, chosen
     total = lax.full((count, width), 0, rows.dtype).at[bag].add(rows)
     if mode == _BAG_MEAN:
         total = total / cast(lax.expand_dims(lax.max(sizes, lax.full_like(sizes, 1)), [1]), total.dtype)
-    return total, bag, sizes, lax.full((count,), 0, offsets.dtype)
+    return total, bags, sizes, lax.full((count,), 0, offsets.dtype)
 
 
 @rule(aten._embedding_bag_dense_backward.default)
@@ -399,8 +403,8 @@ def _embedding_bag_backward(
     grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, sparse,
     per_sample_weights, padding_idx=-1,
 ):  # fmt: skip
-    if offset2bag.shape[0] != indices.shape[0]:  # eager's short cut leaves it out; it is told by the offsets
-        offset2bag, _ = _bags(indices, offsets, False, -1)
+    if offset2bag.shape[0] != indices.shape[0]:
+        offset2bag = _bags(indices, offsets)
     return _embedding_bag_dense_backward(
         grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode,
         per_sample_weights, padding_idx,
@@ -410,7 +414,7 @@ def _embedding_bag_backward(
 @rule(aten._embedding_bag_per_sample_weights_backward.default)
 def _embedding_bag_per_sample_weights_backward(grad, weight, indices, offsets, offset2bag, mode, padding_idx=-1):
     if offset2bag.shape[0] != indices.shape[0]:
-        offset2bag, _ = _bags(indices, offsets, False, -1)
+        offset2bag = _bags(indices, offsets)
     dtype = opmath(grad.dtype)
     products = lax.reduce_sum(cast(grad, dtype)[offset2bag] * cast(weight, dtype)[indices], (1,))
     return products if padding_idx < 0 else where(indices == padding_idx, 0, products)
@@ -427,7 +431,8 @@ def _search(sequence, x, right):
     if sequence.ndim == 1:
         return find(sequence, x)
     rows, columns = sequence.shape[:-1], x.shape[-1]
-    flat = jax.vmap(find)(sequence.reshape(-1, sequence.shape[-1]), x.reshape(-1, columns))
+    count = math.prod(rows)
+    flat = jax.vmap(find)(sequence.reshape(count, sequence.shape[-1]), x.reshape(count, columns))
     return flat.reshape(*rows, columns)
 
 
@@ -500,4 +505,6 @@ def item(self, *_):
 
 @rule(aten.nonzero_static.default)
 def nonzero_static(self, *, size, fill_value=-1):
+    if self.ndim == 0:
+        return lax.full((size, 0), 0, np.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

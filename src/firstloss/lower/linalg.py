@@ -236,7 +236,14 @@ def linalg_qr(A, mode="reduced"):
 
 @rule(aten.geqrf.default)
 def geqrf(self):
-    return tuple(lax.linalg.geqrf(self))
+    """The reflections and their scales, in LAPACK's form (numpy gives them transposed)."""
+    reflections, scales = jnp.linalg.qr(self, mode="raw")
+    return jnp.swapaxes(reflections, -1, -2), scales
+
+
+@rule(aten.ormqr.default)
+def ormqr(self, input2, input3, left=True, transpose=False):
+    return lax.linalg.ormqr(self, input2, input3, left=left, transpose=transpose)
 
 
 @rule(aten.linalg_householder_product.default)

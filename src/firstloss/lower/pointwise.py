@@ -220,7 +220,8 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
 
 @rule(aten.polygamma.default)
 def polygamma(n, self):
-    """XLA's knows no negative arguments: for n = 1 they are reflected, beyond they give NaN."""
+    """XLA's knows no negative arguments. The derivative of order 1 is reflected (Abramowitz and Stegun 6.4.7), as
+    PyTorch does; those above it are shifted up by the recurrence 6.4.6, which reaches -16, and are NaN below."""
     (x,) = floats(self)
     if n == 0:
         return lax.digamma(x)
@@ -229,7 +230,10 @@ def polygamma(n, self):
         root = math.pi / lax.sin(math.pi * x)
         known = lax.polygamma(lax.full_like(x, 1), where(mirrored, 1 - x, x))
         return where(mirrored, root * root - known, known)
-    return where(x < 0, math.nan, lax.polygamma(lax.full_like(x, n), x))
+    shift = 16
+    below = sum(lax.integer_pow(x + k, -(n + 1)) for k in range(shift))
+    zeta = below + lax.zeta(lax.full_like(x, n + 1), x + shift)
+    return where(x < -shift, math.nan, (-1) ** (n + 1) * float(math.factorial(n)) * zeta)
 
 
 @rule(aten.mvlgamma.default)

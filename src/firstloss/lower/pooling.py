@@ -167,14 +167,19 @@ def _to_places(values, indices, lead: int, lengths):
     return lax.reshape(written, (*planes, *lengths))
 
 
-@rule(aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
-def adaptive_max_pool_backward(grad_output, self, indices):
-    return _chosen_backward(grad_output, self, indices, 3 if self.ndim == 5 else 2)
-
-
 def _chosen_backward(grad_output, self, indices, space):
     lead = self.ndim - space
     return _to_places(grad_output, indices, lead, self.shape[lead:])
+
+
+@rule(aten.adaptive_max_pool2d_backward.default)
+def adaptive_max_pool2d_backward(grad_output, self, indices):
+    return _chosen_backward(grad_output, self, indices, 2)
+
+
+@rule(aten.adaptive_max_pool3d_backward.default)
+def adaptive_max_pool3d_backward(grad_output, self, indices):
+    return _chosen_backward(grad_output, self, indices, 3)
 
 
 @rule(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)
@@ -280,12 +285,20 @@ def _adaptive_avg_pool(self, output_size):
     return x
 
 
-@rule(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def _adaptive_avg_pool_backward(grad_output, self):
+def _adaptive_avg_pool_backward(grad_output, self, space):
     g = cast(grad_output, opmath(grad_output.dtype))
-    space = 3 if self.ndim == 5 else 2
     shape = jax.ShapeDtypeStruct(self.shape, g.dtype)
     return jax.linear_transpose(lambda x: _adaptive_avg_pool(x, g.shape[-space:]), shape)(g)[0]
+
+
+@rule(aten._adaptive_avg_pool2d_backward.default)
+def _adaptive_avg_pool2d_backward(grad_output, self):
+    return _adaptive_avg_pool_backward(grad_output, self, 2)
+
+
+@rule(aten._adaptive_avg_pool3d_backward.default)
+def _adaptive_avg_pool3d_backward(grad_output, self):
+    return _adaptive_avg_pool_backward(grad_output, self, 3)
 
 
 @rule(aten.avg_pool1d.default)
