@@ -24,7 +24,7 @@ def command(*arguments, cwd=None, **environment):
     )
 
 
-@pytest.mark.parametrize("arguments", [(), ("demo",), ("inspect",), ("verify",)])
+@pytest.mark.parametrize("arguments", [(), ("demo",), ("init",), ("verify",)])
 def test_help_holds_an_example(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--help"])
@@ -61,9 +61,9 @@ def test_wrong_arguments_are_one_line(arguments, says, capsys):
     assert says in captured.err and captured.err.count("\n") == 1 and "--help" in captured.err
 
 
-@pytest.mark.parametrize("name", ["inspect", "verify"])
+@pytest.mark.parametrize("name", ["init", "verify"])
 def test_a_wrong_target_is_one_line_and_status_1(name, capsys):
-    assert main([name, "torchh:Linear"]) == 1
+    assert main([name, "torchh:Linear", *(["-o", "nowhere"] if name == "init" else [])]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(f"firstloss {name}: TARGET 'torchh:Linear': there is no module 'torchh'")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FirstlossError
-from . import demo, init, inspect, verify
+from . import demo, init, verify
 
-COMMANDS = (demo, inspect, init, verify)
+COMMANDS = (demo, init, verify)
 
 # Where a missing library comes from, for those who installed the bare package.
 _EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return _fail(args.command, "interrupted", status=130)
-    except BrokenPipeError:  # the reader of our output has left, as in `firstloss inspect ... | head`
+    except BrokenPipeError:  # the reader of our output has left, as in `firstloss verify ... | head`
         sys.stdout = open(os.devnull, "w")
         return 1
     except Exception as error:
