@@ -20,6 +20,7 @@ except ImportError as error:
     ) from error
 
 from ..lower.dtypes import to_jax, to_torch
+from ..lower.program import constant
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
@@ -42,7 +43,13 @@ def use_compilation_cache(directory: str) -> None:
     compilation_cache.reset_cache()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
+def on_cpu() -> bool:
+    """Whether JAX's default device is this machine's CPU, so that torch and the device can share memory."""
+    return jax.default_backend() == "cpu"
+
+
+@functools.cache
 def _allocator(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     with x64():
         return jax.jit(lambda: jax.lax.empty(shape, dtype)).lower().compile()
@@ -65,6 +72,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.
 def to_device(tensor: torch.Tensor) -> jax.Array:
     """A copy of `tensor` on the device, in memory that the device owns where it is large."""
     tensor = tensor.detach()
+    if not on_cpu():
+        return _put(tensor)
     if tensor.numel() * tensor.itemsize >= _OWNED_BYTES:
         array, memory = empty(tuple(tensor.shape), tensor.dtype)
         memory.copy_(tensor)
@@ -74,22 +83,30 @@ def to_device(tensor: torch.Tensor) -> jax.Array:
 
 def lend(tensor: torch.Tensor) -> jax.Array:
     """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives."""
+    if not on_cpu():
+        return _put(tensor)
     with x64():
         try:
             return jax.dlpack.from_dlpack(tensor.detach().contiguous())
-        except (RuntimeError, TypeError, BufferError, ValueError):
-            from ..lower.program import constant
+        except (RuntimeError, TypeError, BufferError, ValueError):  # a dtype or layout that the protocol cannot say
+            return _put(tensor)
 
-            return jax.device_put(constant(tensor))
+
+def _put(tensor: torch.Tensor) -> jax.Array:
+    with x64():
+        return jax.device_put(constant(tensor))
 
 
 def to_host(array: jax.Array) -> torch.Tensor:
     """The values of `array`: on a CPU device its own bytes, which must not be written, elsewhere a copy."""
-    try:
-        return torch.from_dlpack(array)
-    except (RuntimeError, TypeError, BufferError, ValueError):
-        host = np.asarray(array)
-        dtype = to_torch(host.dtype)
-        if host.dtype.kind == "V" or dtype in (torch.bfloat16,):
-            return torch.from_numpy(host.view(np.int16).copy()).view(dtype)
-        return torch.from_numpy(host.copy())
+    if on_cpu():
+        try:
+            return torch.from_dlpack(array)
+        except (RuntimeError, TypeError, BufferError, ValueError):  # as in `lend`
+            pass
+    host = np.asarray(array)
+    dtype = to_torch(host.dtype)
+    if dtype.is_floating_point and dtype not in (torch.float32, torch.float64, torch.float16):
+        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # numpy has these dtypes from ml_dtypes, torch from no one
+        return torch.from_numpy(host.view(bits).copy()).view(dtype)
+    return torch.from_numpy(host.copy())

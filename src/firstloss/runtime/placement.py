@@ -16,7 +16,7 @@ from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
 from ..init.materialize import run_recipes
 from .cell import Cell
-from .jaxlib import empty, to_device
+from .jaxlib import empty, on_cpu, to_device
 
 # Smaller weights go through host memory: a buffer of the device's own costs a call.
 _DIRECT_BYTES = 1 << 16
@@ -65,10 +65,9 @@ def _materialize_in_background(stores: list[Store]) -> None:
 def _make(values: list[Value]) -> dict[Value, jax.Array]:
     """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
     arrays: dict[int, jax.Array] = {}
-    direct = jax.default_backend() == "cpu"
 
     def allocate(value: Value) -> torch.Tensor:
-        if not direct or value.nbytes < _DIRECT_BYTES or not is_contiguous(value.shape, value.stride):
+        if not on_cpu() or value.nbytes < _DIRECT_BYTES or not is_contiguous(value.shape, value.stride):
             return allocate_host(value)
         array, memory = empty(value.shape, value.dtype)
         arrays[memory.data_ptr()] = array

@@ -1,0 +1,82 @@
+"""Bytes between torch and the device."""
+
+import jax
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.runtime import jaxlib
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 200)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_there_and_back(dtype, shape, shared, monkeypatch):
+    monkeypatch.setattr(jaxlib, "on_cpu", lambda: shared)
+    torch.manual_seed(0)
+    tensor = (torch.rand(shape) * 100).to(dtype)
+    array = jaxlib.to_device(tensor)
+    assert array.shape == shape
+    back = jaxlib.to_host(array)
+    assert back.dtype == dtype and torch.equal(back, tensor)
+
+
+def test_a_transposed_tensor_keeps_its_logical_order():
+    tensor = torch.arange(60_000.0).reshape(200, 300).t()
+    assert torch.equal(jaxlib.to_host(jaxlib.to_device(tensor)), tensor)
+
+
+def test_memory_of_the_device_can_be_written_and_donated():
+    array, memory = jaxlib.empty((1000, 1000), torch.float32)
+    memory.fill_(2.0)
+    address = array.unsafe_buffer_pointer()
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
+    assert array.is_deleted() and doubled.unsafe_buffer_pointer() == address
+    assert float(doubled.sum()) == 4e6
+
+
+def test_weights_are_updated_in_place(tmp_path):
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    with backend.device:
+        model = torch.nn.Linear(512, 512)
+    compiled = fl.compile(model, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fl.trace
+    def step(x):
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    float(step(torch.ones(4, 512)))
+    before = model.weight._store.resident.array().unsafe_buffer_pointer()
+    float(step(torch.ones(4, 512)))
+    assert model.weight._store.resident.array().unsafe_buffer_pointer() == before
+
+
+def test_a_second_start_finds_the_compiled_step(tmp_path):
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    model = torch.nn.Linear(8, 8)
+    compiled = fl.compile(model, backend)
+    fl.trace(lambda x: compiled(x).sum())(torch.ones(2, 8))
+    cached = list((tmp_path / "compiled").iterdir())
+    assert cached and all(file.stat().st_size for file in cached)
+
+
+def test_a_dtype_that_xla_lacks_is_refused():
+    with pytest.raises(NotImplementedError, match="no counterpart"):
+        jaxlib.to_device(torch.zeros(2, dtype=torch.complex32))
