@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
-from . import recorder
+from . import patches as _patches  # noqa: F401 - in place before the first capture
+from . import recorder, session
 from .recorder import DeferredTensor
 from .source import here
 
@@ -46,12 +47,12 @@ def deferred(rng: str = "eager") -> Iterator[None]:
     collecting = gc.isenabled()
     if collecting:
         gc.disable()  # a capture makes tens of thousands of small live objects, and the collector would walk them all
-    recorder.enter()
+    session.enter()
     try:
         with timeline.span("capture"), _Capture():
             yield
     finally:
-        recorder.leave()
+        session.leave()
         if collecting:
             gc.enable()
 
@@ -113,8 +114,26 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
         for name, attribute in vars(sub).items():
             if isinstance(attribute, torch.Tensor):
                 yield dot + name, attribute, "attribute"
+            elif type(attribute) in _CONTAINERS and name not in _MODULE_TABLES:
+                for path, tensor in _contained(attribute, dot + name):
+                    yield path, tensor, "attribute"
+
+
+_CONTAINERS = (list, tuple, dict)
+_MODULE_TABLES = frozenset(vars(torch.nn.Module()))
+
+
+def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a container that a module keeps as an attribute."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, item in items:
+        if isinstance(item, torch.Tensor):
+            yield f"{path}.{key}", item
+        elif type(item) in _CONTAINERS and depth:
+            yield from _contained(item, f"{path}.{key}", depth - 1)
 
 
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
-    return any(type(t) is DeferredTensor and t._store.resident is None for t in tensors_in(what))
+    tensors = (local_part(t) for t in tensors_in(what))
+    return any(type(t) is DeferredTensor and t._store.resident is None for t in tensors)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConstantChangedError, MaterializeError
 from .program import Node, Ref, Value
 
 # Values up to this size are kept once they have been computed, so that reading one element after another of a
@@ -33,6 +34,31 @@ def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
     return out.set_(buffer.untyped_storage(), ref.offset, ref.size, ref.stride)
 
 
+def check_constant(value: Value) -> None:
+    """An error if a constant that is kept by reference has been edited since."""
+    if value.version is not None and value.real is not None and value.real._version != value.version:
+        raise ConstantChangedError(
+            f"a tensor of shape {list(value.shape)} from outside the constructor was edited after it had been captured "
+            f"at {value.label}; its weight would not be what eager PyTorch made. Clone it before the constructor, or "
+            "materialize before editing it."
+        )
+
+
+def _laid_out(tensor: torch.Tensor, value: Value, node: Node) -> torch.Tensor:
+    """What `node` has returned, laid out as capture foresaw it."""
+    if tensor.dtype != value.dtype or tensor.shape != value.shape:
+        raise MaterializeError(
+            f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} where capture foresaw "
+            f"{value.dtype} {list(value.shape)}. Please report this constructor; "
+            "firstloss.materialize_tensor right after that line, inside the constructor, goes round it."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.stride() == value.stride and tensor.storage_offset() == 0:
+        return tensor
+    return allocate(value).copy_(tensor)
+
+
 class Replay:
     """Buffers by Value, and how to fill them."""
 
@@ -45,11 +71,10 @@ class Replay:
         """The buffer that holds `value`: computed, known, or fresh memory where nothing has been written."""
         buffer = self.buffers.get(value)
         if buffer is None:
+            buffer = self._allocate(value)
             if value.real is not None:
-                buffer = self._allocate(value)
+                check_constant(value)
                 buffer.copy_(value.real)  # a recipe may go on to edit it in place
-            else:
-                buffer = self._allocate(value)
             self.buffers[value] = buffer
         return buffer
 
@@ -84,7 +109,7 @@ class Replay:
         if made:
             tensors = [result] if isinstance(result, torch.Tensor) else [r for r in result if r is not None]
             for value, tensor in zip(made, tensors[len(tensors) - len(made) :], strict=True):
-                self.buffers[value] = tensor
+                self.buffers[value] = _laid_out(tensor, value, node)
 
     def _fresh_target(self, node: Node) -> torch.Tensor:
         value = node.writes[0].value

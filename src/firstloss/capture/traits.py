@@ -48,6 +48,7 @@ class Traits(NamedTuple):
     writes: tuple[int | str, ...]
     returns: tuple[int | str | None, ...]
     fill: bool
+    out: bool  # it writes its results into arguments that are resized to fit
     random: str | None  # the operation's name in the table of words drawn, or None
     generator: int | None  # position of the `generator` argument where it is positional
     replacement: OpOverload | None
@@ -88,6 +89,7 @@ def traits(op: OpOverload) -> Traits:
         tuple(writes),
         tuple(returns),
         fill,
+        bool(writes) and all(isinstance(where, str) for where in writes),
         random,
         generator,
         replacement,

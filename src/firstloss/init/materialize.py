@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
 from .. import timeline
-from ..capture import recorder, replay
+from ..capture import replay
 from ..capture.deferred import named_tensors
+from ..capture.distributed import local_part
 from ..capture.program import Value
-from ..capture.recorder import DeferredTensor, Store
-from ..errors import ConstantChangedError
-from . import torch_engine
+from ..capture.tensor import DeferredTensor, Hooks, Store, become
+from . import shard_engine, torch_engine
 from .memory import allocate_huge
 
 
@@ -23,8 +22,9 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
     on sharing.
     """
-    if type(tensor) is DeferredTensor and tensor._store.resident is None:
-        materialize_stores([tensor._store])
+    local = local_part(tensor)
+    if type(local) is DeferredTensor and local._store.resident is None:
+        materialize_stores([local._store])
     return tensor
 
 
@@ -62,6 +62,7 @@ def materialize_module(
             continue
         if prefixes is not None and name.rpartition(".")[0] not in prefixes:
             continue
+        tensor = local_part(tensor)
         if type(tensor) is DeferredTensor and tensor._store.resident is None:
             stores[id(tensor._store)] = tensor._store
     materialize_stores(list(stores.values()), num_threads, progress, device, dtype)
@@ -84,8 +85,14 @@ def materialize_stores(
             buffer = made[store.value]
             if device is not None or (dtype is not None and buffer.is_floating_point()):
                 buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-            for tensor in store.alive():
-                become(tensor, _view(buffer, tensor, store.value))
+            tensors = store.alive()
+            views = _history(tensors) if buffer.dtype == store.value.dtype else []
+            later = {id(view) for view, _ in views}
+            for tensor in tensors:
+                if id(tensor) not in later:
+                    _make_real(tensor, buffer, store.value)
+            for view, weight in views:
+                _view_of_weight(view, weight)
 
 
 def run_recipes(
@@ -97,8 +104,6 @@ def run_recipes(
 ) -> dict[Value, torch.Tensor]:
     """Run the recipes of `values` on the torch engine (see its `run`): a buffer for each, that nobody else holds."""
     with torch._C._DisableTorchDispatch():
-        for value in values:
-            _check_constants(value)
         done = None
         if progress is not None:
             total = sum(value.nbytes for value in values)
@@ -109,17 +114,14 @@ def run_recipes(
                 made += count
                 progress(min(made, total), total)
 
-        return torch_engine.run(values, allocate, num_threads, done, background)
-
-
-def _check_constants(value: Value) -> None:
-    real, version = value.real, value.version
-    if real is not None and version is not None and real._version != version:
-        raise ConstantChangedError(
-            f"a tensor of shape {list(value.shape)} from outside the constructor was edited after it had been captured "
-            f"at {value.label}; its weight would not be what eager PyTorch made. Clone it before the constructor, or "
-            "materialize before editing it."
-        )
+        shards = shard_engine.shards_among(values)
+        apart = set(shards)
+        rest = [value for value in values if value not in apart]
+        out = torch_engine.run(rest, allocate, num_threads, done, background)
+        if shards:
+            threads = num_threads or torch_engine.default_threads()
+            out |= shard_engine.run(shards, lambda value: run_recipes([value])[value], allocate, threads, done)
+        return out
 
 
 def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.Tensor:
@@ -130,21 +132,31 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
         return replay.look(buffer, ref) if not ref.whole else buffer
 
 
-def become(tensor: DeferredTensor, real: torch.Tensor) -> None:
-    """Make `tensor`, the Python object, the tensor `real`; its class, `requires_grad`, gradient and attributes stay."""
-    requires_grad, grad = tensor.requires_grad, tensor.grad
-    attributes: dict[str, Any] = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
-    is_parameter = getattr(tensor, "_is_param", False)
-    real = real.detach() if not is_parameter else torch.nn.Parameter(real, requires_grad)
-    if not is_parameter and requires_grad:
-        real.requires_grad_(True)
-    tensor.grad = None
-    tensor.__class__ = type(real)  # type: ignore[assignment]
-    tensor.__dict__.clear()
-    tensor.__dict__.update(attributes)
-    torch._C._swap_tensor_impl(tensor, real)
-    if grad is not None:
-        tensor.grad = grad
+def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> None:
+    """Make `tensor`, the Python object, a real view of `buffer`."""
+    real = _view(buffer, tensor, value)
+    if getattr(tensor, "_is_param", False):
+        real = torch.nn.Parameter(real.detach(), tensor.requires_grad)
+    else:
+        real = real.detach()
+    become(tensor, real)
+
+
+def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
+    """The tensors that are views of a weight to autograd too, each with the weight."""
+    own = {id(t) for t in tensors}
+    return [
+        (t, base)
+        for t in tensors
+        if t.grad_fn is not None and (base := t._base) is not None and id(base) in own and base.is_leaf
+    ]
+
+
+def _view_of_weight(tensor: DeferredTensor, weight: torch.Tensor) -> None:
+    """Make `tensor` a real view of `weight`, through which gradients flow to it."""
+    size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    with torch.enable_grad():
+        become(tensor, weight.as_strided(size, stride, offset))
 
 
 def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
@@ -153,4 +165,4 @@ def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
     return list(found.values())
 
 
-recorder.set_materializer(materialize_tensor)
+Hooks.materialize = materialize_tensor

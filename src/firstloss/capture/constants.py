@@ -1,0 +1,85 @@
+"""Constants: tensors whose content is known when they meet the recorder."""
+
+from __future__ import annotations
+
+import torch
+
+from . import session
+from .program import Ref, Value
+from .source import here
+from .tensor import DeferredTensor, Hooks, Store, geometry_of
+
+Tensor = torch.Tensor
+
+# Constants up to this size are copied when they are captured; larger ones are kept by reference where torch can tell
+# us that they were edited meanwhile, since copying a checkpoint would cost as much as reading it.
+_COPY_BYTES = 1 << 20
+
+
+def constant(tensor: Tensor, copy: bool = True) -> Value:
+    """A Value that is known: `tensor` as it is now. `copy=False` where nobody else will ever edit it."""
+    version = edits(tensor)
+    known = session.constants.get(id(tensor))
+    if known is not None and known[0] is tensor and known[1] == version:
+        return known[2]
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        kept = tensor.detach()
+        if kept.is_conj() or kept.is_neg():
+            kept = kept.resolve_conj().resolve_neg()
+        for dim, (size, stride) in enumerate(zip(kept.shape, kept.stride(), strict=True)):
+            if stride == 0 and size > 1:  # expanded: one element shown many times
+                kept = kept.narrow(dim, 0, 1)
+        value = Value(tuple(kept.shape), kept.stride(), kept.dtype, kept.device)
+        value.label = str(here())
+        if copy and (version is None or kept.numel() * kept.itemsize <= _COPY_BYTES):
+            kept = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).copy_(kept)
+        elif copy:
+            value.version = version
+    value.real = kept
+    if session.depth and copy and version is not None:
+        session.constants[id(tensor)] = (tensor, version, value)
+    return value
+
+
+def constant_tensor(tensor: Tensor, copy: bool = True) -> DeferredTensor:
+    """A deferred tensor whose content is known: `tensor` as it is now."""
+    value = constant(tensor, copy)
+    # Values are laid out from their storage's start.
+    return DeferredTensor.wrap(Store(value), tuple(tensor.shape), value.stride, 0, value.dtype)
+
+
+Hooks.constant_tensor = constant_tensor
+
+
+def edits(tensor: Tensor) -> int | None:
+    """How often `tensor` has been edited, or None where edits may go unnoticed (numpy's memory, inference mode)."""
+    if tensor.is_inference() or not owned_by_torch(tensor):
+        return None
+    return tensor._version
+
+
+def owned_by_torch(tensor: Tensor) -> bool:
+    """Whether torch allocated the memory, so that every edit goes through torch and is counted."""
+    try:
+        return tensor.untyped_storage().resizable()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def store_of(tensor: Tensor) -> Store:
+    """The Store that a tensor looks at; for a real one, a new one that holds it as it is now."""
+    if type(tensor) is DeferredTensor:
+        return tensor._store
+    if session.trace is not None:
+        return session.trace.adopt_real(tensor)
+    return Store(constant(tensor))
+
+
+def ref_of(tensor: Tensor) -> Ref:
+    """How a tensor looks at what its Store holds now."""
+    if type(tensor) is DeferredTensor:
+        return tensor._ref()
+    value = store_of(tensor).value
+    if session.trace is not None:
+        return Ref(value, *geometry_of(tensor))
+    return Ref(value, tuple(tensor.shape), value.stride, 0, value.dtype)

@@ -1,0 +1,67 @@
+"""Random operations: where in its stream each begins to draw, and how far it moves the stream."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..errors import CaptureError
+from ..rng import draws
+from . import session
+from .call import Call
+from .program import Draw, Node, is_contiguous
+from .tensor import Geometry
+
+
+def draws_at_all(call: Call) -> bool:
+    """Whether the call draws: attention does only if it drops out."""
+    name = call.op._schema.name
+    return not name.startswith("aten::_scaled_dot_product") or call.plain_arguments().get("dropout_p", 0.0) != 0.0
+
+
+def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool:
+    """Give `node` its stream position and move the generator on; False if how far cannot be said."""
+    if node.writes:
+        target = node.writes[0]
+        size, dtype, device = target.size, target.dtype, target.value.device
+        dense = is_contiguous(target.size, target.stride)
+    elif geometry:
+        size, stride, _, dtype = geometry[0]
+        device = call.device()
+        dense = is_contiguous(size, stride)
+    else:
+        return False
+    generator = call.generator()
+    check_device(node, device, generator)
+    stream, position = session.generators.where(generator)
+    drawn = draws.draw(
+        call.traits.random or "",
+        dtype_name(dtype),
+        math.prod(size),
+        contiguous=dense,
+        spare=position.spare is not None,
+        **call.plain_arguments(),
+    )
+    if drawn is None:
+        return False
+    after = draws.advance(position, drawn)
+    node.draw = Draw(stream, position, after)
+    session.generators.move(generator, stream, after)
+    if not session.depth:
+        session.generators.settle()
+    return True
+
+
+def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:
+    """Only the CPU's stream is known."""
+    if device.type != "cpu" or generator.device.type != "cpu":
+        raise CaptureError(
+            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on the CPU's "
+            "stream: construct under the CPU device and move the model after it has been materialized."
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the table of words drawn calls it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,56 @@
+"""What PyTorch's Python does without telling the dispatcher, taught about deferred tensors.
+
+The replacements are put in place once, when capture is first imported, and do nothing but call the original where no
+deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.py`.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import session
+from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, reseat
+
+_original_make_subclass = torch.Tensor._make_subclass
+_original_materialize = UninitializedTensorMixin.materialize
+_original_get_rng_state = torch.random.get_rng_state
+
+
+def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """One C++ tensor cannot be two Python classes: a subclass gets the real memory of its data."""
+    if len(args) > 1 and type(args[1]) is DeferredTensor:
+        args = (args[0], Hooks.materialize(args[1]), *args[2:])
+    return _original_make_subclass(*args, **kwargs)
+
+
+def get_rng_state() -> torch.Tensor:
+    """As `torch.get_rng_state`: the real state, since who keeps it may do so for longer than a ticket is valid."""
+    if session.depth and session.trace is None:
+        session.generators.load(torch.default_generator)
+    return _original_get_rng_state()
+
+
+def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+    """As `UninitializedParameter.materialize`; the class that it gives the tensor is not a deferred tensor's."""
+    if not session.depth:
+        _original_materialize(self, shape, device, dtype)
+        return
+    with torch._C._DisableTorchDispatch():
+        like = self.data
+    data: Any = torch.empty(
+        shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
+    )
+    reseat(self, data._store, geometry_of(data))
+
+
+def install() -> None:
+    """Put the replacements in place."""
+    UninitializedTensorMixin.materialize = materialize
+    torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
+    for module in (torch, torch.random):
+        module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
+
+
+install()

@@ -1,0 +1,116 @@
+"""What an operation returns, without computing it: shape, stride, offset and dtype.
+
+PyTorch's own meta kernels tell. They cost tens of microseconds, and a model repeats the same few calls for every layer,
+so what they say is remembered by call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CaptureError
+from . import session
+from .call import Call
+from .source import here
+from .tensor import Geometry, geometry_of
+
+Tensor = torch.Tensor
+
+
+class NeedsValues(Exception):
+    """The shape of the result, or whether there is one, depends on values."""
+
+
+class Outcome(NamedTuple):
+    """The geometry of each tensor returned, and the default dtype where the result's is that."""
+
+    geometry: list[Any]  # None in it: a gradient that was not asked for
+    default: torch.dtype | None
+
+
+# The meta kernels of these give other strides than the CPU's.
+_MISTAKEN = {torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_svd.default}
+
+_known: dict[tuple, Outcome] = {}
+
+
+def infer(call: Call) -> Outcome:
+    """What `call` returns."""
+    key = (torch.get_default_dtype(), *call.key)
+    try:
+        known = _known.get(key)
+    except TypeError:  # something in the call cannot be hashed
+        return _ask(call)
+    if known is None:
+        known = _ask(call)
+        if len(_known) > 100_000:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def _ask(call: Call) -> Outcome:
+    if call.op in _MISTAKEN and session.trace is None:
+        raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
+    geometry = _on_meta(call)
+    default = None
+    result = geometry[0][3] if geometry and geometry[0] is not None else None
+    if result is not None and (result.is_floating_point or result.is_complex):
+        real = (t.dtype for t in (*call.deferred, *call.real))
+        if call.kwargs.get("dtype") is None and not any(d.is_floating_point or d.is_complex for d in real):
+            default = result
+    return Outcome(geometry, default)
+
+
+def _on_meta(call: Call) -> list[Any]:
+    args = [_as_meta(a) for a in call.args]
+    kwargs = {k: _as_meta(v) for k, v in call.kwargs.items()}
+    has_device = any(a.name == "device" for a in call.op._schema.arguments)
+    if has_device and (not (call.deferred or call.real) or kwargs.get("device") is not None):
+        kwargs["device"] = torch.device("meta")
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    try:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            result = call.op(*args, **kwargs)
+    except NotImplementedError as error:
+        raise NeedsValues(str(error)) from None
+    except RuntimeError as error:
+        if "meta" in str(error).lower() and "tensor" in str(error).lower():
+            raise NeedsValues(str(error)) from None
+        raise
+    if isinstance(result, Tensor):
+        result = (result,)
+    elif result is None:
+        result = ()
+    elif not isinstance(result, (list, tuple)):
+        raise NeedsValues(f"{call.op} returns a {type(result).__name__}")
+    out: list[Geometry | None] = []
+    for t in result:
+        if isinstance(t, (list, tuple)):
+            raise CaptureError(f"{here()}: {call.op} returns lists within lists, which capture does not support")
+        if t is None:  # a gradient that was not asked for
+            out.append(None)
+            continue
+        if not isinstance(t, Tensor):
+            raise NeedsValues(f"{call.op} returns a {type(t).__name__}")
+        out.append(geometry_of(t))
+    return out
+
+
+def _as_meta(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        extent = arg.storage_offset() + 1
+        for size, stride in zip(arg.shape, arg.stride(), strict=True):
+            extent += (size - 1) * stride if size else 0
+        base = torch.empty(max(extent, 0), dtype=arg.dtype, device="meta")
+        return base.as_strided(arg.shape, arg.stride(), arg.storage_offset())
+    if type(arg) in (list, tuple):
+        return type(arg)(_as_meta(a) for a in arg)
+    if isinstance(arg, torch.Generator):
+        return None
+    if isinstance(arg, torch.device):
+        return torch.device("meta")
+    return arg

@@ -1,0 +1,220 @@
+"""The few operations that are not recorded as themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from . import session
+from .call import Call
+from .constants import constant_tensor, edits
+from .program import dense_count
+from .shapes import infer
+from .tensor import DeferredTensor, Hooks, geometry_of, reseat
+from .traits import traits
+from .values import run_for_real, value_of
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    tensor = args[0]
+    if type(tensor) is not DeferredTensor:
+        with torch._C._DisableTorchDispatch():
+            return op(*args, **kwargs)
+    if session.trace is not None:
+        session.trace.refuse_read(op)
+    return value_of(tensor).item()
+
+
+def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    if session.trace is not None:
+        session.trace.refuse_read(op)
+    with torch._C._DisableTorchDispatch():
+        return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
+
+
+def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """`torch.tensor(data)`: a tensor just made from Python data, that nobody else holds; or numpy's own memory."""
+    tensor = args[0]
+    if type(tensor) is DeferredTensor:
+        return Hooks.dispatch(aten.alias.default, args, kwargs)
+    if session.trace is None and (not session.depth or edits(tensor) is None):
+        return tensor  # numpy may edit its memory at any time, and this tensor has to show it
+    out = constant_tensor(tensor, copy=False)
+    out._store.trace = session.trace
+    return out
+
+
+def _not_here(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """An assertion on values: a traced step has none yet."""
+    if session.trace is not None:
+        return None
+    return _equal(op, args, kwargs)
+
+
+# -- factories that take shape and dtype from a tensor, and do not read it -------------------------------------------
+
+# What fills the result, with which further arguments.
+_LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
+    aten.empty_like.default: lambda args: None,
+    aten.new_empty.default: lambda args: None,
+    aten.new_empty_strided.default: lambda args: None,
+    aten.zeros_like.default: lambda args: (aten.zero_.default,),
+    aten.new_zeros.default: lambda args: (aten.zero_.default,),
+    aten.ones_like.default: lambda args: (aten.fill_.Scalar, 1),
+    aten.new_ones.default: lambda args: (aten.fill_.Scalar, 1),
+    aten.full_like.default: lambda args: (aten.fill_.Scalar, args[1]),
+    aten.new_full.default: lambda args: (aten.fill_.Scalar, args[2]),
+    aten.rand_like.default: lambda args: (aten.uniform_.default, 0.0, 1.0),
+    aten.randn_like.default: lambda args: (aten.normal_.default, 0.0, 1.0),
+}
+
+
+def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    call = Call(op, traits(op), args, kwargs)
+    pending = any(t._store.resident is None for t in call.deferred)
+    if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
+        return run_for_real(call)
+    ((size, stride, _, dtype),) = infer(call).geometry
+    fill = _LIKE[op](args)
+    options = {"dtype": dtype, "device": call.device()}
+    out = Hooks.dispatch(aten.empty_strided.default, (size, stride), options)
+    if fill is not None:
+        Hooks.dispatch(fill[0], (out, *fill[1:]), {})
+    return out
+
+
+def _is_meta(call: Call) -> bool:
+    return call.kwargs.get("device") is None and any(t.is_meta for t in call.real)
+
+
+def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Batch norm's first overload writes to its running statistics without saying so in its schema; this one does."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None:
+        return Hooks.dispatch(
+            aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps), kwargs
+        )
+    if not training:
+        return Hooks.dispatch(
+            aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps), kwargs
+        )
+    return Hooks.dispatch(aten._native_batch_norm_legit.default, args, kwargs)
+
+
+# -- operations that give a tensor another geometry or another storage -----------------------------------------------
+
+
+def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """`t_`, `squeeze_` and their like: the same storage, shown otherwise."""
+    tensor = args[0]
+    if type(tensor) is DeferredTensor:
+        call = Call(op, traits(op), args, kwargs)
+        (geometry,) = infer(call).geometry
+        reseat(tensor, tensor._store, geometry)
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return op(*args, **kwargs)
+
+
+def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """`a.set_(b)`: `a` shows what `b` shows, in the same memory."""
+    tensor, source, *geometry = args
+    if type(source) is not DeferredTensor and type(tensor) is not DeferredTensor:
+        with torch._C._DisableTorchDispatch():
+            return op(*args, **kwargs)
+    if type(source) is not DeferredTensor:
+        source = constant_tensor(source)
+    shape = geometry_of(source)
+    if geometry:
+        offset, size = geometry[0], tuple(geometry[1])
+        stride = tuple(geometry[2]) if len(geometry) > 2 else contiguous_stride(size)
+        shape = (size, stride, offset, source.dtype)
+    reseat(tensor, source._store, shape)
+    return tensor
+
+
+def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """`a.set_(storage, ...)`: a real storage, since a deferred tensor has none to give."""
+    tensor = args[0]
+    with torch._C._DisableTorchDispatch():
+        if type(tensor) is not DeferredTensor:
+            return op(*args, **kwargs)
+        real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        op(real, *args[1:], **kwargs)
+    return _set_tensor(aten.set_.source_Tensor, (tensor, real), {})
+
+
+def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
+    """Give `tensor` another size: on its own storage where that is large enough, else on a new one."""
+    stride = contiguous_stride(size)
+    value = tensor._store.value
+    count = 1
+    for n in size:
+        count *= n
+    if dense_count(value.shape, value.stride) == value.numel and tensor.storage_offset() + count <= value.numel:
+        reseat(tensor, tensor._store, (size, stride, int(tensor.storage_offset()), tensor.dtype))
+        return
+    old = tensor.flatten() if tensor.is_contiguous() else None
+    with torch.no_grad():
+        new = Hooks.dispatch(
+            aten.empty_strided.default, (size, stride), {"dtype": tensor.dtype, "device": value.device}
+        )
+        if old is not None and old.numel():
+            Hooks.dispatch(aten.copy_.default, (new.view(-1)[: old.numel()], old), {})
+    reseat(tensor, new._store, (size, stride, 0, tensor.dtype))
+
+
+def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    tensor = args[0]
+    if type(tensor) is DeferredTensor:
+        if tuple(tensor.shape) != tuple(args[1]):
+            resize(tensor, tuple(args[1]))
+        return tensor
+    with torch._C._DisableTorchDispatch():
+        return op(*args, **kwargs)
+
+
+def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of `size`."""
+    stride, step = [], 1
+    for n in reversed(size):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
+    **dict.fromkeys(_LIKE, _like),
+    aten.native_batch_norm.default: _normalize,
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.equal.default: _equal,
+    aten.lift_fresh.default: _lift,
+    aten.lift_fresh_copy.default: _lift,
+    aten.set_.source_Tensor: _set_tensor,
+    aten.set_.source_Tensor_storage_offset: _set_tensor,
+    aten.set_.source_Storage: _set_storage,
+    aten.set_.source_Storage_storage_offset: _set_storage,
+    aten.resize_.default: _resize,
+    aten._assert_async.default: _not_here,
+    aten._assert_async.msg: _not_here,
+    **dict.fromkeys(
+        (
+            aten.t_.default,
+            aten.squeeze_.default,
+            aten.squeeze_.dim,
+            aten.squeeze_.dims,
+            aten.unsqueeze_.default,
+            aten.transpose_.default,
+            aten.as_strided_.default,
+            aten.swapaxes_.default,
+            aten.swapdims_.default,
+        ),
+        _in_place_view,
+    ),
+}

@@ -1,0 +1,231 @@
+"""Deferred tensors: a geometry, and a Store that stands for the storage.
+
+A Store knows the `Value` that its storage holds now. Tensors that share memory in eager PyTorch share a Store here, so
+ties and views need nothing more.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from ..errors import CaptureError
+from . import distributed, session
+from .program import Ref, Value
+from .source import here
+
+Tensor = torch.Tensor
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """How `tensor` looks at its storage."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+
+
+class Hooks:
+    """What the rest of the house gives a deferred tensor, which may not know it."""
+
+    dispatch: Callable[[Any, tuple, dict], Any]  # the recorder's way in
+    value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
+    constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
+    materialize: Callable[[Tensor], Tensor]  # makes it real, in place
+
+
+class Store:
+    """What stands for one storage: the Value it holds now, and the deferred tensors that share it."""
+
+    __slots__ = ("value", "tensors", "fills", "resident", "trace", "first", "computed", "__weakref__")
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+        self.first = value  # what it held first, but for memory that was never written
+        self.tensors: list[weakref.ref] = []
+        self.fills = 0  # whole fills so far: all but the last are dead
+        self.resident: Any = None  # on a backend: its cell, which owns the value from then on
+        self.trace: Any = None  # the step trace that has taken it up
+        self.computed = False  # eager PyTorch would have a lazy view here, and this holds what it shows
+
+    def alive(self) -> list[DeferredTensor]:
+        """The tensors that share this storage and still exist, each once."""
+        found = {id(t): t for t in (ref() for ref in self.tensors) if t is not None and _store_of(t) is self}
+        self.tensors = [weakref.ref(t) for t in found.values()]
+        return list(found.values())
+
+
+def _store_of(tensor: Any) -> Store | None:
+    return tensor._store if type(tensor) is DeferredTensor else None
+
+
+class DeferredTensor(Tensor):
+    """A tensor with shape, dtype, device and history, and no memory."""
+
+    _store: Store
+
+    # What torch would do before it dispatches is right for us too.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def wrap(store: Store, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
+        """A new tensor that looks at `store`."""
+        self = Tensor._make_wrapper_subclass(
+            DeferredTensor,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=store.value.device,
+        )
+        self._store = store
+        store.tensors.append(weakref.ref(self))
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        return Hooks.dispatch(func, args, kwargs or {})
+
+    def _ref(self) -> Ref:
+        return Ref(self._store.value, *geometry_of(self))
+
+    def detach(self):
+        """As `torch.Tensor.detach`."""
+        distributed.prepare(is_deferred=lambda tensor: type(tensor) is DeferredTensor)
+        return super().detach()
+
+    def __copy__(self):
+        out: Any = DeferredTensor.wrap(
+            self._store, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
+        ).requires_grad_(self.requires_grad)
+        out.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_store"})
+        return out
+
+    def __deepcopy__(self, memo):
+        out: Any
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:  # as torch.Tensor says it; torch's own modules rely on it
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment."
+            )
+        if getattr(self, "_is_param", False):  # a parameter's copy shares memory with nothing, and drops its attributes
+            with torch.no_grad():
+                out = torch.nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = out
+            return out
+        store = self._store
+        key = ("firstloss.store", id(store))
+        if key not in memo:
+            base = DeferredTensor.wrap(store, store.value.shape, store.value.stride, 0, store.value.dtype)
+            with torch.no_grad():
+                memo[key] = base.clone()
+        copied = memo[key]._store
+        out = DeferredTensor.wrap(copied, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype)
+        memo[id(self)] = out
+        extra = {k: v for k, v in self.__dict__.items() if k != "_store"}
+        if extra:
+            out.__dict__.update(copy.deepcopy(extra, memo))
+        out.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        return out
+
+    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place.
+    def numpy(self, *args, **kwargs):
+        """As `torch.Tensor.numpy`, on the materialized tensor."""
+        return made(self).numpy(*args, **kwargs)
+
+    def __array__(self, *args, **kwargs):
+        return made(self).__array__(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """As `torch.Tensor.data_ptr`, on the materialized tensor."""
+        return made(self).data_ptr()
+
+    def untyped_storage(self):
+        """As `torch.Tensor.untyped_storage`, on the materialized tensor."""
+        return made(self).untyped_storage()
+
+    def tolist(self):
+        """As `torch.Tensor.tolist`: computes just what this tensor needs."""
+        return Hooks.value_of(self).tolist()
+
+    def __reduce_ex__(self, protocol):
+        return made(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents=None):
+        if session.trace is not None:
+            return f"<traced tensor: {list(self.shape)} {self.dtype}>"
+        real = Hooks.value_of(self)
+        return repr(torch.nn.Parameter(real, self.requires_grad) if getattr(self, "_is_param", False) else real)
+
+    def __format__(self, spec):
+        return format(Hooks.value_of(self), spec)
+
+
+def made(tensor: DeferredTensor) -> Tensor:
+    """`tensor` made real, in place; on a backend, a copy of its content."""
+    if session.trace is not None or tensor._store.resident is not None:  # the first is an error there
+        return Hooks.value_of(tensor)
+    return Hooks.materialize(tensor)
+
+
+def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
+    """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
+    new = DeferredTensor.wrap(store, *geometry)
+    if type(tensor) is DeferredTensor:
+        _set_data(tensor, new)
+        tensor._store = store
+        store.tensors.append(weakref.ref(tensor))
+        return
+    kind = type(tensor)
+    if isinstance(tensor, UninitializedTensorMixin):
+        kind = tensor.cls_to_become
+    if kind is not Tensor and kind is not torch.nn.Parameter:
+        raise CaptureError(
+            f"{here()}: a real {kind.__name__} cannot be given the memory of a deferred tensor. Call "
+            "firstloss.materialize_tensor on the deferred one first."
+        )
+    become(tensor, new)
+    if kind is torch.nn.Parameter:
+        tensor._is_param = True
+    store.tensors.append(weakref.ref(tensor))
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
+    requires_grad, grad = tensor.requires_grad, tensor.grad
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
+    if requires_grad and not other.requires_grad:
+        other.requires_grad_(True)
+    tensor.grad = None
+    tensor.__class__ = type(other)
+    tensor.__dict__.clear()
+    tensor.__dict__.update({**other.__dict__, **attributes})
+    torch._C._swap_tensor_impl(tensor, other)
+    if grad is not None:
+        tensor.grad = grad
+
+
+# -- Tensor.data -----------------------------------------------------------------------------------------------------
+# PyTorch assigns `.data` without telling the dispatcher, and gives a real tensor the null pointer of a deferred one.
+
+_data: Any = Tensor.data
+_set_data = _data.__set__
+
+
+def _assign_data(self: Tensor, other: Any) -> None:
+    if type(other) is not DeferredTensor:
+        if type(self) is not DeferredTensor:
+            _set_data(self, other)
+            return
+        other = Hooks.constant_tensor(other)
+    reseat(self, other._store, geometry_of(other))
+
+
+Tensor.data = property(_data.__get__, _assign_data, doc=_data.__doc__)  # type: ignore[assignment]

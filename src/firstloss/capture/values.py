@@ -1,0 +1,131 @@
+"""Values, where somebody needs them: each way in which deferred tensors are computed before they are materialized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, TraceError
+from . import replay, session
+from .call import Call
+from .constants import constant, constant_tensor, store_of
+from .program import Ref
+from .shapes import infer
+from .source import here
+from .tensor import DeferredTensor, Hooks
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def value_of(tensor: DeferredTensor) -> Tensor:
+    """The real content of `tensor`, in memory of its own; the tensor stays deferred."""
+    if session.trace is not None:
+        session.trace.refuse_read(aten._local_scalar_dense.default)
+    store = tensor._store
+    if store.resident is not None:
+        return look_resident(tensor).clone()
+    check_kept(tensor)
+    with torch._C._DisableTorchDispatch():
+        return replay.compute([tensor._ref()])[0]
+
+
+Hooks.value_of = value_of
+
+
+def check_kept(tensor: DeferredTensor) -> None:
+    """A tensor that a traced step made, and that was neither returned nor kept as state, has no value."""
+    store = tensor._store
+    if store.trace is not None and store.resident is None and store.value.real is None:
+        raise TraceError(
+            f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
+            "Return it from the step, or keep it in a module's buffer or an optimizer's state."
+        )
+
+
+def look_resident(tensor: DeferredTensor) -> Tensor:
+    """The real content of a tensor that lives on a backend, as a view of one copy on the host."""
+    return replay.look(tensor._store.resident.host(), tensor._ref())
+
+
+def run_for_real(call: Call) -> Any:
+    """No deferred tensor is written: compute, as eager PyTorch would; deferred arguments are computed first."""
+    args, kwargs = (call.args, call.kwargs) if not call.deferred else _real_arguments(call)
+    return _call(call, args, kwargs)
+
+
+def run_to_find_out(call: Call) -> Any:
+    """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
+    args, kwargs = _real_arguments(call)
+    result = _call(call, args, kwargs)
+    written = call.written()
+    if written:  # the values were computed on memory of our own; what is written there becomes the new content
+        for t, where in zip(written, call.traits.writes, strict=False):
+            _take_over(t, kwargs[where] if isinstance(where, str) else args[where])
+        returned = call.traits.returns[0] if call.traits.returns else None
+        return None if returned is None else call.argument(returned)
+    if isinstance(result, Tensor):
+        return constant_tensor(result, copy=False)
+    if isinstance(result, (list, tuple)):
+        return type(result)(constant_tensor(r, copy=False) if isinstance(r, Tensor) else r for r in result)
+    return result
+
+
+def _take_over(target: Tensor, new: Tensor) -> None:
+    """What `new` holds is what `target` shows from now on."""
+    store = store_of(target)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        value = store.value
+        base = replay.compute([Ref(value, value.shape, value.stride, 0, value.dtype)])[0]
+        if type(target) is DeferredTensor:
+            replay.look(base, target._ref()).copy_(new)
+        else:
+            target.copy_(new)
+            return
+    store.value = constant(base, copy=False)
+
+
+def run_on_resident(call: Call) -> Any:
+    """Eager work on weights that live on a backend: views stay views, the rest is computed on the host."""
+    if call.traits.view:
+        views = [DeferredTensor.wrap(call.deferred[0]._store, *g) for g in infer(call).geometry]
+        return views[0] if call.returns_one() else views
+    for t in call.written():
+        if type(t) is not DeferredTensor:
+            continue
+        if t._store.resident is None:
+            raise CaptureError(
+                f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
+                "Call firstloss.materialize_tensor on the first."
+            )
+        t._store.resident.edit()  # from here on its host copy may be written, and goes back before the next step
+    result = _call(call, *_real_arguments(call))
+    for where in call.traits.returns:
+        if where is not None:
+            return call.argument(where)
+    return result
+
+
+def _call(call: Call, args: Any, kwargs: dict) -> Any:
+    if call.traits.random is not None and not call.on_meta:
+        session.generators.load(call.generator())
+    with torch._C._DisableTorchDispatch():
+        return call.op(*args, **kwargs)
+
+
+def _real_arguments(call: Call) -> tuple[Any, dict[str, Any]]:
+    refs: list[Ref] = [t._ref() for t in call.deferred if t._store.resident is None]
+    with torch._C._DisableTorchDispatch():
+        real = iter(replay.compute(refs)) if refs else iter(())
+
+        def made(arg: Any) -> Any:
+            if type(arg) is DeferredTensor:
+                return look_resident(arg) if arg._store.resident is not None else next(real)
+            if type(arg) in (list, tuple):
+                return [made(a) for a in arg]
+            return arg
+
+        args = [made(a) for a in call.args]
+        kwargs = {k: made(v) for k, v in call.kwargs.items()}
+    return args, kwargs
