@@ -1,0 +1,224 @@
+"""Recipes: what was captured of a module, weight by weight, to be looked at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..capture.deferred import named_tensors
+from ..capture.program import Node, Program, Ref, Value, slice_for
+from ..capture.tensor import DeferredTensor
+from ..errors import NothingDeferredError
+from ..rng.stream import Stream
+from .words import in_words
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The slice of a constructor's Program that makes one weight.
+
+    Attributes:
+        name: the weight's qualified name in the module; where it is tied, the first of its names.
+        ref: what the weight shows of which Value.
+        kind: "parameter", "buffer" or "attribute".
+        dead_fills: initialisations of the whole weight that were overwritten before anyone read them: never computed.
+    """
+
+    name: str
+    ref: Ref
+    kind: str
+    dead_fills: int
+    aliases: list[str] = field(default_factory=list)  # its other names
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return self.ref.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's dtype."""
+        return self.ref.dtype
+
+    @property
+    def numel(self) -> int:
+        """The weight's elements."""
+        return math.prod(self.ref.size)
+
+    @property
+    def nbytes(self) -> int:
+        """The weight's bytes."""
+        return self.numel * self.ref.dtype.itemsize
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The operations that make it, in the order of recording."""
+        return slice_for([self.ref.value])
+
+    @property
+    def draws(self) -> list[Node]:
+        """Those of `nodes` that draw random numbers."""
+        return [node for node in self.nodes if node.draw is not None]
+
+    def __str__(self) -> str:
+        return in_words(self.ref)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report: a weight that is not a second name of another."""
+
+    weight: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    recipe: str
+    stream: int | None  # streams are numbered in the order in which weights draw from them
+    position: int | None  # the 32-bit word of the stream at which the first draw begins
+    dead_fills: int
+    tied: tuple[str, ...]  # other names of the same weight
+
+
+class Report:
+    """What a constructor would make, as plain data; `str()` of it is a table."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights together."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(row.shape) for row in self.rows if row.kind == "parameter")
+
+    @property
+    def dead_fills(self) -> int:
+        """Initialisations dropped."""
+        return sum(row.dead_fills for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "weights": [asdict(row) for row in self.rows],
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "dead_fills": self.dead_fills,
+        }
+
+    def __str__(self) -> str:
+        several = any(row.stream for row in self.rows)
+        lines = [("weight", "shape", "dtype", "recipe", "position", "dead fills")]
+        for row in self.rows:
+            at = "" if row.position is None else f"{row.stream}:{row.position}" if several else str(row.position)
+            tied = f" (= {', '.join(row.tied)})" if row.tied else ""
+            shape = "x".join(map(str, row.shape)) or "()"
+            lines.append((row.weight + tied, shape, row.dtype, row.recipe, at, str(row.dead_fills or "")))
+        widths = [max(len(line[column]) for line in lines) for column in range(6)]
+        aligned = (str.ljust, str.rjust, str.ljust, str.ljust, str.rjust, str.rjust)
+        text = [
+            "  ".join(align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        text.append(
+            f"{len(self.rows)} weights, {self.parameters:,} parameters, {self.bytes:,} bytes, "
+            f"{self.dead_fills} dead fills dropped"
+        )
+        return "\n".join(text)
+
+
+class InitProgram:
+    """What was captured of a module: a recipe for each of its deferred weights.
+
+    Attributes:
+        recipes: by qualified name. A weight that has several names has its recipe under each.
+    """
+
+    def __init__(self, recipes: dict[str, Recipe]) -> None:
+        self.recipes = recipes
+
+    @cached_property
+    def program(self) -> Program:
+        """All recipes as one Program, its outputs named as the weights are."""
+        return Program({}, {name: recipe.ref for name, recipe in self.recipes.items()})
+
+    def report(self) -> Report:
+        """Weight, shape, dtype, recipe in words, stream position, dead fills dropped: a row for each weight."""
+        streams: dict[Stream, int] = {}
+        rows = []
+        for name, recipe in self.recipes.items():
+            if name != recipe.name:
+                continue
+            draws = recipe.draws
+            first = draws[0].draw if draws else None
+            rows.append(
+                Row(
+                    weight=name,
+                    kind=recipe.kind,
+                    shape=recipe.shape,
+                    dtype=str(recipe.dtype).removeprefix("torch."),
+                    bytes=recipe.nbytes,
+                    recipe=str(recipe),
+                    stream=None if first is None else streams.setdefault(first.stream, len(streams)),
+                    position=None if first is None else first.position.words,
+                    dead_fills=recipe.dead_fills,
+                    tied=tuple(recipe.aliases),
+                )
+            )
+        return Report(rows)
+
+    def __len__(self) -> int:
+        return len(self.program)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+def init_program(module: torch.nn.Module) -> InitProgram:
+    """What was captured of `module`: a recipe for each weight that is still deferred; computes nothing.
+
+    Raises:
+        NothingDeferredError: if no parameter, buffer or tensor attribute of `module` is deferred.
+    """
+    recipes: dict[str, Recipe] = {}
+    first: dict[int, Recipe] = {}
+    counted: set[int] = set()
+    for name, tensor, kind in named_tensors(module):
+        if type(tensor) is not DeferredTensor or tensor._store.resident is not None:
+            continue
+        recipe = first.get(id(tensor))
+        if recipe is None:
+            store = tensor._store
+            dead = 0 if id(store) in counted else store.fills - _ends_in_a_fill(store.value)
+            counted.add(id(store))
+            recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead)
+        elif kind == "attribute":  # a list kept beside the weights, as an LSTM's: not a name of its own
+            continue
+        else:
+            recipe.aliases.append(name)
+        recipes[name] = recipe
+    if not recipes:
+        raise NothingDeferredError(
+            f"init_program: this {type(module).__name__} has no deferred weight. Construct it with "
+            "firstloss.deferred_init, and look before it is materialized."
+        )
+    return InitProgram(recipes)
+
+
+def _ends_in_a_fill(value: Value) -> bool:
+    """Whether the content goes back to a fill of the whole storage: the one that is not dead."""
+    node = value.node
+    while node is not None and node.writes and value.real is None:
+        if node.overwrites:
+            return True
+        value = next(ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value)
+        node = value.node
+    return False

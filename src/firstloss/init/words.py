@@ -1,0 +1,109 @@
+"""A recipe in words: "normal(0, 0.02)", "zeros", "copy of uniform(-0.1, 0.1), then times 2"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..capture.program import Node, Ref, Value
+
+# Beyond so many operations a recipe is told by its last ones.
+_TOLD = 6
+# Operations that change nothing worth telling.
+_SILENT = {"alias", "detach", "contiguous", "lift_fresh"}
+
+
+def in_words(ref: Ref) -> str:
+    """What makes the weight that `ref` shows."""
+    steps = _steps(ref.value, _TOLD)
+    whole = ref.whole or ref.covers
+    return ", then ".join(steps) + ("" if whole else " (a view of it)")
+
+
+def _steps(value: Value, room: int) -> list[str]:
+    steps: list[str] = []
+    while True:
+        if value.real is not None:
+            steps.append("constant")
+            break
+        node = value.node
+        if node is None or _name(node) in ("empty", "empty_strided"):
+            steps.append("left unwritten")
+            break
+        if len(steps) == room:
+            steps.append("...")
+            break
+        name = _name(node)
+        if name not in _SILENT:
+            steps.append(_step(node, room - len(steps)))
+        source = _continues(node, value)
+        if source is None:
+            break
+        value = source
+    if len(steps) > 1 and steps[-1] == "left unwritten":
+        steps.pop()
+    return steps[::-1]
+
+
+def _continues(node: Node, value: Value) -> Value | None:
+    """The Value that the step edits, if it edits one."""
+    if node.overwrites:
+        return None
+    for written, out in zip(node.writes, node.outputs, strict=False):
+        if out is value:
+            return written.value
+    refs = list(node.refs())
+    return refs[0].value if len(refs) >= 1 and _name(node) not in ("copy",) else None
+
+
+def _step(node: Node, room: int) -> str:
+    name, partly = _name(node), node.writes and not node.overwrites and not node.writes[0].covers
+    told = _WORDS.get(name)
+    if name == "copy":
+        other = next((a for a in node.args[1:] if type(a) is Ref), None)
+        of = ", then ".join(_steps(other.value, room - 1)) if other and room > 1 else "..."
+        text = f"copy of ({of})" if "," in of else f"copy of {of}"
+    elif told is not None:
+        text = told(_arguments(node))
+    else:
+        numbers = [_number(a) for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+        text = name + (f"({', '.join(numbers)})" if numbers else "")
+    return text + (" in part" if partly else "")
+
+
+def _name(node: Node) -> str:
+    return node.op._schema.name.split("::")[1].rstrip("_")
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The node's arguments by name, defaults filled in."""
+    out = {spec.name: spec.default_value for spec in node.op._schema.arguments if spec.has_default_value()}
+    out.update({spec.name: arg for spec, arg in zip(node.op._schema.arguments, node.args, strict=False)}, **node.kwargs)
+    return out
+
+
+def _number(number: Any) -> str:
+    return f"{number:g}" if isinstance(number, (int, float)) else str(number)
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "normal": lambda a: f"normal({_number(a.get('mean', 0))}, {_number(a.get('std', 1))})",
+    "uniform": lambda a: f"uniform({_number(a.get('from', 0))}, {_number(a.get('to', 1))})",
+    "trunc_normal": lambda a: (
+        f"trunc_normal({_number(a['mean'])}, {_number(a['std'])}, {_number(a['a'])}, {_number(a['b'])})"
+    ),
+    "rand": lambda a: "uniform(0, 1)",
+    "randn": lambda a: "normal(0, 1)",
+    "zero": lambda a: "zeros",
+    "zeros": lambda a: "zeros",
+    "ones": lambda a: "ones",
+    "fill": lambda a: {"0": "zeros", "1": "ones"}.get(number := _number(a.get("value")), f"full({number})"),
+    "full": lambda a: f"full({_number(a.get('fill_value'))})",
+    "mul": lambda a: f"times {_number(a['other'])}" if isinstance(a["other"], (int, float)) else "times a tensor",
+    "add": lambda a: f"plus {_number(a['other'])}" if isinstance(a["other"], (int, float)) else "plus a tensor",
+    "div": lambda a: f"over {_number(a['other'])}" if isinstance(a["other"], (int, float)) else "over a tensor",
+    "_to_copy": lambda a: f"as {str(a.get('dtype')).removeprefix('torch.')}",
+    "clone": lambda a: "cloned",
+    "arange": lambda a: "arange",
+    "linspace": lambda a: "linspace",
+}
