@@ -146,6 +146,10 @@ LOOSER: dict = {
     ("aten.linalg_eig.default", 0): "any",
     ("aten.linalg_eig.default", 1): "any",
     ("aten._linalg_eigvals.default", 0): "any",
+    # Of equal values, PyTorch's unstable and partial sorts take any; see test_sorting.py.
+    ("aten.sort.default", 1): "any",
+    ("aten.topk.default", 1): "any",
+    ("aten.kthvalue.default", 1): "any",
     # The sizes of bags are left at 0 by the kernel that does without them.
     ("aten._embedding_bag.default", 2): "any",
     # Multiplies by the inverse deviation, up to 1 / sqrt(eps) = 316, what should be 0.
@@ -155,6 +159,8 @@ LOOSER: dict = {
 
 def tolerance_of(overload, position: int, expected: torch.Tensor):
     """The tolerance of one result: None for the dtype's, "any" where PyTorch itself does not fix the values."""
+    if expected.dtype not in (torch.float32, torch.complex64, torch.int64):
+        return None  # already coarser
     return LOOSER.get((str(overload), position), LOOSER.get(str(overload)))
 
 

@@ -153,6 +153,15 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
+def rounded(x: Any, dtype: np.dtype) -> Any:
+    """Round to a narrower floating-point dtype but keep computing in the wide one.
+
+    Two casts would do the same, if XLA were not free to drop such a pair.
+    """
+    info = jnp.finfo(dtype)
+    return x if x.dtype == dtype else lax.reduce_precision(x, info.nexp, info.nmant)
+
+
 def broadcast_to(x: Any, shape: Sequence[int]) -> Any:
     """Expand `x` to `shape`, dimensions lined up at the right."""
     shape = tuple(shape)

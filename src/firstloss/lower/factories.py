@@ -118,6 +118,8 @@ def linspace(start, end, steps, *, dtype=None, **_):
     if steps == 1:
         return jnp.full((1,), cast(start, target), target)
     wide = np.dtype(np.complex128) if target.kind == "c" else np.dtype(np.float64)
+    if target.kind in "iu":
+        start, end = cast(start, target), cast(end, target)
     start, end = cast(start, wide), cast(end, wide)
     step = (end - start) / max(steps - 1, 1)
     up = _ramp(start, step, steps, wide)
@@ -128,6 +130,8 @@ def linspace(start, end, steps, *, dtype=None, **_):
 @rule(aten.logspace.default, aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor)
 def logspace(start, end, steps, base=10.0, *, dtype=None, **_):
     wide = torch.complex128 if dtype is not None and dtype.is_complex else torch.float64
+    if dtype is not None and to_jax(dtype).kind in "iu":
+        start, end = cast(start, to_jax(dtype)), cast(end, to_jax(dtype))
     return jnp.power(base, linspace(start, end, steps, dtype=wide))
 
 

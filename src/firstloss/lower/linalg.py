@@ -12,7 +12,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, is_complex, where
+from .dtypes import cast, is_complex, opmath, where
 from .matmul import matmul
 from .registry import rule
 
@@ -294,7 +294,7 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
 
 @rule(aten.linalg_matrix_exp.default)
 def linalg_matrix_exp(self):
-    return jax.scipy.linalg.expm(self) if self.shape[-1] else self
+    return jax.scipy.linalg.expm(cast(self, opmath(self.dtype))) if self.shape[-1] else self
 
 
 @rule(aten.linalg_cross.default)

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax import scipy as jsp
 
-from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, where
+from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, rounded, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -76,6 +76,15 @@ def _nearest_even(x: Any) -> Any:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
+def _digamma(x: Any) -> Any:
+    """At 0, an infinity of the other side's sign, where XLA has NaN."""
+    return where(x == 0, jnp.copysign(lax.full_like(x, math.inf), -x), lax.digamma(x))
+
+
+def _angle(x: Any) -> Any:
+    return jnp.angle(x) if is_complex(x.dtype) else where(x < 0, math.pi, where(x != x, x, 0))
+
+
 def _i0(x: Any) -> Any:
     return lax.bessel_i0e(x) * lax.exp(lax.abs(x))
 
@@ -114,8 +123,9 @@ _FLOAT_UNARY = {
     aten.erfc.default: lax.erfc,
     aten.erfinv.default: lax.erf_inv,
     aten.lgamma.default: lax.lgamma,
-    aten.digamma.default: lax.digamma,
+    aten.digamma.default: _digamma,
     aten.sinc.default: _sinc,
+    aten.angle.default: _angle,
     aten.i0.default: _i0,
     aten.special_i0e.default: lax.bessel_i0e,
     aten.special_i1.default: _i1,
@@ -135,7 +145,6 @@ _UNARY = {
     aten.sgn.default: _sgn,
     aten.square.default: lax.square,
     aten.relu.default: lambda x: lax.max(x, lax.full_like(x, 0)),
-    aten.angle.default: lambda x: jnp.angle(x) if is_complex(x.dtype) else where(x < 0, math.pi, where(x != x, x, 0)),
     aten.conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
     aten._conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
     aten._conj_physical.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
@@ -224,7 +233,7 @@ def polygamma(n, self):
     PyTorch does; those above it are shifted up by the recurrence 6.4.6, which reaches -16, and are NaN below."""
     (x,) = floats(self)
     if n == 0:
-        return lax.digamma(x)
+        return _digamma(x)
     if n == 1:
         mirrored = x < 0.5
         root = math.pi / lax.sin(math.pi * x)
@@ -302,7 +311,8 @@ def div_mode(self, other, *, rounding_mode):
     x, y = operands(self, other)
     if rounding_mode == "floor":
         return _floor_divide(x, y)
-    return lax.div(x, y) if is_integer(x.dtype) else _trunc(lax.div(x, y))
+    # The quotient is rounded to the operands' dtype before it is cut, so 2.999 is 3 in bfloat16.
+    return lax.div(x, y) if is_integer(x.dtype) else _trunc(rounded(lax.div(x, y), promoted(self, other)))
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -372,6 +382,14 @@ def _heaviside(x: Any, y: Any) -> Any:
     return where(x != x, 0, where(x == 0, y, cast(x > 0, x.dtype)))
 
 
+def logaddexp(x: Any, y: Any) -> Any:
+    if not is_complex(x.dtype):
+        return jnp.logaddexp(x, y)
+    order = lax.real(x) < lax.real(y)  # keeps to the branch of the greater one, which adding logarithms need not
+    low, high = lax.select(order, x, y), lax.select(order, y, x)
+    return high + lax.log1p(lax.exp(low - high))
+
+
 def _logaddexp2(x: Any, y: Any) -> Any:
     top = lax.max(x, y)
     summed = top + jnp.log2(1 + lax.exp2(-lax.abs(x - y)))
@@ -390,7 +408,7 @@ _BINARY = {
     aten.hypot.default: (jnp.hypot, True),
     aten.copysign.Tensor: (jnp.copysign, True),
     aten.copysign.Scalar: (jnp.copysign, True),
-    aten.logaddexp.default: (jnp.logaddexp, True),
+    aten.logaddexp.default: (logaddexp, True),
     aten.logaddexp2.default: (_logaddexp2, True),
     aten.xlogy.Tensor: (_xlogy, True),
     aten.xlogy.Scalar_Other: (_xlogy, True),

@@ -26,9 +26,9 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class Slot(NamedTuple):
-    """In a node's template, the place of its `index`-th array, read through a view (None: as it is)."""
+    """In a node's template, the place of its array number `place`, read through a view (None: as it is)."""
 
-    index: int
+    place: int
     view: View | None
 
 
@@ -134,7 +134,7 @@ def _template(node: Node, inputs: list[Value]) -> Template:
 
     args = walk(node.args)
     kwargs = tuple((k, walk(v)) for k, v in node.kwargs.items()) if node.kwargs else ()
-    writes = tuple((slot(ref).index, _view(ref)) for ref in node.writes)
+    writes = tuple((slot(ref).place, _view(ref)) for ref in node.writes)
     outputs = tuple((value.shape, value.dtype) for value in node.outputs)
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
@@ -165,7 +165,7 @@ def _function(template: Template) -> Callable[..., tuple]:
     def call(*arrays: Any) -> tuple:
         def fill(arg: Any) -> Any:
             if type(arg) is Slot:
-                array = arrays[arg.index]
+                array = arrays[arg.place]
                 return array if arg.view is None else look(array, arg.view)
             if type(arg) is _Number:
                 return arg.value

@@ -13,6 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .dtypes import accumulator, axes, axis, cast, floating, is_complex, is_integer, operands, opmath, to_jax, where
+from .pointwise import logaddexp
 from .registry import rule
 
 aten = torch.ops.aten
@@ -250,6 +251,8 @@ def cumprod(self, dim, *, dtype=None):
 @rule(aten.logcumsumexp.default)
 def logcumsumexp(self, dim):
     x = cast(self, opmath(self.dtype))
+    if x.ndim and is_complex(x.dtype):
+        return lax.associative_scan(logaddexp, x, axis=axis(dim, x.ndim))
     return lax.cumlogsumexp(x, axis(dim, x.ndim)) if x.ndim else x
 
 
