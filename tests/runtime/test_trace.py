@@ -9,7 +9,7 @@ import firstloss as fl
 
 
 def line_of(function, text):
-    """"file:line" of the line of `function` that contains `text`."""
+    """The place, as "file:line", of the line of `function` that contains `text`."""
     import inspect
 
     lines, begin = inspect.getsourcelines(function)

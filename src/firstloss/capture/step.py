@@ -9,10 +9,9 @@ backward pass and the optimizer are captured like everything else.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch._ops import OpOverload
@@ -86,7 +85,7 @@ class StepTrace(recorder._Tracing):
 
     def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:
         """A traced tensor that stands for an argument of the step, shaped as `tensor` is."""
-        shape, stride = tuple(tensor.shape), _dense_stride(tuple(tensor.shape))
+        shape, stride = tuple(tensor.shape), dense_stride(tuple(tensor.shape))
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
         store = Store(value)
         store.trace = self
@@ -114,8 +113,8 @@ class StepTrace(recorder._Tracing):
                 "before the first step: every step then draws anew, reproducibly."
             )
         after = Position(position.words + 1)
-        node.draw = Draw(stream, position, after)  # type: ignore[arg-type]
-        recorder.generators.move(generator, stream, after)  # type: ignore[arg-type]
+        node.draw = Draw(stream, position, after)
+        recorder.generators.move(generator, stream, after)
         self.draws += 1
 
     # -- around the step --
@@ -150,15 +149,15 @@ class StepTrace(recorder._Tracing):
 
     def _stores(self) -> list[tuple[Value, Store]]:
         out = [(v, s) for v, s in self.inputs.items() if isinstance(s, Store)]
-        by_real = {id(t): s for t, s in self._real.values()}
-        out += [(v, by_real[id(t)]) for v, t in self.inputs.items() if isinstance(t, torch.Tensor) and id(t) in by_real]
+        out += [(store.first, store) for _, store in self._real.values()]
         return out
 
 
 aten = torch.ops.aten
 
 
-def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -166,14 +165,14 @@ def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def is_traced(tensor: Any, trace: StepTrace) -> bool:
+def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
     """Whether `tensor` was made by `trace` and has no value outside of it."""
     return type(tensor) is DeferredTensor and tensor._store.trace is trace
 
 
 def find_new_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any]
-) -> dict[tuple[torch.nn.Parameter, str], DeferredTensor]:
+) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
     """The state tensors that `optimizer` makes in its first step, at their initial values.
 
     `step` is run once as a rehearsal: what it does to weights and state is forgotten, the tensors that it puts into
@@ -189,7 +188,7 @@ def find_new_state(
     rehearsal = StepTrace()
     with rehearsal.active():
         step()
-    found: dict[tuple[torch.nn.Parameter, str], DeferredTensor] = {}
+    found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
     for parameter, entries in optimizer.state.items():
         for key, entry in entries.items():
             if isinstance(entry, (int, float)) and not isinstance(entry, bool):
@@ -225,18 +224,9 @@ def _initial_of_first_use(optimizer: torch.optim.Optimizer, entry: DeferredTenso
             f"{type(optimizer).__name__} makes its state in step() from the first gradient, so its first step is "
             "another computation than the ones after it. Make the state before the first step, as zeros."
         )
-    with torch._C._DisableTorchDispatch():
-        zeros = torch.empty(0)
-    del zeros
     like = entry._store.value
     made = recorder.dispatch(
         aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
     )
     recorder.dispatch(aten.zero_.default, (made,), {})
     return made._store.value
-
-
-def survivors(trace: StepTrace, stores: list[weakref.ref]) -> list[Store]:
-    """Of the Stores that `trace` made, those that somebody still holds."""
-    alive = (ref() for ref in stores)
-    return [s for s in alive if s is not None and s.trace is trace and s.alive()]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import timeline
-from ..capture.deferred import deferred, named_tensors
-from ..capture.program import Value
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.deferred import deferred
 from ..errors import BackendError
 
 _XLA_NAMES = ("XLA", "CSX")

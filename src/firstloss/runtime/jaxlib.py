@@ -107,6 +107,6 @@ def to_host(array: jax.Array) -> torch.Tensor:
     host = np.asarray(array)
     dtype = to_torch(host.dtype)
     if dtype.is_floating_point and dtype not in (torch.float32, torch.float64, torch.float16):
-        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # numpy has these dtypes from ml_dtypes, torch from no one
+        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # torch takes no dtype of ml_dtypes
         return torch.from_numpy(host.view(bits).copy()).view(dtype)
     return torch.from_numpy(host.copy())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import torch
@@ -110,20 +112,18 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
 
 def _become_resident(tensor: torch.Tensor, store: Store) -> None:
     requires_grad, grad = tensor.requires_grad, tensor.grad
-    new = DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    new: Any = DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     if isinstance(tensor, torch.nn.Parameter):
-        new._is_param = True  # type: ignore[attr-defined]
+        new._is_param = True
     if requires_grad:
         new.requires_grad_(True)
     store.tensors.clear()
     attributes = dict(tensor.__dict__)
     tensor.grad = None
-    tensor.__class__ = DeferredTensor  # type: ignore[assignment]
+    tensor.__class__ = DeferredTensor
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
     torch._C._swap_tensor_impl(tensor, new)
-    import weakref
-
     store.tensors.append(weakref.ref(tensor))
     if grad is not None:
         tensor.grad = grad

@@ -1,0 +1,227 @@
+"""One traced, lowered and compiled step: from a Program to an executable, and from a batch to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import timeline
+from ..capture.deferred import named_tensors
+from ..capture.program import Program, Ref, Value
+from ..capture.recorder import DeferredTensor, Store
+from ..capture.step import StepTrace, dense_stride, is_traced
+from ..errors import LoweringError, TraceError
+from ..lower import program as lowering
+from ..lower.dtypes import to_jax, to_torch
+from .backend import Backend
+from .cell import Cell
+from .jaxlib import lend, to_host, x64
+from .optimizers import Optimizers
+
+
+class Kept(NamedTuple):
+    """A returned value that is no tensor: the same at each step."""
+
+    value: Any
+
+
+class Executable:
+    """A step for one kind of batch. Called with the batch's leaves, it runs the step and returns what the step does.
+
+    Inputs of the executable are of two kinds: the state that the step changes, which is donated, so that its memory is
+    updated in place; and the rest: weights that are only read, the batch, numbers such as the learning rate.
+    """
+
+    def __init__(self, step: Callable[..., Any], leaves: list[Any], spec: Any, backend: Backend) -> None:
+        self._backend = backend
+        self._name = getattr(step, "__name__", "step")
+        self._tracing = StepTrace()
+        self._optimizers = Optimizers(self._tracing)
+        self._batch: dict[Value, int] = {}
+        with timeline.span("trace"):
+            gradients = {p: p.grad for p in backend.parameters()}
+            try:
+                result = self._trace(step, leaves, spec)
+                self._settle(result)
+            except BaseException:
+                self._undo(gradients)
+                raise
+        self._constants = self._optimizers.constants()
+        self._compiled = self._compile()
+        self._seed = torch.initial_seed() & 0xFFFFFFFF
+        self._steps = 0
+
+    # -- from Python to a Program --
+
+    def _trace(self, step: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+        """Run the step's Python once on tensors without values; returns what it returns."""
+        traced = list(leaves)
+        arguments: list[DeferredTensor] = []
+        with self._tracing.active(), self._optimizers.watched():
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    made = self._tracing.new_input(leaf, f"batch{i}")
+                    self._batch[made._store.value] = i
+                    traced[i] = made.requires_grad_(True) if leaf.requires_grad else made
+                    arguments.append(made)
+            args, kwargs = pytree.tree_unflatten(traced, spec)
+            result = step(*args, **kwargs)
+        for argument in arguments:
+            node = argument._store.value.node
+            if node is not None:
+                raise TraceError(
+                    f"{node.source}: the step edits its argument in place, and the caller's tensor would not see it. "
+                    "Edit a clone of it, or return it."
+                )
+        self._backend.claim(self._optimizers.new_state)
+        return result
+
+    def _settle(self, result: Any) -> None:
+        """What goes in and what comes out: results, changed state, and state that is new and can still be reached."""
+        tracing = self._tracing
+        outputs: dict[str, Ref] = {}
+        leaves, self._result_spec = pytree.tree_flatten(result)
+        self._results: list[str | Kept] = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is DeferredTensor:
+                outputs[f"out{i}"] = leaf._ref()
+                self._results.append(f"out{i}")
+            else:
+                self._results.append(Kept(leaf))
+        self._changed: dict[Value, Store | torch.Tensor] = {}
+        for value, new in tracing.changes.items():
+            outputs[f"new{len(self._changed)}"] = _whole(new)
+            self._changed[value] = tracing.inputs[value]
+        self._made: list[Store] = []
+        for tensor in _reachable(self._backend, self._optimizers.seen):
+            if is_traced(tensor, tracing) and not any(store is tensor._store for store in self._made):
+                outputs[f"made{len(self._made)}"] = _whole(tensor._store.value)
+                self._made.append(tensor._store)
+        self.program = Program({value.label or "in": value for value in tracing.inputs}, outputs)
+        needed = {ref.value for ref in outputs.values()}
+        for node in self.program.nodes:
+            needed.update(ref.value for ref in node.refs())
+            needed.update(ref.value for ref in node.writes)
+        self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
+
+    def _undo(self, gradients: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
+        """A step that could not be traced leaves nothing behind."""
+        for parameter in self._backend.parameters():
+            parameter.grad = gradients.get(parameter)
+        new = self._optimizers.new_state
+        for optimizer in self._optimizers.seen:
+            for entries in optimizer.state.values():
+                for key in [k for k, v in entries.items() if any(v is n for n in new)]:
+                    del entries[key]
+
+    def outdated(self) -> bool:
+        """Whether a number that is baked into the executable has been changed since."""
+        return self._optimizers.constants() != self._constants
+
+    # -- from a Program to an executable --
+
+    def _compile(self) -> Any:
+        missing = lowering.unsupported(self.program)
+        if missing:
+            lines = [f"{op} (first at {nodes[0].source})" for op, nodes in missing.items()]
+            raise LoweringError(
+                "the step uses operations that have no lowering to StableHLO: "
+                + "; ".join(lines)
+                + ". Write those lines with other operations, or run on backend 'CPU'."
+            )
+        program, draws = self.program, self._tracing.draws
+        changed, read, made = list(self._changed), self._read, len(self._made)
+        names = [name for name in self._results if isinstance(name, str)]
+
+        def run(state: tuple, rest: tuple, seed: Any) -> tuple:
+            values = dict(zip([*changed, *read], [*state, *rest], strict=True))
+            key = jax.random.fold_in(jax.random.key(seed[0]), seed[1]) if draws else None
+            outputs = lowering.lower(program, values, key)
+            return (
+                tuple(outputs[f"new{i}"] for i in range(len(changed))),
+                tuple(outputs[f"made{i}"] for i in range(made)),
+                tuple(outputs[name] for name in names),
+            )
+
+        run.__name__ = self._name
+        shapes = [tuple(jax.ShapeDtypeStruct(v.shape, to_jax(v.dtype)) for v in part) for part in (changed, read)]
+        with x64():
+            with timeline.span("lower"):
+                jitted = jax.jit(run, donate_argnums=(0,))
+                lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
+            with timeline.span("compile"):
+                return lowered.compile()
+
+    # -- from a batch to a loss --
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        with x64():
+            state = tuple(self._array(value, leaves) for value in self._changed)
+            rest = tuple(self._array(value, leaves) for value in self._read)
+            seed = np.array([self._seed, self._steps], np.uint32)
+            begin = timeline.current().now()
+            new, made, results = self._compiled(state, rest, seed)
+            if not self._steps:
+                jax.block_until_ready(results)
+                timeline.current().add("first step", begin)
+                timeline.current().mark(timeline.FIRST_LOSS)
+        self._steps += 1
+        for home, array in zip(self._changed.values(), new, strict=True):
+            if isinstance(home, Store):
+                home.resident.set(array)
+            else:  # a real tensor from outside the backend
+                with torch.no_grad():
+                    home.copy_(to_host(array))
+        for store, array in zip(self._made, made, strict=True):
+            if store.resident is None:
+                store.resident, store.trace = Cell(store.value), None
+            store.resident.set(array)
+        arrays = iter(results)
+        out = [result.value if isinstance(result, Kept) else _resident(next(arrays)) for result in self._results]
+        return pytree.tree_unflatten(out, self._result_spec)
+
+    def _array(self, value: Value, leaves: list[Any]) -> Any:
+        """What stands for an input `value` at this step."""
+        number = self._optimizers.hyperparameters.get(value)
+        if number is not None:
+            return np.float64(number.read())
+        place = self._batch.get(value)
+        home = self._tracing.inputs[value] if place is None else leaves[place]
+        if isinstance(home, Store):
+            if home.resident is None:
+                self._backend.claim(home.alive())
+            return home.resident.array()
+        if type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
+            return home._store.resident.array()
+        # A copy, since the step runs on while the caller may go on to write to the tensor.
+        return lend(home.detach().clone(memory_format=torch.contiguous_format))
+
+
+def _whole(value: Value) -> Ref:
+    return Ref(value, value.shape, value.stride, 0, value.dtype)
+
+
+def _resident(array: jax.Array) -> DeferredTensor:
+    """A tensor of the backend that holds `array`."""
+    shape = tuple(array.shape)
+    value = Value(shape, dense_stride(shape), to_torch(array.dtype), torch.device("cpu"))
+    store = Store(value)
+    store.resident = Cell(value, array=array)
+    return DeferredTensor.wrap(store, shape, value.stride, 0, value.dtype)
+
+
+def _reachable(backend: Backend, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors that outlive a step: gradients, buffers and attributes of the models, the optimizers' state."""
+    for model in backend.models:
+        for _, tensor, kind in named_tensors(model):
+            yield tensor
+            if kind == "parameter" and tensor.grad is not None:
+                yield tensor.grad
+    for optimizer in optimizers:
+        for entries in optimizer.state.values():
+            yield from (v for v in entries.values() if isinstance(v, torch.Tensor))
