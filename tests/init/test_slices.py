@@ -87,11 +87,16 @@ def summed():
     return normal((100, 100)).cumsum(0)
 
 
+def joined():
+    table = normal((40, 30))
+    return torch.cat([table[:7, 3:9], table[20:, :6], torch.empty(0), table[3:5, ::5]]).clone()
+
+
 def short():
     return normal(7)
 
 
-WHOLE = {"tanh": tanh, "transposed": transposed, "summed": summed, "short": short}
+WHOLE = {"tanh": tanh, "transposed": transposed, "summed": summed, "joined": joined, "short": short}
 
 
 def both(make):
@@ -186,6 +191,13 @@ def test_consecutive_windows_need_one_jump(monkeypatch):
     for begin in range(0, 1 << 20, 1 << 17):
         slicer.window(value, begin, begin + (1 << 17), torch.empty(1 << 17))
     assert len(seeks) == 1
+
+
+def test_joined_parts_are_made_without_the_whole():
+    expected, tensor = both(joined)
+    out = torch.empty_like(expected)
+    Slicer(refuse).make(tensor._store.value, out)
+    assert torch.equal(out, expected)
 
 
 def test_a_read_of_other_bits_is_of_the_whole():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ _FACTORIES: dict[Any, Callable[[Node], tuple[Any, tuple]]] = {
     aten.rand.default: lambda node: (aten.uniform_.default, (0.0, 1.0)),
     aten.randn.default: lambda node: (aten.normal_.default, (0.0, 1.0)),
 }
-_UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default}
+UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default}
 # Element by element, and rounded exactly: vector code and scalar code give the same bits, so a kernel may begin
 # anywhere. Exponentials, sines and the like are not among them: vectorised they may differ in the last bit.
 _EXACT = {
@@ -91,12 +91,13 @@ class Slicer:
     def read(self, ref: Ref, out: torch.Tensor) -> None:
         """Write what `ref` shows into `out`, a tensor of its size, converting where the dtypes differ."""
         value = ref.value
-        if not math.prod(ref.size):
+        count = math.prod(ref.size)
+        if not count:
             return
-        if ref.dtype != value.dtype or not _dense(value) or not _can_run(self._plan(value, True), value):
+        part = count < value.numel or not is_contiguous(ref.size, ref.stride)
+        if ref.dtype != value.dtype or not _dense(value) or not _can_run(self._plan(value, part), value):
             out.copy_(look(self._buffer_of(value), ref))
             return
-        count = math.prod(ref.size)
         if is_contiguous(ref.size, ref.stride) and out.is_contiguous() and out.dtype == ref.dtype:
             self.window(value, ref.offset, ref.offset + count, out.view(-1))
             return
@@ -151,7 +152,7 @@ class Slicer:
     def _find_plan(self, value: Value, partial: bool, depth: int) -> _Plan:
         steps: list[_Step] = []
         at = value
-        while at.real is None and at.node is not None and at.node.op not in _UNWRITTEN:
+        while at.real is None and at.node is not None and at.node.op not in UNWRITTEN:
             step = self._step(at, depth)
             if step is None or (partial and not step.partial) or len(steps) == _MAX_STEPS:
                 break
@@ -190,6 +191,8 @@ class Slicer:
                     return None
                 partial = partial and math.prod(target.size) >= draws.MIN_PIECE
             return _Step(op, args, {}, target, node, made, partial)
+        if op is aten.cat.default and all(ref.dtype == value.dtype for ref in args[0]):
+            return _Step(op, args, {}, target, node, made, False)
         if op.overloadpacket not in _EXACT or depth == 0 or kwargs.get("alpha", 1) != 1:
             return None
         if any(type(a) in (list, tuple) for a in args):
@@ -230,6 +233,8 @@ class Slicer:
             self._draw(step, first, last, count, into)
         elif step.op in _CONSTANT_FILLS:
             step.op(into, *step.args)
+        elif step.op is aten.cat.default:
+            self._concatenate(step.args[0], step.args[1] if len(step.args) > 1 else 0, into.view(target.size))
         elif step.op.overloadpacket is aten.copy_:
             self._copy(step.args[0], first, last, count, into)
         else:
@@ -246,6 +251,13 @@ class Slicer:
             self.read(source, into.view(source.size))
         else:
             into.copy_(self._argument(source, first, last, count))
+
+    def _concatenate(self, sources: tuple[Ref, ...], dim: int, into: torch.Tensor) -> None:
+        at = 0
+        for source in sources:
+            if source.size != (0,):  # which may stand beside tensors of any shape
+                self.read(source, into.narrow(dim, at, source.size[dim]))
+                at += source.size[dim]
 
     def _argument(self, ref: Ref, first: int, last: int, count: int) -> torch.Tensor:
         """Elements [first, last) of an argument that has `count` elements; one of one element as it is."""
@@ -311,25 +323,6 @@ class Wholes:
             return buffer
 
 
-def parts_read(value: Value) -> bool:
-    """Whether the recipe of `value` reads a part of some larger Value that is random: a shard's recipe does."""
-    return any(
-        math.prod(ref.size) < ref.value.numel and ref.value.real is None and not _unwritten(ref.value)
-        for node in _chain(value)
-        for ref in node.refs()
-    )
-
-
-def _chain(value: Value) -> Iterator[Node]:
-    """The operations that wrote to the storage of `value`, last to first, as far as they matter."""
-    while value.real is None and value.node is not None:
-        node = value.node
-        yield node
-        if node.overwrites or value not in node.outputs[: len(node.writes)]:
-            return
-        value = node.writes[node.outputs.index(value)].value
-
-
 def _has_options(kwargs: dict[str, Any]) -> bool:
     """Whether a draw has keyword arguments beyond its generator."""
     return any(v is not None for k, v in kwargs.items() if k != "generator")
@@ -341,7 +334,7 @@ def _can_run(plan: _Plan, value: Value) -> bool:
 
 
 def _unwritten(value: Value) -> bool:
-    return value.real is None and (value.node is None or value.node.op in _UNWRITTEN)
+    return value.real is None and (value.node is None or value.node.op in UNWRITTEN)
 
 
 def _dense(value: Value) -> bool:

@@ -1,0 +1,55 @@
+"""Deferred tensors and torch.distributed: a collective has nothing to move, since every rank has the same recipe.
+
+`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but a
+recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own part
+of it, as with `src_data_rank=None`. `fully_shard` communicates nothing, and needs nothing done.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MODULE = "torch.distributed.tensor.placement_types"
+_prepared = False
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; any other tensor is returned as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def prepare(is_deferred: Callable[[Any], bool]) -> None:
+    """Teach the DTensor API, once it has been imported, to leave deferred tensors where they are.
+
+    Called when a deferred tensor is detached: that is how `distribute_tensor` begins.
+    """
+    global _prepared
+    if _prepared or _MODULE not in sys.modules:
+        return
+    _prepared = True
+    placements: Any = sys.modules[_MODULE]
+    for kind in (placements.Shard, placements._StridedShard):
+        if "_shard_tensor" in vars(kind):
+            kind._shard_tensor = _split_only(kind._shard_tensor, is_deferred)
+    placements.mesh_broadcast = _to_nobody(placements.mesh_broadcast, is_deferred)
+
+
+def _split_only(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:
+    @functools.wraps(original)
+    def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        return original(self, tensor, mesh, mesh_dim, None if is_deferred(tensor) else src_data_rank)
+
+    return _shard_tensor
+
+
+def _to_nobody(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:
+    @functools.wraps(original)
+    def mesh_broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if is_deferred(tensor) else original(tensor, *args, **kwargs)
+
+    return mesh_broadcast

@@ -1,0 +1,361 @@
+"""What each rank does in test_dtensor.py: shards of deferred models against slices of eager ones, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import firstloss as fl
+from firstloss.init import shard_engine
+
+shard_engine._WORTH = 0  # these models are small
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Rows that no number of ranks divides, an edited embedding, weights drawn twice, a buffer."""
+
+    def __init__(self, width=32, hidden=72, rows=83):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, width, padding_idx=40)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
+        self.head = nn.Linear(width, rows, bias=False)
+        self.register_buffer("scale", torch.rand(3))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale.sum()
+
+
+def both(make=Model):
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    return eager, fl.deferred_init(make)
+
+
+class no_collectives:
+    """Within, a collective is an error."""
+
+    NAMES = ("scatter", "broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all")
+
+    def __enter__(self):
+        self.real = {name: getattr(dist, name) for name in self.NAMES}
+        self.group = {name: getattr(dist.ProcessGroup, name) for name in ("scatter", "broadcast", "allgather")}
+        for name in self.NAMES:
+            setattr(dist, name, self.refuse)
+
+    def __exit__(self, *exc):
+        for name, function in self.real.items():
+            setattr(dist, name, function)
+
+    @staticmethod
+    def refuse(*args, **kwargs):
+        raise AssertionError("a collective was called")
+
+
+def assert_slices(deferred, eager):
+    """Every parameter and buffer of `deferred` is the local part of that of `eager`."""
+    expected = dict([*eager.named_parameters(), *eager.named_buffers()])
+    found = dict([*deferred.named_parameters(), *deferred.named_buffers()])
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        whole = expected[name].detach()
+        if isinstance(tensor, DTensor):
+            local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            assert type(tensor.to_local()) is torch.Tensor, type(tensor.to_local())
+            assert torch.equal(tensor.to_local().detach(), local), (name, dist.get_rank())
+            assert torch.equal(tensor.full_tensor().detach(), whole), name
+        else:
+            assert torch.equal(tensor.detach(), whole), name
+
+
+def train(model, tokens):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def tokens():
+    return torch.arange(40).reshape(2, 20) * 7 % 83
+
+
+def fsdp():
+    eager, deferred = both()
+    with no_collectives():
+        for block in deferred.blocks:
+            fully_shard(block)
+        fully_shard(deferred)
+        assert fl.is_deferred(deferred)
+        optimizer_made_before = torch.optim.SGD(deferred.parameters(), lr=0.1)
+        fl.materialize_module(deferred)
+        assert not fl.is_deferred(deferred)
+    assert all(
+        a is b for a, b in zip(optimizer_made_before.param_groups[0]["params"], deferred.parameters(), strict=True)
+    )
+    assert_slices(deferred, eager)
+    expected, _ = train(eager, tokens())
+    found, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4), (found, expected)
+
+
+def fsdp_policies():
+    eager, deferred = both()
+    fully_shard(deferred, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+    train(deferred, tokens())
+
+    eager, deferred = both()
+    fully_shard(deferred, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+
+    eager, deferred = both(lambda: nn.Linear(32, 64, bias=False))
+    fully_shard(deferred, shard_placement_fn=lambda parameter: Shard(1))
+    fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+
+
+def hsdp():
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    eager, deferred = both()
+    with no_collectives():
+        fully_shard(deferred, mesh=mesh)
+        fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+    train(deferred, tokens())
+
+
+PLAN = {f"blocks.{i}.up": ColwiseParallel() for i in range(2)} | {
+    f"blocks.{i}.down": RowwiseParallel() for i in range(2)
+}
+
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    eager, deferred = both()
+    with no_collectives():
+        parallelize_module(deferred, mesh, PLAN)
+        fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+    expected, _ = train(eager, tokens())
+    found, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
+
+
+def two_dimensions():
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    eager, deferred = both()
+    with no_collectives():
+        parallelize_module(deferred, mesh["tp"], PLAN)
+        for block in deferred.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(deferred, mesh=mesh["dp"])
+        fl.materialize_module(deferred)
+    kinds = {type(p) for parameter in deferred.parameters() for p in parameter.placements}
+    assert _StridedShard in kinds or dist.get_world_size() == 2, kinds
+    assert_slices(deferred, eager)
+    train(deferred, tokens())
+
+
+def placements():
+    world = dist.get_world_size()
+    flat = init_device_mesh("cpu", (world,))
+    square = init_device_mesh("cpu", (world // 2, 2))
+    cases = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (flat, [Shard(2)]),
+        (flat, [Shard(-1)]),
+        (flat, [Replicate()]),
+        (flat, [_StridedShard(0, split_factor=2)]),
+        (flat, [_StridedShard(1, split_factor=3)]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Shard(1), Shard(0)]),
+        (square, [Shard(0), Shard(0)]),
+        (square, [Replicate(), Shard(1)]),
+        (square, [Shard(2), Replicate()]),
+        (square, [_StridedShard(0, split_factor=2), Shard(0)]),
+    ]
+    for shape in ((40, 30, 4), (7, 5, 3), (1, 97, 2), (3, 1, 1)):
+        for mesh, how in cases:
+
+            def make(shape=shape):
+                torch.rand(11)
+                return torch.empty(shape).normal_(1, 3).to(torch.bfloat16).mul_(0.25)
+
+            eager, deferred = both(make)
+            with no_collectives():
+                found = distribute_tensor(deferred, mesh, how)
+                assert fl.is_deferred(found)
+                assert fl.materialize_tensor(found) is found
+            expected = distribute_tensor(eager, mesh, how, src_data_rank=None)
+            assert torch.equal(found.to_local(), expected.to_local()), (shape, how)
+            assert found.placements == expected.placements and found.stride() == expected.stride()
+
+
+def real_tensors_still_travel():
+    fl.deferred_init(lambda: torch.rand(3)).detach()  # what teaches the DTensor API
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = torch.full((8, 3), float(dist.get_rank()))
+    for how in (Shard(0), Replicate(), _StridedShard(0, split_factor=2)):
+        assert torch.equal(distribute_tensor(mine, mesh, [how]).full_tensor(), torch.zeros(8, 3))
+
+
+def nothing_whole():
+    """No rank makes a whole weight, and each draws about its own part."""
+    from firstloss.init import slices
+
+    world = dist.get_world_size()
+    drawn = 0
+    longest = 0
+    real = slices.draw
+
+    def counted(op, args, kwargs, generator):
+        nonlocal drawn, longest
+        drawn += args[0].numel()
+        longest = max(longest, args[0].untyped_storage().nbytes())
+        return real(op, args, kwargs, generator)
+
+    slices.draw = counted
+    torch.manual_seed(0)
+    rows, width = 4000, 1024
+    weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
+    found = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(0)])
+    fl.materialize_tensor(found)
+    assert drawn <= rows * width // world + 64, drawn
+    drawn = longest = 0
+    weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
+    found = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(1)])
+    fl.materialize_tensor(found)
+    assert drawn <= rows * width + 64, drawn
+    assert longest <= rows * width * 4 / 1.5, longest
+    assert found.to_local().untyped_storage().nbytes() == rows * width * 4 // world
+
+
+def checkpoint(folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model = fl.deferred_init(Model)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return model
+
+    model = build(0)
+    fl.materialize_module(model)
+    _, optimizer = train(model, tokens())
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+    again = build(1)
+    fl.materialize_module(again)
+    _, other = train(again, tokens())
+    weights, state = get_state_dict(again, other)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+    assert train_on(model, optimizer) == train_on(again, other)
+
+
+def train_on(model, optimizer):
+    loss = model(tokens()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def digest(folder):
+    """Write a digest of the full weights: the same on any number of ranks."""
+    import hashlib
+
+    torch.manual_seed(0)
+    model = fl.deferred_init(Model)
+    fully_shard(model)
+    fl.materialize_module(model)
+    found = hashlib.sha256()
+    for tensor in model.parameters():
+        found.update(tensor.full_tensor().detach().numpy().tobytes())
+    if dist.get_rank() == 0:
+        with open(f"{folder}/{dist.get_world_size()}", "w") as file:
+            file.write(found.hexdigest())
+
+
+def in_any_order():
+    eager, deferred = both()
+    fully_shard(deferred)
+    children = list(deferred.children())
+    for child in children if dist.get_rank() % 2 else reversed(children):
+        fl.materialize_module(child)
+    fl.materialize_module(deferred, num_threads=1 + dist.get_rank())
+    assert_slices(deferred, eager)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make():
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=501,
+                hidden_size=64,
+                intermediate_size=172,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            )
+        )
+
+    eager, deferred = both(make)
+    with no_collectives():
+        for layer in deferred.model.layers:
+            fully_shard(layer)
+        fully_shard(deferred)
+        fl.materialize_module(deferred)
+    assert_slices(deferred, eager)
+    ids = tokens()
+    assert torch.allclose(deferred(input_ids=ids).logits, eager(input_ids=ids).logits, atol=1e-5)
+    deferred(input_ids=ids, labels=ids).loss.backward()
+
+
+if __name__ == "__main__":
+    sys.exit("run by test_dtensor.py")

@@ -1,0 +1,99 @@
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.init import shard_engine
+from tests.init.distributed import on_ranks
+
+RANKS = "tests.init.dtensor_ranks"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("what", ["fsdp", "hsdp", "tensor_parallel", "placements"])
+def test_shards_are_slices_of_what_one_process_makes(world, what):
+    on_ranks(world, RANKS, what)
+
+
+@pytest.mark.parametrize("what", ["two_dimensions", "in_any_order"])
+def test_on_four_ranks(what):
+    on_ranks(4, RANKS, what)
+
+
+@pytest.mark.parametrize("what", ["fsdp_policies", "real_tensors_still_travel", "nothing_whole", "llama"])
+def test_on_two_ranks(what):
+    on_ranks(2, RANKS, what)
+
+
+def test_checkpoints(tmp_path):
+    on_ranks(2, RANKS, "checkpoint", str(tmp_path))
+
+
+def test_the_same_weights_on_any_number_of_ranks(tmp_path):
+    for world in (1, 2, 4):
+        on_ranks(world, RANKS, "digest", str(tmp_path))
+    assert len({(tmp_path / str(world)).read_text() for world in (1, 2, 4)}) == 1
+
+
+def fill(*shape):
+    return torch.empty(shape).normal_()
+
+
+def values(make):
+    torch.manual_seed(0)
+    found = fl.deferred_init(make)
+    return [tensor._store.value for tensor in found], found
+
+
+def test_a_part_is_told_from_an_edit(monkeypatch):
+    monkeypatch.setattr(shard_engine, "_WORTH", 0)
+
+    def make():
+        edited = fill(10, 20)
+        edited[3].zero_()
+        part = fill(30, 20)[5:10].clone()
+        converted = fill(40, 20)[:, :3].clone().to(torch.float64)
+        arithmetic = fill(10, 10) * 2
+        return edited, part, converted, arithmetic
+
+    (edited, part, converted, arithmetic), kept = values(make)
+    assert shard_engine.shards_among([edited, part, converted, arithmetic]) == [part, converted]
+    del kept
+
+
+def test_what_is_made_anyway_is_not_made_again(monkeypatch):
+    monkeypatch.setattr(shard_engine, "_WORTH", 0)
+
+    def make():
+        whole = fill(30, 20)
+        thirds = [chunk.clone() for chunk in fill(30, 20).chunk(3)]
+        return whole, whole[:10].clone(), *thirds
+
+    found, kept = values(make)
+    assert shard_engine.shards_among(found) == []
+    assert shard_engine.shards_among(found[1:4]) == found[1:4]
+    del kept
+
+
+def test_small_parts_are_left_to_the_other_engine():
+    found, kept = values(lambda: [fill(30, 20)[:10].clone()])
+    assert shard_engine.shards_among(found) == []
+    del kept
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_parts_without_ranks(threads, monkeypatch):
+    monkeypatch.setattr(shard_engine, "_SPAN", 1000)
+
+    def make():
+        big = fill(300, 200)
+        return torch.nn.ParameterList([big[100:250].clone(), big[:, 30:60].clone(), fill(100, 300)[7].clone()])
+
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    deferred = fl.deferred_init(make)
+    told = []
+    fl.materialize_module(deferred, num_threads=threads, progress=lambda *at: told.append(at))
+    for a, b in zip(deferred, eager, strict=True):
+        assert torch.equal(a, b)
+    assert told[-1][0] == told[-1][1] == sum(p.nbytes for p in eager)
