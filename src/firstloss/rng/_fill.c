@@ -1,0 +1,235 @@
+/* Whole float32 fills from PyTorch's CPU random stream, bit for bit what PyTorch's own kernels make.
+ *
+ * What has to come out is defined by ATen: `uniform_real` (ATen/core/TransformationHelper.h) and `normal_fill`
+ * (ATen/native/cpu/DistributionTemplates.h), the latter with the logarithm, sine and cosine of
+ * ATen/native/cpu/avx_mathfun.h. Those are the single precision polynomials of Cephes (S. L. Moshier, Cephes
+ * Mathematical Library 2.2, 1992, single/logf.c and single/sinf.c) in the order of operations that J. Pommier's
+ * sse_mathfun and G. Garberoglio's avx_mathfun gave them. PyTorch's compiler fuses some of the multiplications with
+ * the additions that follow, which changes last bits. Which ones was found by experiment; here they are fused where
+ * it says fmaf and nowhere else, so this file must be compiled with -ffp-contract=off.
+ *
+ * What makes it fast: ATen makes its words one at a time, and goes over the tensor twice. Here words are made some
+ * thousands at a time, in loops that the compiler turns into vectors, and are normals before they leave the first
+ * level of cache. The loops are compiled for vectors of 8 and of 16 numbers; the caller chooses what the machine has.
+ *
+ * No Python and no state but the caller's: called through ctypes, from any number of threads at once.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+EXPORT int firstloss_lanes(void);
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+
+/* Elsewhere PyTorch has other kernels. */
+int firstloss_lanes(void) {
+    return 0;
+}
+
+#else
+
+enum {
+    N = 624,            /* words in a block */
+    M = 397,            /* the recurrence's middle term */
+    BLOCKS = 4,         /* made at a time: with the uniforms made of them, 22 KB of the first level of cache */
+    CHUNK = BLOCKS * N, /* a multiple of 16 */
+};
+
+/* Where in the stream we are, as ATen's mt19937 keeps it: the block that is drawn from, and how many of its words have
+ * been drawn. The same structure is in native.py. */
+struct cursor {
+    uint32_t words[N];
+    uint32_t drawn;
+};
+
+/* Inlined into each of the two versions of its caller, and compiled for the vectors of that one. */
+#define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
+
+INLINE float as_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+INLINE uint32_t as_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+/* The next `count` uniforms, 24 bits each; at most CHUNK. `words` is the block that is drawn from and room for BLOCKS
+ * more behind it; afterwards it begins with the block that was drawn from last. */
+INLINE void draw(uint32_t *words, uint32_t *drawn, float *restrict out, int count) {
+    const int first = (int)*drawn;
+    const int blocks = (first + count - 1) / N;
+
+    /* The recurrence of mt19937.py, laid out straight instead of in a ring: each word needs none of the 227 before it,
+     * so that whole vectors of them can be made. */
+    for (int i = 0; i < blocks * N; i++) {
+        uint32_t mixed = (words[i] & 0x80000000u) | (words[i + 1] & 0x7fffffffu);
+        words[i + N] = words[i + M] ^ (mixed >> 1) ^ (-(words[i + 1] & 1u) & 0x9908b0dfu);
+    }
+    for (int i = 0; i < count; i++) {
+        uint32_t y = words[first + i];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        out[i] = (float)(int32_t)(y & 0xffffffu) * 0x1p-24f;
+    }
+    if (blocks > 0)
+        memcpy(words, words + blocks * N, N * sizeof *words);
+    *drawn = (uint32_t)(first + count - blocks * N);
+}
+
+/* The logarithm of x, which is 1 minus a uniform: 2^-24 <= x <= 1. */
+INLINE float log_of(float x) {
+    float e = (float)((int32_t)(as_bits(x) >> 23) - 126);
+    x = as_float((as_bits(x) & 0x007fffffu) | 0x3f000000u); /* now 0.5 <= x < 1 */
+    int small = x < 0.707106781186547524f;
+    float again = small ? x : 0.0f;
+    x = (x - 1.0f) + again;
+    e = e - (small ? 1.0f : 0.0f);
+    float z = x * x;
+    float y = 7.0376836292e-2f;
+    y = __builtin_fmaf(y, x, -1.1514610310e-1f);
+    y = __builtin_fmaf(y, x, 1.1676998740e-1f);
+    y = __builtin_fmaf(y, x, -1.2420140846e-1f);
+    y = __builtin_fmaf(y, x, 1.4249322787e-1f);
+    y = __builtin_fmaf(y, x, -1.6668057665e-1f);
+    y = __builtin_fmaf(y, x, 2.0000714765e-1f);
+    y = __builtin_fmaf(y, x, -2.4999993993e-1f);
+    y = __builtin_fmaf(y, x, 3.3333331174e-1f);
+    y = y * x;
+    y = __builtin_fmaf(y, z, e * -2.12194440e-4f); /* ln 2 in two parts: here the small one, */
+    y = __builtin_fmaf(z, -0.5f, y);
+    return __builtin_fmaf(e, 0.693359375f, x + y); /* and here the one that few bits hold */
+}
+
+/* The sine and cosine of x, an angle of the circle: 0 <= x <= 2 pi. */
+INLINE void sine_cosine(float x, float *sine, float *cosine) {
+    uint32_t octant = (uint32_t)((int32_t)(x * 1.27323954473516f) + 1) & ~1u; /* 4 / pi; the nearest even one */
+    float y = (float)(int32_t)octant;
+    /* Minus pi / 4 in three parts: what is left of x has lost no bits. */
+    x = __builtin_fmaf(y, -0.78515625f, x);
+    x = __builtin_fmaf(y, -2.4187564849853515625e-4f, x);
+    x = __builtin_fmaf(y, -3.77489497744594108e-8f, x);
+    float z = x * x;
+    float c = 2.443315711809948e-5f;
+    c = __builtin_fmaf(c, z, -1.388731625493765e-3f);
+    c = __builtin_fmaf(c, z, 4.166664568298827e-2f);
+    c = c * z;
+    c = __builtin_fmaf(c, z, z * -0.5f);
+    c = c + 1.0f;
+    float s = -1.9515295891e-4f;
+    s = __builtin_fmaf(s, z, 8.3321608736e-3f);
+    s = __builtin_fmaf(s, z, -1.6666654611e-1f);
+    s = s * z;
+    s = __builtin_fmaf(s, x, x);
+    int turned = (octant & 2u) != 0;
+    *sine = as_float(as_bits(turned ? c : s) ^ (octant & 4u) << 29);
+    *cosine = as_float(as_bits(turned ? s : c) ^ ((octant + 2u) & 4u) << 29);
+}
+
+/* Normals from as many uniforms, in groups of 16: eight for the radii, then eight for the angles of the pairs. (Box
+ * and Muller, "A Note on the Generation of Random Normal Deviates", Annals of Mathematical Statistics 29(2), 1958.) */
+INLINE void box_muller(const float *restrict uniforms, float *restrict out, int count, float mean, float std) {
+    for (int i = 0; i < count; i += 16) {
+        for (int j = i; j < i + 8; j++) {
+            float radius = __builtin_sqrtf(-2.0f * log_of(1.0f - uniforms[j]));
+            float sine, cosine;
+            sine_cosine(6.283185307179586f * uniforms[j + 8], &sine, &cosine);
+            out[j] = __builtin_fmaf(radius * cosine, std, mean);
+            out[j + 8] = __builtin_fmaf(radius * sine, std, mean);
+        }
+    }
+}
+
+INLINE void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
+    ALIGNED uint32_t words[N + CHUNK];
+    ALIGNED float uniforms[CHUNK];
+    memcpy(words, cursor->words, sizeof cursor->words);
+    int64_t done = 0;
+    for (int64_t whole = count & ~(int64_t)15; done < whole;) {
+        int some = whole - done < CHUNK ? (int)(whole - done) : CHUNK;
+        draw(words, &cursor->drawn, uniforms, some);
+        box_muller(uniforms, out + done, some, mean, std);
+        done += some;
+    }
+    if (done < count) {
+        /* ATen draws for the ragged end too, and then makes the last 16 anew. */
+        draw(words, &cursor->drawn, uniforms, (int)(count - done));
+        draw(words, &cursor->drawn, uniforms, 16);
+        box_muller(uniforms, out + count - 16, 16, mean, std);
+    }
+    memcpy(cursor->words, words, sizeof cursor->words);
+}
+
+INLINE void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low, float high) {
+    ALIGNED uint32_t words[N + CHUNK];
+    ALIGNED float uniforms[CHUNK];
+    memcpy(words, cursor->words, sizeof cursor->words);
+    for (int64_t done = 0; done < count;) {
+        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
+        draw(words, &cursor->drawn, uniforms, some);
+        for (int i = 0; i < some; i++) {
+            float value = __builtin_fmaf(uniforms[i], high - low, low);
+            out[done + i] = value == high ? low : value; /* rounded up to the end that is left out */
+        }
+        done += some;
+    }
+    memcpy(cursor->words, words, sizeof cursor->words);
+}
+
+#define FOR_8 __attribute__((target("avx2,fma")))
+#define FOR_16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+
+FOR_8 static void normal_8(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
+    fill_normal(cursor, out, count, mean, std);
+}
+
+FOR_16 static void normal_16(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
+    fill_normal(cursor, out, count, mean, std);
+}
+
+FOR_8 static void uniform_8(struct cursor *cursor, float *out, int64_t count, float low, float high) {
+    fill_uniform(cursor, out, count, low, high);
+}
+
+FOR_16 static void uniform_16(struct cursor *cursor, float *out, int64_t count, float low, float high) {
+    fill_uniform(cursor, out, count, low, high);
+}
+
+/* The widest vectors that this machine has, of those that the kernels are compiled for: 16, 8, or 0 for none. */
+int firstloss_lanes(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        return 0;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 16
+               : 8;
+}
+
+/* What `normal_(mean, std)` makes of a contiguous float32 tensor of `count` >= 16 elements. */
+EXPORT void firstloss_normal(
+    struct cursor *cursor, float *out, int64_t count, double mean, double std, int lanes
+) {
+    (lanes == 16 ? normal_16 : normal_8)(cursor, out, count, (float)mean, (float)std);
+}
+
+/* What `uniform_(low, high)` makes of a contiguous float32 tensor of `count` elements. */
+EXPORT void firstloss_uniform(
+    struct cursor *cursor, float *out, int64_t count, double low, double high, int lanes
+) {
+    (lanes == 16 ? uniform_16 : uniform_8)(cursor, out, count, (float)low, (float)high);
+}
+
+#endif

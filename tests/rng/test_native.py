@@ -1,0 +1,142 @@
+"""The native kernels against torch's own, bit for bit, generator included."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firstloss.rng import Position, Stream, native
+
+# PyTorch has a kernel for each kind of CPU; ours are the one for AVX2, and with another they are not used.
+pytestmark = [
+    pytest.mark.skipif(
+        not native.available(), reason="no native kernels: build them with python setup.py build_ext --inplace"
+    ),
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+        reason=f"PyTorch's kernels are those for {torch.backends.cpu.get_cpu_capability()} here",
+    ),
+]
+WIDTHS = [width for width in (8, 16) if width <= native.lanes()]
+
+
+def seeded(seed: int, words_drawn: int = 0) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    torch.empty(words_drawn, dtype=torch.int32).random_(generator=generator)
+    return generator
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+def both(kind, generator, counts, first, second, width=None, misaligned=0):
+    """Fills of `counts` elements one after another, made natively and by torch: two lists of tensors, two states."""
+    cursor = native.Cursor(generator.get_state().numpy(), width)
+    ours = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
+    for tensor in ours:
+        getattr(cursor, kind)(tensor.data_ptr(), tensor.numel(), first, second)
+    theirs = [getattr(torch.empty(count), f"{kind}_")(first, second, generator=generator) for count in counts]
+    return ours, theirs, cursor.state(), generator.get_state().numpy()
+
+
+def same(ours, theirs, our_state, their_state) -> bool:
+    return all(map(torch.equal, map(bits, ours), map(bits, theirs))) and our_state.tobytes() == their_state.tobytes()
+
+
+# What matters: where in a block of 624 words a fill begins, where it ends, and the remainder modulo 16.
+places = st.integers(0, 2000)
+normal_counts = st.one_of(st.integers(16, 700), st.integers(16, 20_000))
+uniform_counts = st.one_of(st.integers(1, 700), st.integers(1, 20_000))
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**63), places, st.lists(normal_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
+def test_normals(seed, drawn, counts, width):
+    assert same(*both("normal", seeded(seed, drawn), counts, 0.0, 1.0, width))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**63), places, st.lists(uniform_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
+def test_uniforms(seed, drawn, counts, width):
+    assert same(*both("uniform", seeded(seed, drawn), counts, 0.0, 1.0, width))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(st.floats(-1e3, 1e3), floats),
+    st.one_of(st.floats(0, 1e3), floats.map(abs)),
+    st.sampled_from(WIDTHS),
+)
+def test_any_mean_and_deviation(mean, std, width):
+    assert same(*both("normal", seeded(5), [1003], mean, std, width))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(st.floats(-1e3, 1e3), floats),
+    st.one_of(st.floats(0, 10), st.floats(0, 1e38), st.sampled_from([0.0, 1e-45, 1e-40, 1.0])),
+    st.sampled_from(WIDTHS),
+)
+def test_any_interval(low, length, width):
+    high = max(low, min(low + length, 3e38))
+    if high - low <= 3.4e38:
+        assert same(*both("uniform", seeded(5), [1003], low, high, width))
+
+
+def test_what_rounds_up_to_the_end_of_the_interval():
+    ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
+    assert same(ours, theirs, *states)
+    # The interval holds four floats; the eighth of all uniforms that rounds to its end comes back at its beginning.
+    assert ours[0].max() == 2.0**23 + 3
+    assert 0.24 < (ours[0] == 2.0**23).float().mean() < 0.26
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_many(width):
+    """Some millions, so that nearly all of the 2^24 radii and angles are met once."""
+    for seed in range(2):
+        assert same(*both("normal", seeded(seed), [(1 << 22) + 5], 0.0, 1.0, width))
+
+
+@pytest.mark.parametrize("misaligned", [1, 3, 8])
+def test_memory_at_any_address(misaligned):
+    assert same(*both("normal", seeded(2), [5000, 777], 0.1, 2.0, misaligned=misaligned))
+    assert same(*both("uniform", seeded(2), [5000, 777], 0.1, 2.0, misaligned=misaligned))
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform"])
+def test_nothing_beside_the_tensor_is_written(kind):
+    for count in (16, 17, 31, 100, 2496, 2500):
+        memory = torch.full((count + 32,), torch.nan)
+        getattr(native.Cursor(seeded(3).get_state().numpy()), kind)(memory[16:].data_ptr(), count, 0.0, 1.0)
+        assert memory[:16].isnan().all() and memory[16 + count :].isnan().all()
+        assert not memory[16 : 16 + count].isnan().any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 3000), st.integers(0, 300_000), st.booleans())
+def test_from_any_position_of_a_stream(before, ahead, spare):
+    generator = seeded(7, before)
+    if spare:
+        torch.empty(1).normal_(generator=generator)
+    stream = Stream.from_state(generator.get_state().numpy())
+    torch.empty(ahead, dtype=torch.int32).random_(generator=generator)
+    cursor = native.Cursor(stream.state_at(Position(ahead, stream.start.spare)))
+    ours, theirs = torch.empty(500), torch.empty(500)
+    cursor.normal(ours.data_ptr(), 500, 1.0, 2.0)
+    theirs.normal_(1.0, 2.0, generator=generator)
+    assert same([ours], [theirs], cursor.state(), generator.get_state().numpy())
+
+
+def test_few_normals_are_refused():
+    with pytest.raises(ValueError, match="16 or more"):
+        native.Cursor(seeded(0).get_state().numpy()).normal(ctypes.addressof(ctypes.c_float()), 15, 0.0, 1.0)
+
+
+def test_a_width_that_the_machine_lacks_is_refused():
+    with pytest.raises(RuntimeError, match="no native kernels"):
+        native.Cursor(seeded(0).get_state().numpy(), width=32)
