@@ -8,9 +8,12 @@ import torch
 
 from ..errors import CaptureError
 from ..rng import draws
+from ..rng.stream import Position, Stream
 from . import session
 from .call import Call
+from .late import LateStream
 from .program import Draw, Node, is_contiguous
+from .rejection import Rejection
 from .tensor import Geometry
 
 
@@ -35,6 +38,9 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
     generator = call.generator()
     check_device(node, device, generator)
     stream, position = session.generators.where(generator)
+    if call.op.namespace == "firstloss":
+        _record_rejection(node, generator, stream, position)
+        return True
     drawn = draws.draw(
         call.traits.random or "",
         dtype_name(dtype),
@@ -51,6 +57,21 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
     if not session.depth:
         session.generators.settle()
     return True
+
+
+def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:
+    """A `trunc_normal_`: what comes after it draws from a stream that begins where it will turn out to end."""
+    _, mean, std, a, b = node.args[:5]
+    dtype, numel = node.writes[0].dtype, math.prod(node.writes[0].size)
+    with torch._C._DisableTorchDispatch():
+        lo, hi = (torch.tensor(bound, dtype=dtype).item() for bound in (a, b))
+    rejection = Rejection(stream, position, numel, dtype, mean, std, lo, hi)
+    after = Position(position.words + rejection.words_a_round, position.spare)
+    node.draw = Draw(stream, position, after, rejection)
+    late = LateStream(stream, position, rejection.words)
+    session.generators.move(generator, late, late.start)
+    if not session.depth:
+        session.generators.settle()
 
 
 def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:

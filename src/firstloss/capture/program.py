@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 
 from ..rng.stream import Position, Stream
+from .rejection import Rejection
 from .source import Source
 
 
@@ -103,7 +104,8 @@ class Draw(NamedTuple):
 
     stream: Stream
     position: Position
-    after: Position
+    after: Position  # of an operation by rejection: after its first round
+    rejection: Rejection | None = None
 
 
 class Node:

@@ -24,6 +24,7 @@ _FILLS = frozenset(
         "aten::cauchy_",
         "aten::log_normal_",
         "aten::geometric_",
+        "firstloss::trunc_normal_",
         "aten::_foreach_zero_",
         "aten::_foreach_copy_",
     }

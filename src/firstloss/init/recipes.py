@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..capture.deferred import named_tensors
+from ..capture.late import at_root
 from ..capture.program import Node, Program, Ref, Value, slice_for
 from ..capture.tensor import DeferredTensor
 from ..errors import NothingDeferredError
@@ -158,7 +159,7 @@ class InitProgram:
             if name != recipe.name:
                 continue
             draws = recipe.draws
-            first = draws[0].draw if draws else None
+            at = at_root(draws[0].draw.stream, draws[0].draw.position) if draws and draws[0].draw else None
             rows.append(
                 Row(
                     weight=name,
@@ -167,8 +168,8 @@ class InitProgram:
                     dtype=str(recipe.dtype).removeprefix("torch."),
                     bytes=recipe.nbytes,
                     recipe=str(recipe),
-                    stream=None if first is None else streams.setdefault(first.stream, len(streams)),
-                    position=None if first is None else first.position.words,
+                    stream=None if at is None else streams.setdefault(at[0], len(streams)),
+                    position=None if at is None else at[1].words,
                     dead_fills=recipe.dead_fills,
                     tied=tuple(recipe.aliases),
                 )

@@ -19,10 +19,13 @@ from typing import NamedTuple
 
 import torch
 
+from ..capture.late import at_root
 from ..capture.program import Node, Value, is_contiguous, slice_for
+from ..capture.rejection import Rejection
 from ..capture.replay import Replay, draw, look
 from ..rng import draws
 from ..rng.stream import Position, Stream
+from .chains import apply, find_chains
 from .memory import allocate_huge
 
 # A fill is drawn in pieces that stay in a core's L2 cache: PyTorch's normal kernel goes over its target twice
@@ -76,6 +79,7 @@ class Fill(NamedTuple):
     end: int
     position: Position
     after: Position
+    then: list[Node]  # edits to make on each piece
 
 
 def run(
@@ -99,23 +103,44 @@ def run(
     nodes = slice_for(wanted)
     fills = _independent_fills(nodes)
     replay = Replay(allocate)
+    chains = find_chains(nodes, [node for node in fills if _edits_follow(node)], set(wanted))
     work: dict[Stream, list[Fill]] = {}
     targets: dict[Value, Target] = {}
+    rejections: list[tuple[Rejection, Target]] = []
     for node in fills:
         assert node.draw is not None
-        target = targets[node.outputs[0]] = Target(node, allocate)
-        fill = Fill(node, target, 0, target.numel, node.draw.position, node.draw.after)
-        work.setdefault(node.draw.stream, []).append(fill)
+        chain = chains.get(node, [])
+        target = targets[(chain or [node])[-1].outputs[0]] = Target(node, allocate)
+        stream, position = at_root(node.draw.stream, node.draw.position)
+        words = node.draw.after.words - node.draw.position.words
+        _, after = at_root(node.draw.stream, node.draw.after)
+        assert after.words == position.words + words
+        work.setdefault(stream, []).append(Fill(node, target, 0, target.numel, position, after, chain))
+        if node.draw.rejection is not None:
+            rejections.append((node.draw.rejection, target))
     segments = [(stream, part) for stream, parts in work.items() for part in _segments(parts, threads)]
-    hoisted = set(fills)
+    hoisted = {*fills, *(node for chain in chains.values() for node in chain)}
     rest = _components([node for node in nodes if node not in hoisted])
     with ThreadPoolExecutor(threads, "firstloss-init", give_way if background else None) as pool:
         for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
+            future.result()
+        for future in [pool.submit(_correct, *rejection) for rejection in rejections]:
             future.result()
         replay.buffers.update((value, target.buffer()) for value, target in targets.items())
         for future in [pool.submit(_replay_component, replay, component) for component in rest]:
             future.result()
     return {value: replay.buffer(value) for value in wanted}
+
+
+def _correct(rejection: Rejection, target: Target) -> None:
+    with torch.no_grad():
+        rejection.correct(target.tensor())
+
+
+def _edits_follow(node: Node) -> bool:
+    """Whether edits may be made on its pieces: one by rejection is not through after its first round."""
+    assert node.draw is not None
+    return node.draw.rejection is None and is_contiguous(node.writes[0].size, node.writes[0].stride)
 
 
 def _replay_component(shared: Replay, nodes: list[Node]) -> None:
@@ -151,6 +176,8 @@ def _may_be_cut(fill: Fill) -> bool:
 
 
 def _name(node: Node) -> str:
+    if node.draw is not None and node.draw.rejection is not None:
+        return "normal"
     return node.op._schema.name.split("::")[1].rstrip("_")
 
 
@@ -208,7 +235,9 @@ def _draw_segment(stream: Stream, fills: list[Fill], done: Callable[[int], None]
 
 def _draw_fill(fill: Fill, generator: torch.Generator, done: Callable[[int], None] | None) -> None:
     node, target = fill.node, fill.target.tensor()
-    args, kwargs = node.args[1:], node.kwargs
+    op, args, kwargs = node.op, node.args[1:], node.kwargs
+    if node.draw is not None and node.draw.rejection is not None:  # its first round; the others follow later
+        op, args, kwargs = torch.ops.aten.normal_.default, node.args[1:3], {}
     pieces = [(fill.begin, fill.end)]
     if fill.target.contiguous:
         target = target.view(-1)
@@ -218,7 +247,8 @@ def _draw_fill(fill: Fill, generator: torch.Generator, done: Callable[[int], Non
         pieces = list(zip(cuts, cuts[1:], strict=False))
     for begin, end in pieces:
         part = target if end - begin == target.numel() else target[begin:end]
-        draw(node.op, [part, *args], kwargs, generator)
+        draw(op, [part, *args], kwargs, generator)
+        apply(fill.then, part)
         if done is not None:
             done((end - begin) * target.itemsize)
 

@@ -1,0 +1,191 @@
+"""Normals inside bounds, drawn by rejection: how many rounds it takes, and what the later rounds change.
+
+PyTorch draws the whole tensor, and draws the whole tensor again as long as a value lies outside, each time replacing
+the values that do. Where the stream goes on depends on the number of rounds alone, and that is found without the
+tensor: piece by piece, in a core's cache, each piece for as many rounds as it needs, on all cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from ..rng import draws
+from ..rng.stream import Position, Stream
+from .late import at_root
+
+_PIECE = 1 << 16
+# Drawing so many pieces in vain costs what a jump does.
+_JUMP_PIECES = 8
+# What later rounds change is remembered up to this size, over all tensors: a tenth of a tensor's bytes at two
+# standard deviations, and drawing it anew costs some four times what the tensor's first round does.
+_REMEMBERED_BYTES = 1 << 30
+_remembered = 0
+
+
+class Found(NamedTuple):
+    """What later rounds change: the elements' places, and their values."""
+
+    rounds: int
+    places: torch.Tensor
+    values: torch.Tensor
+
+
+class Rejection:
+    """One such tensor: `numel` contiguous elements of `dtype`, drawn at `position` of `stream`."""
+
+    def __init__(
+        self, stream: Stream, position: Position, numel: int, dtype: torch.dtype, mean: float, std: float, lo, hi
+    ) -> None:
+        self._where = (stream, position)
+        self._numel = numel
+        self._dtype = dtype
+        self._mean, self._std, self._lo, self._hi = mean, std, lo, hi
+        self._rounds: int | None = None
+        self._found: Found | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def words_a_round(self) -> int:
+        """32-bit words that one round draws."""
+        return round_words(self._numel, self._dtype)
+
+    def words(self) -> int:
+        """32-bit words drawn in all."""
+        with self._lock:
+            if self._rounds is None:
+                self._find()
+            assert self._rounds is not None
+            return self._rounds * self.words_a_round
+
+    def correct(self, first_round: torch.Tensor) -> None:
+        """Give the tensor, which holds its first round, its final content."""
+        with self._lock:
+            found = self._found or self._find()
+        if found.places.numel():
+            first_round.view(-1)[found.places] = found.values
+
+    def _find(self) -> Found:
+        global _remembered
+        pieces = list(_pieces(self._numel))
+        threads = min(_cores(), len(pieces))
+        share = math.ceil(len(pieces) / threads)
+        parts = [pieces[i : i + share] for i in range(0, len(pieces), share)]
+        if len(parts) == 1:
+            found = [self._search(parts[0])]
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
+                found = list(pool.map(self._search, parts))
+        result = Found(
+            max(part.rounds for part in found),
+            torch.cat([part.places for part in found]),
+            torch.cat([part.values for part in found]),
+        )
+        self._rounds = result.rounds
+        size = result.places.nbytes + result.values.nbytes
+        if _remembered + size <= _REMEMBERED_BYTES:
+            _remembered += size
+            self._found = result
+        return result
+
+    def __del__(self) -> None:
+        global _remembered
+        if self._found is not None:
+            _remembered -= self._found.places.nbytes + self._found.values.nbytes
+
+    def _search(self, pieces: list[tuple[int, int]]) -> Found:
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            walks: list[_Walk] = []
+            scratch = torch.empty(pieces[-1][1] - pieces[-1][0] + _PIECE, dtype=self._dtype)
+            indices, values, most = [], [], 1
+            for number, (begin, end) in enumerate(pieces):
+                piece = scratch[: end - begin]
+                outside = torch.empty(0, dtype=torch.int64)
+                changed: torch.Tensor | None = None
+                kept: torch.Tensor | None = None
+                round_ = 0
+                while True:
+                    if len(walks) == round_:
+                        walks.append(_Walk(self, round_, pieces))
+                    walks[round_].draw(number, piece)
+                    if changed is None:
+                        outside = self._outside(piece)
+                        changed, kept = outside, torch.empty(len(outside), dtype=self._dtype)
+                        open_ = torch.arange(len(outside))
+                    else:
+                        assert kept is not None
+                        candidates = piece[outside]
+                        kept[open_] = candidates
+                        still = self._outside(candidates)
+                        outside, open_ = outside[still], open_[still]
+                    round_ += 1
+                    if not len(outside):
+                        break
+                most = max(most, round_)
+                indices.append(changed + begin)
+                values.append(kept)
+            return Found(most, torch.cat(indices), torch.cat(values))
+
+    def _outside(self, values: torch.Tensor) -> torch.Tensor:
+        return ((values < self._lo) | (values > self._hi)).nonzero().view(-1)
+
+
+class _Walk:
+    """One round's candidates, piece after piece; a piece that nobody needs is drawn in vain or jumped over."""
+
+    def __init__(self, rejection: Rejection, round_: int, pieces: list[tuple[int, int]]) -> None:
+        self._rejection = rejection
+        self._before = round_ * rejection.words_a_round
+        self._pieces = pieces
+        self._next: int | None = None
+        self._generator = torch.Generator()
+
+    def draw(self, number: int, out: torch.Tensor) -> None:
+        """Draw piece `number` into `out`."""
+        own = self._rejection
+        if self._next is None or number - self._next > _JUMP_PIECES:
+            stream, position = at_root(*own._where)
+            before = draws.words_before("normal", _name(own._dtype), self._pieces[number][0])
+            words = position.words + self._before + before
+            self._generator.set_state(torch.from_numpy(stream.state_at(Position(words, position.spare))))
+        else:
+            for skipped in range(self._next, number):
+                begin, end = self._pieces[skipped]
+                self._normal(out[: end - begin])
+        self._normal(out)
+        self._next = number + 1
+
+    def _normal(self, out: torch.Tensor) -> None:
+        out.normal_(self._rejection._mean, self._rejection._std, generator=self._generator)
+
+
+def round_words(numel: int, dtype: torch.dtype) -> int:
+    """32-bit words in `numel` >= 16 contiguous normals."""
+    drawn = draws.draw("normal", _name(dtype), numel)
+    assert drawn is not None
+    return drawn.words
+
+
+def may_be_cut(numel: int, dtype: torch.dtype) -> bool:
+    """Whether such a tensor can be drawn piece by piece."""
+    return numel >= draws.MIN_PIECE and draws.granule("normal", _name(dtype)) is not None
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    # The kernel makes the end of a tensor in a way of its own, for which the last piece must not be short.
+    cuts = [*range(0, max(numel - _PIECE, 0) + 1, _PIECE), numel]
+    yield from zip(cuts, cuts[1:], strict=False)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

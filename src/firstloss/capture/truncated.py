@@ -1,0 +1,103 @@
+"""`torch.nn.init.trunc_normal_`, which reads its own values to know when to stop, recorded as one operation.
+
+Since torch 2.12 it draws by rejection. Where the bounds are so wide that no normal can fall outside (most vision
+transformers: a standard deviation of 0.02 between -2 and 2), it is a `normal_`. Where they are not, it becomes one
+node, and what is drawn after it counts from a place that is found later (`late.py`, `rejection.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from . import session
+from .constants import constant_tensor
+from .program import is_contiguous
+from .rejection import may_be_cut
+from .tensor import DeferredTensor, Hooks
+
+_original = torch.nn.init._no_grad_trunc_normal_
+_BY_REJECTION = "erfinv_" not in _original.__code__.co_names
+
+_library = torch.library.Library("firstloss", "DEF")
+_library.define(
+    "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
+    " -> Tensor(a!)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_library.impl("trunc_normal_", lambda *args, **kwargs: _original(*args, **kwargs), "CPU")
+
+# The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
+# smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
+_LARGEST_BLOCK, _LARGEST = 6.0, 9.0
+_HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def trunc_normal_(
+    tensor: torch.Tensor,
+    mean: float,
+    std: float,
+    a: float,
+    b: float,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.init._no_grad_trunc_normal_`."""
+    if type(tensor) is not DeferredTensor or session.trace is not None or tensor._store.resident is not None:
+        return _original(tensor, mean, std, a, b, generator=generator)
+    if (mean < a - 2 * std) or (mean > b + 2 * std):
+        warnings.warn(
+            "mean is more than 2 std from [a, b] in nn.init.trunc_normal_. "
+            "The distribution of values may be incorrect.",
+            stacklevel=3,
+        )
+    with torch.no_grad():
+        blocks = is_contiguous(tensor.shape, tensor.stride()) and may_be_cut(tensor.numel(), tensor.dtype)
+        if not _mostly_inside(mean, std, a, b):
+            return _now(tensor, mean, std, a, b, generator)
+        reach = std * (_LARGEST_BLOCK if blocks and tensor.dtype in _HALF_AND_SINGLE else _LARGEST)
+        lo, hi = rounded(a, tensor.dtype), rounded(b, tensor.dtype)
+        if mean - reach >= lo and mean + reach <= hi:
+            return tensor.normal_(mean, std, generator=generator)
+        if not blocks:
+            return _now(tensor, mean, std, a, b, generator)
+        args = (tensor, float(mean), float(std), float(a), float(b))
+        return Hooks.dispatch(torch.ops.firstloss.trunc_normal_.default, args, {"generator": generator})
+
+
+def rounded(bound: float, dtype: torch.dtype) -> float:
+    """The bound that values of `dtype` are compared with."""
+    with torch._C._DisableTorchDispatch():
+        return torch.tensor(bound, dtype=dtype).item()
+
+
+def _mostly_inside(mean: float, std: float, a: float, b: float) -> bool:
+    """Whether PyTorch draws normals, and not uniforms accepted by the normal's density."""
+
+    def norm_cdf(x: float) -> float:
+        return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
+
+    return norm_cdf((b - mean) / std) - norm_cdf((a - mean) / std) > 0.3
+
+
+def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
+    """Draw now: the few tensors that are small, laid out otherwise, or cut from the normal's tail."""
+    session.generators.load(torch.default_generator if generator is None else generator)
+    with torch._C._DisableTorchDispatch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        _original(real, mean, std, a, b, generator=generator)
+        known = constant_tensor(real, copy=False)
+    tensor.copy_(known)
+    return tensor
+
+
+def install() -> None:
+    """Put it in the place of PyTorch's; `trunc_normal_` itself looks it up there."""
+    if _BY_REJECTION:
+        torch.nn.init._no_grad_trunc_normal_ = trunc_normal_
+
+
+install()

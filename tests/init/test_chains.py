@@ -1,0 +1,70 @@
+"""Edits run on pieces of a weight give the bits that they give on the whole."""
+
+import pytest
+import torch
+
+from firstloss.init import chains
+from tests.capture.same import assert_same_as_eager, bytes_of
+
+aten = torch.ops.aten
+ARGUMENTS = {
+    aten.mul_.Tensor: (0.0282843,),
+    aten.mul_.Scalar: (0.0282843,),
+    aten.add_.Tensor: (0.3,),
+    aten.add_.Scalar: (0.3,),
+    aten.sub_.Tensor: (0.3,),
+    aten.sub_.Scalar: (0.3,),
+    aten.div_.Tensor: (0.7,),
+    aten.div_.Scalar: (0.7,),
+    aten.clamp_.default: (-0.2, 0.4),
+    aten.clamp_min_.default: (-0.1,),
+    aten.clamp_max_.default: (0.1,),
+}
+
+
+@pytest.mark.parametrize("op", sorted(chains._EDITS, key=str), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_an_edit_may_begin_anywhere(op, dtype):
+    torch.manual_seed(0)
+    whole = torch.empty(100_003, dtype=dtype).uniform_(-1, 1)
+    pieces = whole.clone()
+    op(whole, *ARGUMENTS.get(op, ()))
+    cuts = [0, 16, 33, 4096, 32768 + 16, 65536, 70001, 99_999, 100_003]
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        op(pieces[begin:end], *ARGUMENTS.get(op, ()))
+    assert bytes_of(whole) == bytes_of(pieces)
+
+
+def timm_trunc_normal(tensor, std=0.02):
+    tensor.uniform_(-1, 1)
+    tensor.erfinv_()
+    tensor.mul_(std * 2**0.5)
+    tensor.add_(0.0)
+    tensor.clamp_(min=-2, max=2)
+    return tensor
+
+
+@pytest.mark.parametrize("shape", [(700, 500), (300,), (3, 5), (65536 * 2 + 5,)], ids=str)
+def test_a_chain(shape):
+    def build():
+        weight, other = torch.empty(shape), torch.empty(shape, dtype=torch.bfloat16)
+        timm_trunc_normal(weight)
+        timm_trunc_normal(other)
+        return [weight, other, torch.rand(3)]
+
+    assert_same_as_eager(build, ways=({}, {}))
+
+
+def test_a_chain_whose_middle_is_seen():
+    def build():
+        weight = torch.empty(400, 500).uniform_(-1, 1).erfinv_()
+        middle = weight.clone()
+        weight.mul_(0.02).clamp_(min=-0.01)
+        turned = torch.empty(300, 500).t().normal_()
+        turned.mul_(2)
+        viewed = torch.empty(300, 500).normal_()
+        viewed.t().mul_(3)
+        viewed[0].add_(1)
+        return [weight, middle, turned, viewed]
+
+    assert_same_as_eager(build)

@@ -1,0 +1,115 @@
+"""`trunc_normal_` stays deferred: same bits, and the stream goes on where eager PyTorch's does."""
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.capture import rejection
+from tests.capture.same import assert_same_as_eager, deferred, eager
+
+BOUNDS = {
+    "nothing can fall outside": {"std": 0.02},
+    "two standard deviations": {"std": 0.02, "a": -0.04, "b": 0.04},
+    "one side": {"mean": 1.0, "std": 2.0, "a": 0.0, "b": 30.0},
+    "a narrow slice": {"std": 1.0, "a": -0.5, "b": 0.6},
+    "the tail, by uniforms": {"a": 1.0, "b": 2.0},
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
+@pytest.mark.parametrize("shape", [(300, 1000), (17,), (16,), (5,), (1000,), (0, 4), (64, 1024)], ids=str)
+def test_same_as_eager(bounds, shape):
+    def build():
+        weight = torch.empty(shape)
+        before = torch.randn(3)  # a normal is cached when the operation begins
+        nn.init.trunc_normal_(weight, **bounds)
+        return [before, weight, torch.randn(3), torch.rand(20)]
+
+    assert_same_as_eager(build)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype):
+    def build():
+        weight = nn.Parameter(torch.empty(200, 700, dtype=dtype))
+        nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)
+        return [weight, torch.rand(4)]
+
+    assert_same_as_eager(build)
+
+
+def test_several_in_a_row_edits_and_other_layouts():
+    def build():
+        layers = nn.ModuleList(nn.Linear(130, 70) for _ in range(5))
+        for layer in layers:
+            nn.init.trunc_normal_(layer.weight, std=1.0)
+            nn.init.trunc_normal_(layer.bias, std=0.5)
+        conv = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
+        nn.init.trunc_normal_(conv.weight, std=1.0)
+        with torch.no_grad():
+            layers[1].weight.mul_(0.5)
+            layers[2].weight[3] = 0
+        copied = layers[3].weight.detach().clone()
+        nn.init.trunc_normal_(layers[0].weight[1:3], std=1.0)
+        return [layers, conv, copied]
+
+    assert_same_as_eager(build)
+
+
+def test_with_a_generator_of_its_own():
+    def build():
+        generator = torch.Generator().manual_seed(3)
+        weight = torch.empty(50, 50)
+        nn.init.trunc_normal_(weight, generator=generator)
+        return [weight, torch.rand(4, generator=generator), torch.rand(4)]
+
+    assert_same_as_eager(build)
+
+
+def test_nothing_is_drawn_where_seeding_cuts_the_stream(monkeypatch):
+    monkeypatch.setattr(rejection.Rejection, "_find", lambda self: pytest.fail("the candidates were drawn"))
+
+    def build():
+        weight = torch.empty(1 << 20, 1 << 20)  # 4 TB
+        nn.init.trunc_normal_(weight)
+        torch.manual_seed(1)
+        return weight
+
+    assert fl.is_deferred(fl.deferred_init(build))
+
+
+def test_after_the_constructor():
+    def build():
+        return nn.Linear(100, 100)
+
+    expected, _ = eager(build)
+    nn.init.trunc_normal_(expected.weight, std=1.0)
+    state = torch.get_rng_state()
+    got, _ = deferred(build)
+    nn.init.trunc_normal_(got.weight, std=1.0)
+    assert fl.is_deferred(got.weight) and torch.equal(torch.get_rng_state(), state)
+    fl.materialize_module(got)
+    assert torch.equal(got.weight, expected.weight) and torch.equal(got.bias, expected.bias)
+
+
+def test_the_same_when_what_later_rounds_change_is_not_remembered(monkeypatch):
+    monkeypatch.setattr(rejection, "_REMEMBERED_BYTES", 0)
+
+    def build():
+        weight = torch.empty(300, 1000)
+        nn.init.trunc_normal_(weight, std=1.0)
+        return [weight, torch.rand(2)]
+
+    assert_same_as_eager(build)
+
+
+def test_real_tensors_are_left_to_torch():
+    torch.manual_seed(0)
+    weight = nn.init.trunc_normal_(torch.empty(40, 40), std=1.0)
+    assert weight.abs().max() <= 2 and not fl.is_deferred(weight)
+
+
+def test_the_warning_is_torchs():
+    with pytest.warns(UserWarning, match="mean is more than 2 std"), fl.deferred():
+        nn.init.trunc_normal_(torch.empty(10), mean=9.0)
