@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from firstloss import heap
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -59,15 +61,15 @@ def in_child(module: str, side: str, args: argparse.Namespace) -> dict[str, Any]
     """Run one side of benchmark `module` in a fresh process and return what it found."""
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
-    environment = {} if args.fresh else {"GLIBC_TUNABLES": _ONE_HEAP}
-    return json.loads(output_of(command, **environment).splitlines()[-1])
+    environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT)
+    return json.loads(output_of(command, environment).splitlines()[-1])
 
 
-def output_of(command: Sequence[str], **environment: str) -> str:
+def output_of(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """The stdout of a command, which must succeed; its stderr goes to ours."""
     path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, **environment}
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {}), "PYTHONPATH": path}
     )
     if done.returncode != 0:
         sys.exit(f"benchmarks: {' '.join(command)} ended with status {done.returncode}")
@@ -105,10 +107,6 @@ def warm_memory(count: int, args: argparse.Namespace) -> None:
 
     if not (args.fresh or args.tiny):
         torch.empty(count, dtype=torch.uint8).fill_(1)
-
-
-# The heap alone, never mmap; one heap for all threads; and nothing of it is given back to the system when freed.
-_ONE_HEAP = "glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1099511627776"
 
 
 def write_bandwidth(size: int = 1 << 30) -> dict[str, float]:

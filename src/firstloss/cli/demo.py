@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from .. import heap
 from ..errors import FirstlossError
 from ..timeline import Timeline
 from . import output
@@ -84,11 +85,14 @@ def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[
 
 
 def _job(way: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str, Any]]:
-    """Run one way of the job in a fresh process; yields what it says. It does not outlive the caller."""
+    """Run one way of the job in a fresh process; yields what it says. It does not outlive the caller.
+
+    All ways take their memory in huge pages, where the system has them.
+    """
     command = [sys.executable, "-m", "firstloss.cli.demo_job", way, "--size", args.size, "--steps", str(args.steps)]
     command += ["--artifacts", os.path.join(scratch, way)]  # of its own: no compilation finds another's cache
     with open(os.path.join(scratch, f"{way}.log"), "w+", encoding="utf-8") as log:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8")
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", env=heap.environment())
         try:
             assert child.stdout is not None
             for line in child.stdout:
