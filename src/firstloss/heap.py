@@ -2,9 +2,9 @@
 
 A training step asks for gigabytes of scratch memory and frees them at its end. By default glibc maps each such request
 anew and unmaps it when it is freed, so every step touches its memory for the first time, and the kernel clears it page
-by page, 4 KiB at a time: 262,144 page faults for a gigabyte, against some 500 in huge pages, and none where the memory is
-kept. Measured on 2 cores: half a second of every step of a Llama of half a billion parameters, and several seconds of the
-first. The C library reads its settings when a process starts, so they have to be in the environment by then:
+by page, 4 KiB at a time: 262,144 page faults for a gigabyte, against some 500 in huge pages, and none where the memory
+is kept. Measured on 2 cores: half a second of every step of a Llama of half a billion parameters, and several seconds
+of the first. The C library reads its settings when a process starts, so they have to be in the environment by then:
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py
 
