@@ -66,7 +66,6 @@ class no_collectives:
 
     def __enter__(self):
         self.real = {name: getattr(dist, name) for name in self.NAMES}
-        self.group = {name: getattr(dist.ProcessGroup, name) for name in ("scatter", "broadcast", "allgather")}
         for name in self.NAMES:
             setattr(dist, name, self.refuse)
 
@@ -233,6 +232,30 @@ def real_tensors_still_travel():
     mine = torch.full((8, 3), float(dist.get_rank()))
     for how in (Shard(0), Replicate(), _StridedShard(0, split_factor=2)):
         assert torch.equal(distribute_tensor(mine, mesh, [how]).full_tensor(), torch.zeros(8, 3))
+
+
+def collectives_are_refused():
+    from torch.distributed._functional_collectives import all_reduce
+
+    tensor = fl.deferred_init(lambda: torch.rand(5))
+    calls = [
+        lambda: dist.broadcast(tensor, 0),
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.all_gather([torch.empty(5), torch.empty(5)], tensor),
+        lambda: dist.send(tensor, 1 - dist.get_rank()),
+        lambda: all_reduce(tensor, "sum", dist.group.WORLD),
+    ]
+    for call in calls:
+        try:
+            call()
+        except fl.errors.CaptureError as error:
+            assert "dtensor_ranks.py" in str(error) and "materialize_tensor" in str(error), error
+        else:
+            raise AssertionError("nothing was said")
+    with fl.deferred():  # real tensors may travel meanwhile
+        mine = fl.materialize_tensor(torch.ones(3))
+        dist.all_reduce(mine)
+    assert mine.tolist() == [2.0, 2.0, 2.0]
 
 
 def nothing_whole():

@@ -19,7 +19,9 @@ def test_on_four_ranks(what):
     on_ranks(4, RANKS, what)
 
 
-@pytest.mark.parametrize("what", ["fsdp_policies", "real_tensors_still_travel", "nothing_whole", "llama"])
+@pytest.mark.parametrize(
+    "what", ["fsdp_policies", "real_tensors_still_travel", "collectives_are_refused", "nothing_whole", "llama"]
+)
 def test_on_two_ranks(what):
     on_ranks(2, RANKS, what)
 

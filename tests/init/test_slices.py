@@ -206,3 +206,12 @@ def test_a_read_of_other_bits_is_of_the_whole():
     out = torch.empty(8, 8, dtype=torch.int32)
     Slicer(Wholes(whole_by_engine)).read(Ref(value, (8, 8), (8, 1), 0, torch.int32), out)
     assert torch.equal(out, expected.view(torch.int32))
+
+
+def test_an_edited_constant_is_an_error():
+    constant = torch.rand(1000, 1000)
+    with fl.deferred():
+        kept = torch.empty(1000, 1000).copy_(constant)
+    constant.add_(1)
+    with pytest.raises(fl.errors.ConstantChangedError):
+        Slicer(refuse).make(kept._store.value, torch.empty(1000, 1000))

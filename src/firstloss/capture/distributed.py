@@ -1,8 +1,8 @@
 """Deferred tensors and torch.distributed: a collective has nothing to move, since every rank has the same recipe.
 
-`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but a
-recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own part
-of it, as with `src_data_rank=None`. `fully_shard` communicates nothing, and needs nothing done.
+`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but
+a recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own
+part of it, as with `src_data_rank=None`. `fully_shard` communicates nothing, and needs nothing done.
 """
 
 from __future__ import annotations
@@ -10,12 +10,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..errors import CaptureError
+from .source import here
+
 _MODULE = "torch.distributed.tensor.placement_types"
 _prepared = False
+
+
+# The namespaces of operations that talk to other ranks.
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
+
+
+def refuse(op: Any) -> NoReturn:
+    """A collective was called with a deferred tensor."""
+    raise CaptureError(
+        f"{here()}: {op} sends a deferred tensor to other ranks, and there is nothing to send yet. Every rank that "
+        "runs the same constructor from the same seed makes the same values: leave the call out, or call "
+        "firstloss.materialize_tensor(tensor) before it."
+    )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from ..errors import CaptureError
 from ..rng.stream import Position
-from . import session
+from . import distributed, session
 from .call import Call
 from .constants import ref_of, store_of
 from .drawing import draws_at_all, record_draw
@@ -58,6 +58,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     if how.replacement is not None:
         return _instead_of_lazy_view(op, how.replacement, args, kwargs)
     call = Call(op, how, args, kwargs)
+    if op.namespace in distributed.COLLECTIVES and call.deferred:
+        distributed.refuse(op)
     if session.trace is None:
         for tensor in call.deferred:
             if tensor._store.trace is not None:

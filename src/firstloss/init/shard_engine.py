@@ -19,6 +19,8 @@ from .slices import UNWRITTEN, Slicer, Wholes
 
 # Elements that one thread makes in one go, of shards that may be cut.
 _SPAN = 1 << 22
+# Elements that could be drawn in the time of a jump.
+_JUMP_COST = 1 << 18
 # Copies out of less than this many bytes are left to the other engine: its way costs nothing there.
 _WORTH = 1 << 16
 # Recipes are searched for parts through so many copies (two meshes, a change of dtype).
@@ -78,36 +80,45 @@ def run(
     wanted = sorted(dict.fromkeys(values), key=_order)
     wholes = Wholes(whole)
     asking = Slicer(wholes)
-    own = threading.local()
     lock = threading.Lock()
     buffers = {value: allocate(value) for value in wanted}
+    work = []
+    for value in wanted:
+        step = _SPAN if value.numel > _SPAN and asking.cuttable(value) else max(value.numel, 1)
+        work += [(value, begin, min(begin + step, value.numel)) for begin in range(0, value.numel, step)]
 
-    def make(value: Value, begin: int, end: int) -> None:
-        if not hasattr(own, "slicer"):
-            own.slicer = Slicer(wholes)
+    def make(share: list[tuple[Value, int, int]]) -> None:
+        slicer = Slicer(wholes)
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            buffer = buffers[value]
-            if end - begin == value.numel:
-                own.slicer.make(value, buffer)
-            else:
-                own.slicer.window(value, begin, end, buffer.as_strided((end - begin,), (1,), begin))
-        if done is not None:
-            with lock:
-                done((end - begin) * value.dtype.itemsize)
+            for value, begin, end in share:
+                buffer = buffers[value]
+                if end - begin == value.numel:
+                    slicer.make(value, buffer)
+                else:
+                    slicer.window(value, begin, end, buffer.as_strided((end - begin,), (1,), begin))
+                if done is not None:
+                    with lock:
+                        done((end - begin) * value.dtype.itemsize)
 
+    # A thread takes a stretch of the stream: layers that are alike then lie at equal distances, and the polynomial of a
+    # jump, which costs more than to apply it, is found once.
+    shares = _shares(work, num_threads)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="firstloss-shards") as pool:
-        futures = []
-        for value in wanted:
-            step = _SPAN if value.numel > _SPAN and asking.cuttable(value) else max(value.numel, 1)
-            for begin in range(0, value.numel, step):
-                futures.append(pool.submit(make, value, begin, min(begin + step, value.numel)))
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in [pool.submit(make, share) for share in shares]:
+            future.result()
     return buffers
+
+
+def _shares(work: list[tuple[Value, int, int]], count: int) -> list[list[tuple[Value, int, int]]]:
+    """Cut `work` into at most `count` stretches of about equal cost, in elements."""
+    costs = [end - begin + _JUMP_COST for _, begin, end in work]
+    goal = sum(costs) / count
+    shares: list[list[tuple[Value, int, int]]] = [[] for _ in range(count)]
+    spent = 0.0
+    for item, cost in zip(work, costs, strict=True):
+        shares[min(int((spent + cost / 2) / goal), count - 1)].append(item)
+        spent += cost
+    return [share for share in shares if share]
 
 
 def _order(value: Value) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous
-from ..capture.replay import draw, look
+from ..capture.replay import check_constant, draw, look
 from ..rng import draws
 from ..rng.stream import Position, Stream
 from .cuts import cover, row_blocks
@@ -94,8 +94,8 @@ class Slicer:
         count = math.prod(ref.size)
         if not count:
             return
-        part = count < value.numel or not is_contiguous(ref.size, ref.stride)
-        if ref.dtype != value.dtype or not _dense(value) or not _can_run(self._plan(value, part), value):
+        partial = count < value.numel or not is_contiguous(ref.size, ref.stride)
+        if ref.dtype != value.dtype or not _dense(value) or not _can_run(self._plan(value, partial), value):
             out.copy_(look(self._buffer_of(value), ref))
             return
         if is_contiguous(ref.size, ref.stride) and out.is_contiguous() and out.dtype == ref.dtype:
@@ -300,7 +300,10 @@ class Slicer:
             self._generator.set_state(torch.from_numpy(stream.state_at(position)))
 
     def _buffer_of(self, value: Value) -> torch.Tensor:
-        return value.real if value.real is not None else self._whole(value)
+        if value.real is None:
+            return self._whole(value)
+        check_constant(value)
+        return value.real
 
 
 class Wholes:
