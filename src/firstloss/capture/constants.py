@@ -35,6 +35,8 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
             kept = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).copy_(kept)
         elif copy:
             value.version = version
+            # Detached below autograd, as here, a tensor counts its own edits only: keep whose edits matter.
+            kept.original = tensor  # type: ignore[attr-defined]
     value.real = kept
     if session.depth and copy and version is not None:
         session.constants[id(tensor)] = (tensor, version, value)
