@@ -152,6 +152,8 @@ LOOSER: dict = {
     ("aten.kthvalue.default", 1): "any",
     # The sizes of bags are left at 0 by the kernel that does without them.
     ("aten._embedding_bag.default", 2): "any",
+    # Unwritten memory, but for maxima, which test_families.py has.
+    ("aten._embedding_bag.default", 3): "any",
     # Multiplies by the inverse deviation, up to 1 / sqrt(eps) = 316, what should be 0.
     "aten.native_layer_norm_backward.default": 5e-5,
 }

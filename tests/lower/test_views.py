@@ -1,5 +1,7 @@
 """Views: `as_strided` above all, which is told apart from its numbers."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from firstloss.lower.rules import RULES
-from firstloss.lower.views import strided_places, strided_steps
+from firstloss.lower.views import strided_rows, strided_slices
 
 from .harness import assert_rule, to_array
 
@@ -25,35 +27,54 @@ def strided_views(draw):
     return size, stride, draw(st.integers(0, 119 - last))
 
 
-@given(strided_views())
+@given(strided_views(), st.data())
 @settings(max_examples=25, deadline=None)
-def test_as_strided(view):
+def test_as_strided(view, data):
     size, stride, offset = view
     base = torch.arange(120)
     expected = base.as_strided(size, stride, offset)
-    assert (strided_places(size, stride, offset) == expected.numpy()).all()
-    with jax.enable_x64(True):  # not compiled: hundreds of shapes
-        ours = RULES[aten.as_strided.default](to_array(base), size, stride, offset)
+    shape = data.draw(st.sampled_from([(120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)]))
+    with jax.enable_x64(True):
+        ours = RULES[aten.as_strided.default](to_array(base.reshape(shape)), size, stride, offset)
     assert (np.asarray(ours) == expected.numpy()).all()
 
 
+@given(strided_views())
+@settings(max_examples=1000, deadline=None)
+def test_slices_are_the_view(view):
+    """By numpy, which compiles nothing."""
+    size, stride, offset = view
+    for shape in ((120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)):
+        slices = strided_slices(shape, size, stride, offset)
+        if slices is None:
+            continue
+        cut = tuple(map(slice, slices.starts, slices.limits, slices.steps))
+        x = np.arange(120).reshape(slices.shape)[cut]
+        x = x.squeeze(tuple(j for j, d in enumerate(slices.dims) if d is None))
+        dims = [d for d in slices.dims if d is not None]
+        x = x.transpose(np.argsort(dims)) if dims else x
+        x = x.reshape([n if d in dims else 1 for d, n in enumerate(size)])
+        expected = torch.arange(120).as_strided(size, stride, offset).numpy()
+        assert (np.broadcast_to(x, size) == expected).all()
+
+
 @given(st.permutations(range(4)), st.data())
-@settings(max_examples=60, deadline=None)
-def test_views_of_contiguous_memory_need_no_gather(order, data):
-    """Slices, transposes and broadcasts, in any combination, are recognised."""
-    x = torch.arange(120).reshape(2, 3, 4, 5).permute(*order)
+@settings(max_examples=200, deadline=None)
+def test_views_of_contiguous_memory_are_slices(order, data):
+    """Slices, transposes and broadcasts, in any combination, are recognised, and so are reshapes of whole ones."""
+    base = torch.arange(120).reshape(2, 3, 4, 5)
+    x = base.permute(*order)
     for d in range(4):
         start = data.draw(st.integers(0, x.shape[d] - 1))
         x = x[(slice(None),) * d + (slice(start, None, data.draw(st.integers(1, 2))),)]
     x = x.unsqueeze(0).expand(data.draw(st.integers(1, 3)), *x.shape)
-    steps = strided_steps(x.shape, x.stride())
-    assert steps is not None
-    order, rows = steps
-    assert rows == sorted(rows, reverse=True)
+    assert strided_slices(base.shape, x.shape, x.stride(), x.storage_offset()) is not None
+    whole = base.reshape(6, 20)[:, 5:15].reshape(6, 2, 5).transpose(0, 2)
+    assert strided_slices(base.shape, whole.shape, whole.stride(), whole.storage_offset()) is not None
 
 
 def test_sliding_windows_overlap():
-    assert strided_steps((4, 3), (1, 1)) is None
+    assert strided_rows((4, 3), (1, 1)) is None
     x = torch.arange(6.0)
     assert_rule(aten.as_strided.default, (x, [4, 3], [1, 1], 0), {}, x.as_strided([4, 3], [1, 1], 0))
 
@@ -69,9 +90,12 @@ def test_strided_views_compile_without_gather():
         assert_rule(aten.as_strided.default, (x, *how), {}, view.clone())
 
 
-def test_as_strided_scatter():
-    x, src = torch.zeros(4, 6), torch.arange(6.0).reshape(3, 2)
-    how = ([3, 2], [2, 12], 1)
+@pytest.mark.parametrize(
+    "how", [([3, 2], [2, 12], 1), ([4, 2], [6, 1], 3), ([6], [1], 6), ([4], [7], 0), ([2, 2], [12, 2], 1)]
+)
+def test_as_strided_scatter(how):
+    x = torch.zeros(4, 6)
+    src = torch.arange(1.0, 1 + math.prod(how[0])).reshape(how[0])
     assert_rule(aten.as_strided_scatter.default, (x, src, *how), {}, aten.as_strided_scatter(x, src, *how))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -238,7 +239,56 @@ def unfold(self, dimension, size, step):
 # --- Strides ----------------------------------------------------------------------------------------------------------
 
 
-def strided_steps(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]] | None:
+class Slices(NamedTuple):
+    """A strided view as slices of its memory cut into `shape`; `dims` has the view's dimension for each dimension of
+    `shape`, or None where the slice has a single element that the view leaves out."""
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    limits: tuple[int, ...]
+    steps: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _slices_of(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Slices | None:
+    """The view as slices of a contiguous array of `shape`, if it is such: each of its dimensions walks along one."""
+    places = _contiguous(shape)
+    starts, rest = [], offset
+    for n, place in zip(shape, places, strict=True):
+        start, rest = divmod(rest, place) if n > 1 else (0, rest)
+        starts.append(start)
+    dims: list[int | None] = [None] * len(shape)
+    limits, steps = [start + 1 for start in starts], [1] * len(shape)
+    for d, (count, step) in enumerate(zip(size, stride, strict=True)):
+        if count == 1 or step == 0:
+            continue
+        j = next((j for j, place in enumerate(places) if shape[j] > 1 and step % place == 0), None)
+        if j is None or dims[j] is not None:
+            return None
+        dims[j], steps[j] = d, step // places[j]
+        limits[j] = starts[j] + (count - 1) * steps[j] + 1
+    if rest or any(limit > n for limit, n in zip(limits, shape, strict=True)):
+        return None
+    return Slices(tuple(shape), tuple(starts), tuple(limits), tuple(steps), tuple(dims))
+
+
+def strided_slices(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Slices | None:
+    """The view as slices of its base, or of its base reshaped so that each of the view's strides is a dimension's."""
+    direct = _slices_of(shape, size, stride, offset)
+    if direct is not None:
+        return direct
+    rows = sorted({s for n, s in zip(size, stride, strict=True) if n > 1 and s} | {1}, reverse=True)
+    cut = [math.prod(shape), *rows]
+    if any(cut[i] % cut[i + 1] for i in range(len(rows))):
+        return None
+    return _slices_of([cut[i] // cut[i + 1] for i in range(len(rows))] + [1], size, stride, offset)
+
+
+def strided_rows(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]] | None:
     """The dimensions of a strided view, outermost in memory first, when no two elements share a place.
 
     Returns (`order`, `rows`): `order` lists the dimensions that have more than one element, by falling stride; a
@@ -255,11 +305,11 @@ def strided_steps(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int]
     return order, [stride[d] for d in order]
 
 
-def strided_places(size: Sequence[int], stride: Sequence[int], offset: int) -> np.ndarray:
-    """The place in memory of each element of a strided view."""
-    places = np.full(tuple(size), offset, np.int64)
-    for d, (length, step) in enumerate(zip(size, stride, strict=True)):
-        places += step * np.arange(length).reshape((-1,) + (1,) * (len(size) - d - 1))
+def strided_places(size: Sequence[int], stride: Sequence[int], offset: int):
+    """The place in memory of each element of a strided view; made on the device, not stored as a constant."""
+    places = lax.full(tuple(size), offset, np.int64)
+    for d, step in enumerate(stride):
+        places += lax.broadcasted_iota(np.int64, tuple(size), d) * np.int64(step)
     return places
 
 
@@ -272,31 +322,56 @@ def _beginning(rows, length: int):
     return lax.pad(rows, cast(0, rows.dtype), edges)
 
 
+def _arranged(x, dims: Sequence[int], size: tuple[int, ...]):
+    """`x`, whose dimensions are `dims` of the view, in the view's order and with the view's repetitions."""
+    x = lax.transpose(x, np.argsort(dims))
+    return x if x.shape == size else lax.broadcast_in_dim(x, size, sorted(dims))
+
+
 @rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(self, size, stride, storage_offset=None):
-    """Slices, reshapes, a transpose and a broadcast when the strides allow, else a gather."""
+    """Slices, a transpose and a broadcast when the strides allow; else rows cut from the memory; else a gather."""
     size, offset = tuple(size), storage_offset or 0
-    memory = lax.reshape(self, (self.size,))
     if 0 in size:
         return lax.full(size, 0, self.dtype)
-    steps = strided_steps(size, stride)
-    if steps is None:
+    slices = strided_slices(self.shape, size, stride, offset)
+    if slices is not None:
+        x = lax.slice(lax.reshape(self, slices.shape), slices.starts, slices.limits, slices.steps)
+        x = lax.squeeze(x, [j for j, d in enumerate(slices.dims) if d is None])
+        return _arranged(x, [d for d in slices.dims if d is not None], size)
+    memory, cut = lax.reshape(self, (self.size,)), strided_rows(size, stride)
+    if cut is None:
         return memory[strided_places(size, stride, offset)]
-    order, rows = steps
+    order, rows = cut
     x = lax.slice_in_dim(memory, offset, self.size, 1, 0)
     for d, row in zip(order, rows, strict=True):
         x = _beginning(x, size[d] * row)
         x = lax.reshape(x, x.shape[:-1] + (size[d], row))
-    x = lax.index_in_dim(x, 0, x.ndim - 1, keepdims=False)
-    x = lax.transpose(x, [order.index(d) for d in sorted(order)])
-    return lax.broadcast_in_dim(x, size, sorted(order))
+    return _arranged(lax.index_in_dim(x, 0, x.ndim - 1, keepdims=False), order, size)
 
 
 @rule(aten.as_strided_scatter.default)
 def as_strided_scatter(self, src, size, stride, storage_offset=None):
-    places = strided_places(size, stride, storage_offset or 0)
-    memory = lax.reshape(self, (self.size,)).at[places.ravel()].set(lax.reshape(cast(src, self.dtype), (src.size,)))
-    return lax.reshape(memory, self.shape)
+    """The reverse of `as_strided`, by the same steps; a scatter where it would be a gather."""
+    size, offset = tuple(size), storage_offset or 0
+    src = broadcast_to(cast(src, self.dtype), size)
+    if 0 in size:
+        return self
+    slices = strided_slices(self.shape, size, stride, offset)
+    if slices is None or any(n > 1 and not step for n, step in zip(size, stride, strict=True)):
+        places = strided_places(size, stride, offset)
+        memory = lax.reshape(self, (self.size,)).at[places.reshape(-1)].set(lax.reshape(src, (src.size,)))
+        return lax.reshape(memory, self.shape)
+    kept = [d for d in slices.dims if d is not None]
+    x = lax.transpose(src, kept + [d for d in range(src.ndim) if d not in kept])
+    x = lax.reshape(x, [1 if d is None else size[d] for d in slices.dims])
+    memory = lax.reshape(self, slices.shape)
+    if all(step == 1 for step in slices.steps):
+        return lax.reshape(lax.dynamic_update_slice(memory, x, slices.starts), self.shape)
+    places = zip(slices.shape, slices.starts, slices.limits, slices.steps, strict=True)
+    edges = [(start, n - limit, step - 1) for n, start, limit, step in places]
+    written = lax.pad(lax.full(x.shape, True), np.False_, edges)
+    return lax.reshape(lax.select(written, lax.pad(x, cast(0, x.dtype), edges), memory), self.shape)
 
 
 # --- Writes through views ---------------------------------------------------------------------------------------------

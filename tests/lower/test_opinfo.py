@@ -1,0 +1,89 @@
+"""The rules against PyTorch's own samples, and how much of Core ATen they cover.
+
+The default run takes a few samples of the operations of Core ATen. All samples of all operations:
+
+    FIRSTLOSS_SWEEP=1 python -m pytest tests/lower/test_opinfo.py
+"""
+
+import os
+
+import pytest
+import torch
+
+from .harness import RULES
+from .sweep import DTYPES, op_db, sweep_op
+
+CORE = {
+    getattr(getattr(torch.ops.aten, name), overload or "default")
+    for name, _, overload in (
+        n[6:].partition(".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")
+    )
+    if torch.Tag.core in getattr(getattr(torch.ops.aten, name), overload or "default").tags
+}
+
+# Core overloads that are no lowering's business, and why.
+ELSEWHERE = {
+    "aten.atan2.out": "functional graphs have no out",
+    "aten.resize_.default": "functional graphs have aten.resize",
+    "aten.sym_stride.int": "strides are known at capture",
+    "aten.sym_storage_offset.default": "known at capture",
+    "aten.sym_is_contiguous.default": "known at capture",
+}
+
+
+def test_core_aten_is_covered():
+    missing = {str(overload) for overload in CORE - set(RULES)}
+    assert missing == set(ELSEWHERE)
+    assert len(CORE) == 193
+    print(f"{len(CORE & set(RULES))} of {len(CORE)} Core ATen overloads have a rule; {len(RULES)} rules in all")
+
+
+CORE_NAMES = {overload._schema.name.removeprefix("aten::").strip("_") for overload in CORE}
+EVERYTHING = "FIRSTLOSS_SWEEP" in os.environ
+
+
+def aten_names(op) -> set[str]:
+    return {
+        op.name,
+        op.name.rpartition(".")[2],
+        op.aten_name or "",
+        (op.aten_backward_name or "").removesuffix("_backward"),
+    }
+
+
+CHOSEN = [op for op in op_db if EVERYTHING or aten_names(op) & CORE_NAMES]
+
+# A problem that begins so is not the rule's: no rule can have it, or eager does not run the sample.
+NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
+BY_DESIGN = ("depends on values", "reads a value into Python", "no counterpart in XLA", "as long as its largest value")
+KNOWN = {
+    "renorm complex64": "XLA makes x * mask a choice, so inf * False is 0 and not NaN",
+    "nn.functional.grid_sample bfloat16": "eager rounds coordinates to bfloat16",
+    "grid_sampler_3d bfloat16": "eager rounds coordinates to bfloat16",
+    "histc bfloat16": "eager finds bins in bfloat16",
+    "matrix_exp bfloat16": "eager overflows",
+    "pinverse complex64": "recording a lazily conjugated matrix loses the conjugation",
+    "native_dropout_backward bool": "of no use",
+}
+
+
+def is_rules_fault(problem: str | None) -> bool:
+    return (
+        problem is not None and not problem.startswith(NOT_THE_RULES) and not any(text in problem for text in BY_DESIGN)
+    )
+
+
+@pytest.mark.parametrize(
+    "op", CHOSEN, ids=lambda op: f"{op.name}{'.' * bool(op.variant_test_name)}{op.variant_test_name}"
+)
+def test_samples(op):
+    place = op_db.index(op)
+    # Every operation in float32; the other dtypes take turns.
+    dtypes = DTYPES if EVERYTHING else [torch.float32, DTYPES[1 + place % (len(DTYPES) - 1)]]
+    for dtype in dtypes:
+        label = f"{op.name} {str(dtype).removeprefix('torch.')}"
+        if not op.supports_dtype(dtype, "cpu") or label in KNOWN:
+            continue
+        grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        problems = sweep_op(op, dtype, 200 if EVERYTHING else 2, grad)
+        assert not [p for p in problems if is_rules_fault(p)], label
