@@ -20,6 +20,13 @@ _IRREGULAR = {
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
     aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
     aten._unsafe_view.default: aten.view.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.__ilshift__.Scalar: aten.__lshift__.Scalar,
+    aten.__ilshift__.Tensor: aten.__lshift__.Tensor,
+    aten.__irshift__.Scalar: aten.__rshift__.Scalar,
+    aten.__irshift__.Tensor: aten.__rshift__.Tensor,
 }
 
 
