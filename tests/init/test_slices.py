@@ -60,7 +60,18 @@ def factories():
     return torch.rand(3000) + torch.ones(3000) * torch.full((3000,), 3.0)
 
 
+def truncated():
+    torch.nn.init.trunc_normal_(torch.empty(70_001), std=1, a=-1, b=1)
+    return torch.nn.init.trunc_normal_(torch.empty(130, 1001), std=0.7, a=-1, b=1.5).mul_(0.5)
+
+
+def by_erfinv():
+    return torch.empty(300, 300).uniform_(-0.9, 0.9).erfinv_().mul_(0.02)
+
+
 CUTTABLE = {
+    "truncated": truncated,
+    "by erfinv": by_erfinv,
     "normal": lambda: normal((1000, 100)),
     "ragged": lambda: normal(100_003),
     "bfloat16": lambda: normal((777, 3), torch.bfloat16),

@@ -71,6 +71,13 @@ class Rejection:
         if found.places.numel():
             first_round.view(-1)[found.places] = found.values
 
+    def correct_part(self, part: torch.Tensor, begin: int) -> None:
+        """As `correct`, of the elements from `begin` on that `part` (one-dimensional) holds."""
+        with self._lock:
+            found = self._found or self._find()
+        low, high = torch.searchsorted(found.places, torch.tensor([begin, begin + part.numel()])).tolist()
+        part[found.places[low:high] - begin] = found.values[low:high]
+
     def _find(self) -> Found:
         global _remembered
         pieces = list(_pieces(self._numel))

@@ -51,12 +51,13 @@ _FACTORIES: dict[Any, Callable[[Node], tuple[Any, tuple]]] = {
 }
 UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default}
 # Element by element, and rounded exactly: vector code and scalar code give the same bits, so a kernel may begin
-# anywhere. Exponentials, sines and the like are not among them: vectorised they may differ in the last bit.
+# anywhere. Exponentials, sines and the like are not among them: vectorised they may differ in the last bit. (erfinv_ is
+# not exact, but has one kernel for vectors and their ends: see `chains`.)
 _EXACT = {
     getattr(aten, name)
     for name in (
         "copy_ clone _to_copy add add_ sub sub_ mul mul_ div div_ neg neg_ abs abs_ clamp clamp_ clamp_min "
-        "clamp_min_ clamp_max clamp_max_ sqrt sqrt_ where masked_fill masked_fill_"
+        "clamp_min_ clamp_max clamp_max_ sqrt sqrt_ where masked_fill masked_fill_ erfinv_"
     ).split()
 }
 
@@ -184,6 +185,10 @@ class Slicer:
             else:
                 args = node.args
         partial = is_contiguous(target.size, target.stride)
+        if (
+            node.draw is not None and node.draw.rejection is not None
+        ):  # trunc_normal_: a normal's first round, corrected afterwards
+            op, args = aten.normal_.default, node.args[1:3]
         if op in _CONSTANT_FILLS or (op in _RANDOM_FILLS and node.draw is not None):
             if op in _RANDOM_FILLS:
                 name, dtype = _name(op), _dtype_name(value.dtype)
@@ -282,6 +287,8 @@ class Slicer:
             self._seek(origin.stream, origin.position)
             draw(step.op, [into, *step.args], {}, self._generator)
             self._at = (origin.stream, origin.after)
+            if origin.rejection is not None:
+                origin.rejection.correct(into)
             return
         into = into.view(-1)
         for begin, end in cover(first, last, count, unit, _PIECE) if count >= _SHORT else [(0, count)]:
@@ -294,6 +301,8 @@ class Slicer:
             if not inside:
                 low, high = max(begin, first), min(end, last)
                 into[low - first : high - first] = part[low - begin : high - begin]
+        if origin.rejection is not None:
+            origin.rejection.correct_part(into, first)
 
     def _seek(self, stream: Stream, position: Position) -> None:
         if self._at != (stream, position):
