@@ -8,7 +8,15 @@ import sys
 
 from benchmarks import harness
 
-FIGURES = ("materialize_llama_1b", "capture_llama_405b", "trace_and_lower", "time_to_first_loss", "loss_agreement")
+FIGURES = (
+    "materialize_llama_1b",
+    "capture_llama_405b",
+    "one_rank_of_64",
+    "save_initialized",
+    "trace_and_lower",
+    "time_to_first_loss",
+    "loss_agreement",
+)
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import time
 from benchmarks import harness, models
 
 NAME = "one rank of 64 of a Llama of 1.1B parameters, Shard(0)"
-GOAL = "within 3 times of a 64th of the whole materialization, plus capture"
+GOAL = "capture and one rank within 3 times of capture and a 64th of the whole materialization"
 WORLD, RANK = 64, 17
 
 
@@ -94,20 +94,20 @@ def measure(args):
     whole, rank = runs["whole"], runs["rank"]
     share = harness.middle(whole, "seconds") / WORLD
     seconds = harness.middle(rank, "seconds")
-    allowed = 3 * (share + harness.middle(rank, "capture"))
+    capture = harness.middle(rank, "capture")
     rows = [
-        ("capture", f"{harness.middle(rank, 'capture') * 1e3:.0f} ms"),
+        ("capture", f"{capture * 1e3:.0f} ms"),
         ("the whole, materialized", f"{harness.middle(whole, 'seconds') * 1e3:.0f} ms"),
         ("a 64th of that", f"{share * 1e3:.0f} ms"),
         ("fully_shard", f"{harness.middle(rank, 'fully_shard') * 1e3:.0f} ms"),
         ("one rank of 64, materialized", f"{seconds * 1e3:.0f} ms"),
         ("of a 64th", f"{seconds / share:.2f} times"),
-        ("capture and one rank, of capture and a 64th", f"{3 * (seconds + allowed / 3 - share) / allowed:.2f} times"),
+        ("capture and one rank, of capture and a 64th", f"{(capture + seconds) / (capture + share):.2f} times"),
         ("jumps", f"{rank[0]['jumps']}, {harness.middle(rank, 'jumping') / rank[0]['jumps'] * 1e3:.2f} ms each"),
         ("bytes of one rank", f"{rank[0]['bytes']:,}"),
         ("bytes of the whole", f"{whole[0]['bytes']:,}"),
     ]
-    met = seconds + allowed / 3 - share <= allowed
+    met = capture + seconds <= 3 * (capture + share)
     return harness.Figure(NAME, GOAL, rows, met, {"runs": runs, "share": share})
 
 

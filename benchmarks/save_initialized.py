@@ -1,4 +1,8 @@
-"""`save_initialized` of a Llama against plain sequential writing of the same bytes, and the memory it takes."""
+"""`save_initialized` of a Llama against plain sequential writing of the same bytes, and the memory it takes.
+
+FIRSTLOSS_SAVE_GB says how many gigabytes (default 4), FIRSTLOSS_SAVE_FOLDER where to write them (default: the current
+folder). What is written is removed again.
+"""
 
 from __future__ import annotations
 
