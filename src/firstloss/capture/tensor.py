@@ -199,11 +199,12 @@ def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
 
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
-    requires_grad, grad = tensor.requires_grad, tensor.grad
+    requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
-    tensor.grad = None
+    if grad is not None:
+        tensor.grad = None
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})

@@ -53,19 +53,26 @@ def materialize_module(
         num_threads: threads to make them with; default all cores of this process.
         progress: called now and then with (bytes made, bytes in all).
     """
-    prefixes = None
-    if check_fn is not None:
-        prefixes = {name for name, sub in module.named_modules() if check_fn(sub)}
+    modules = dict(module.named_modules()) if check_fn is not None else {}
+    chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
     stores: dict[int, Store] = {}
     for name, tensor, kind in named_tensors(module):
-        if buffers_only and kind == "parameter":
+        if buffers_only and (kind == "parameter" or isinstance(tensor, torch.nn.Parameter)):
             continue
-        if prefixes is not None and name.rpartition(".")[0] not in prefixes:
+        if check_fn is not None and _owner(name, modules) not in chosen:
             continue
         tensor = local_part(tensor)
         if type(tensor) is DeferredTensor and tensor._store.resident is None:
             stores[id(tensor._store)] = tensor._store
     materialize_stores(list(stores.values()), num_threads, progress, device, dtype)
+
+
+def _owner(name: str, modules: dict[str, torch.nn.Module]) -> str:
+    """The submodule that a tensor of this name belongs to, be it in a list or dict that the submodule keeps."""
+    name = name.rpartition(".")[0]
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def materialize_stores(

@@ -1,0 +1,167 @@
+"""Materializing: all or some, in any order, with any number of threads; the same Python objects."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from tests.capture.same import assert_same, deferred, eager, tensors_of
+
+
+def build():
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Embedding(300, 40, padding_idx=0),
+        nn.Linear(40, 300, bias=False),
+        nn.BatchNorm1d(40),
+        nn.LSTM(40, 20),
+        nn.Linear(400, 500),
+        nn.Linear(500, 400).bfloat16(),
+    )
+    model[1].weight = model[0].weight
+    nn.init.trunc_normal_(model[4].weight, std=1.0)
+    with torch.no_grad():
+        model[4].bias.copy_(model[4].weight[:, 0])
+        model[5].weight[3:5] *= 2
+    model.turned = model[4].weight.detach().t()
+    model.rope = 1.0 / (10000 ** (torch.arange(0, 8, 2) / 8))
+    return model
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_pieces_in_any_order(seed):
+    (expected, _), (made, _) = eager(build), deferred(build)
+    tensors = [tensor for _, tensor in tensors_of(made)]
+    order = random.Random(seed)
+    order.shuffle(tensors)
+    for tensor in tensors[: order.randrange(len(tensors))]:
+        assert fl.materialize_tensor(tensor) is tensor
+    fl.materialize_module(made)
+    assert_same(expected, made)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_any_number_of_threads(threads):
+    (expected, _), (made, _) = eager(build), deferred(build)
+    fl.materialize_module(made, num_threads=threads)
+    assert_same(expected, made)
+
+
+@pytest.mark.parametrize("size", [65536 * 2 - 1, 65536 * 2, 65536 * 2 + 1, 65536 * 3 + 17, 65536 * 5 + 3], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_fills_cut_everywhere(size, threads):
+    def fills():
+        out = [torch.empty(size // 7).normal_()]
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            out.append(torch.empty(size, dtype=dtype).uniform_(-1, 2))
+            out.append(torch.empty(size, dtype=dtype).normal_(0.5, 0.02))
+        holder = nn.Module()
+        holder.out = out
+        return holder
+
+    (expected, _), (made, _) = eager(fills), deferred(fills)
+    fl.materialize_module(made, num_threads=threads)
+    assert_same(expected, made)
+
+
+def test_buffers_only():
+    (expected, _), (made, _) = eager(build), deferred(build)
+    fl.materialize_module(made, buffers_only=True)
+    assert all(not fl.is_deferred(buffer) for buffer in made.buffers())
+    assert fl.is_deferred(made[3].weight_ih_l0)
+    fl.materialize_module(made)
+    assert_same(expected, made)
+
+
+def test_check_fn():
+    (expected, _), (made, _) = eager(build), deferred(build)
+    fl.materialize_module(made, check_fn=lambda module: isinstance(module, nn.LSTM))
+    assert not any(fl.is_deferred(parameter) for parameter in made[3].parameters())
+    assert fl.is_deferred(made[4].weight) and fl.is_deferred(made[2].running_mean)
+    fl.materialize_module(made, check_fn=lambda module: module is made)  # its own tensors, not its children's
+    assert not fl.is_deferred(made.rope) and fl.is_deferred(made[2].running_mean)
+    fl.materialize_module(made)
+    assert_same(expected, made)
+
+
+def test_an_optimizer_built_before_steps_after():
+    def train(model, optimizer):
+        loss = (model(torch.ones(2, 4)) ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def small():
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+
+    expected, _ = eager(small)
+    ours, _ = deferred(small)
+    before = [id(parameter) for parameter in ours.parameters()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (expected, ours)]
+    fl.materialize_module(ours)
+    assert [id(parameter) for parameter in ours.parameters()] == before
+    for a, b in zip(train(expected, optimizers[0]), train(ours, optimizers[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_hooks_and_attributes_stay():
+    layer = fl.deferred_init(nn.Linear, 3, 3)
+    layer.weight.tag = "kept"
+    layer.weight.grad = torch.ones(3, 3)
+    calls = []
+    layer.register_forward_hook(lambda *a: calls.append(1))
+    fl.materialize_module(layer)
+    assert layer.weight.tag == "kept" and layer.weight.grad.sum() == 9
+    layer(torch.ones(1, 3))
+    assert calls == [1]
+
+
+def test_device_and_dtype():
+    model = fl.deferred_init(lambda: nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)))
+    fl.materialize_module(model, dtype=torch.bfloat16, device="cpu")
+    expected, _ = eager(lambda: nn.Linear(30, 40).bfloat16())
+    assert model[0].weight.dtype == torch.bfloat16 and model[1].num_batches_tracked.dtype == torch.int64
+    torch.manual_seed(0)
+    assert expected.weight.dtype == model[0].weight.dtype
+
+
+def test_progress_is_told():
+    told = []
+    model = fl.deferred_init(nn.Linear, 600, 600)
+    fl.materialize_module(model, progress=lambda done, total: told.append((done, total)))
+    assert told and told[-1][0] <= told[-1][1] == (600 * 600 + 600) * 4
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_real_module_is_left_alone():
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    fl.materialize_module(layer)
+    assert layer.weight is weight and fl.materialize_tensor(weight) is weight
+
+
+def test_a_second_time_does_nothing():
+    (_, _), (made, _) = eager(build), deferred(build)
+    fl.materialize_module(made)
+    before = {name: tensor.data_ptr() for name, tensor in made.named_parameters()}
+    fl.materialize_module(made)
+    assert {name: tensor.data_ptr() for name, tensor in made.named_parameters()} == before
+
+
+def test_edits_after_a_partial_materialization():
+    def more(model):
+        with torch.no_grad():
+            model[4].bias.add_(model[3].weight_ih_l0[0, 0])
+            model[3].weight_ih_l0.mul_(2)
+        return model
+
+    expected = more(eager(build)[0])
+    made, _ = deferred(build)
+    fl.materialize_tensor(made[3].weight_ih_l0)
+    more(made)
+    fl.materialize_module(made)
+    assert_same(expected, made)
