@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: an optional library in C. Where it cannot be compiled, the package goes without.
+"""What pyproject.toml cannot say: optional libraries in C. Where they cannot be compiled, the package goes without.
 
-It is no Python module (ctypes loads it), but an extension to setuptools, which so builds it in place for an editable
-install and puts it into wheels. To build it in a source tree: python setup.py build_ext --inplace
+They are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in place for an
+editable install and puts them into wheels. To build them in a source tree: python setup.py build_ext --inplace
 """
 
 from setuptools import Extension, setup
@@ -11,12 +11,14 @@ FLAGS = [
     "-O3",  # turns its loops into vectors, for which the next two are needed as well
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fno-wrapv",  # Python's own flags may ask for it, and then nothing here becomes vectors
     "-ffp-contract=off",  # its last bits depend on which operations are fused: those that it fuses itself
     "-fvisibility=hidden",
 ]
 
 setup(
     ext_modules=[
-        Extension("firstloss.rng._fill", ["src/firstloss/rng/_fill.c"], extra_compile_args=FLAGS, optional=True)
+        Extension(f"firstloss.rng.{name}", [f"src/firstloss/rng/{name}.c"], extra_compile_args=FLAGS, optional=True)
+        for name in ("_fill", "_jump")
     ]
 )
