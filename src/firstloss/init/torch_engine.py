@@ -22,17 +22,20 @@ import torch
 from ..capture.late import at_root
 from ..capture.program import Node, Value, is_contiguous, slice_for
 from ..capture.rejection import Rejection
-from ..capture.replay import Replay, draw, look
+from ..capture.replay import Replay, look
 from ..rng import draws
 from ..rng.stream import Position, Stream
 from .chains import apply, find_chains
 from .memory import allocate_huge
+from .pen import Pen, is_native
 
 # A fill is drawn in pieces that stay in a core's L2 cache: PyTorch's normal kernel goes over its target twice
 # (measured: 300 M values/s in pieces of 256 KiB, 200 M/s on the whole).
 _PIECE = 1 << 16
-# A segment this long takes some 30 ms to draw, against some ms for the jump to its start.
-_SEGMENT_WORDS = 1 << 23
+# The native kernels keep to the cache by themselves. Pieces of some milliseconds tell how far they are.
+_NATIVE_PIECE = 1 << 22
+# A segment this long takes 30 ms to draw natively and 100 without, against some ms for the jump to its start.
+_SEGMENT_WORDS = 1 << 25
 
 
 def default_threads() -> int:
@@ -223,17 +226,15 @@ def _cut(fill: Fill, words: int) -> tuple[Fill | None, Fill | None]:
 
 
 def _draw_segment(stream: Stream, fills: list[Fill], done: Callable[[int], None] | None) -> None:
-    generator = torch.Generator()
-    at: Position | None = None
+    pen = Pen()
     with torch.no_grad():
         for fill in fills:
-            if fill.position != at:
-                generator.set_state(torch.from_numpy(stream.state_at(fill.position)))
-            _draw_fill(fill, generator, done)
-            at = fill.after
+            pen.move(stream, fill.position)
+            _draw_fill(fill, pen, done)
+            pen.at = (stream, fill.after)
 
 
-def _draw_fill(fill: Fill, generator: torch.Generator, done: Callable[[int], None] | None) -> None:
+def _draw_fill(fill: Fill, pen: Pen, done: Callable[[int], None] | None) -> None:
     node, target = fill.node, fill.target.tensor()
     op, args, kwargs = node.op, node.args[1:], node.kwargs
     if node.draw is not None and node.draw.rejection is not None:  # its first round; the others follow later
@@ -242,12 +243,13 @@ def _draw_fill(fill: Fill, generator: torch.Generator, done: Callable[[int], Non
     if fill.target.contiguous:
         target = target.view(-1)
     if _may_be_cut(fill):
+        size = _PIECE if fill.then or not is_native(op, target, args, kwargs) else _NATIVE_PIECE
         # The kernel treats the end of a fill in a way of its own, for which it wants the last piece not to be short.
-        cuts = [*range(fill.begin, fill.end - _PIECE + 1, _PIECE), fill.end]
+        cuts = [*range(fill.begin, max(fill.end - size, fill.begin) + 1, size), fill.end]
         pieces = list(zip(cuts, cuts[1:], strict=False))
     for begin, end in pieces:
         part = target if end - begin == target.numel() else target[begin:end]
-        draw(op, [part, *args], kwargs, generator)
+        pen.draw(op, part, args, kwargs)
         apply(fill.then, part)
         if done is not None:
             done((end - begin) * target.itemsize)

@@ -1,0 +1,89 @@
+"""Drawing from a stream, one fill or piece of a fill after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..capture.replay import draw
+from ..rng import native
+from ..rng.stream import Position, Stream
+from .native_check import trusted
+
+aten = torch.ops.aten
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# The arguments of what has a native kernel, and their defaults.
+_ARGUMENTS = {
+    aten.normal_.default: {"mean": 0.0, "std": 1.0},
+    aten.uniform_.default: {"from": 0.0, "to": 1.0},
+}
+
+
+class Pen:
+    """Writes what a stream has at its place into tensors; goes on from there without a jump. One thread at a time.
+
+    It writes with PyTorch's kernels, or with native ones where those are known to write the same.
+
+    Attributes:
+        at: where it is; None when that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.at: tuple[Stream, Position] | None = None
+        self._generator = torch.Generator()
+        self._cursor: native.Cursor | None = None  # if there is one, it is where we are, and the generator is not
+
+    def move(self, stream: Stream, position: Position) -> None:
+        """Go to a position, unless the pen is there."""
+        if self.at != (stream, position):
+            self._generator.set_state(torch.from_numpy(stream.state_at(position)))
+            self._cursor = None
+            self.at = (stream, position)
+
+    def draw(self, op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the random operation in place on `target`. Its caller knows how far that moves, and sets `at`."""
+        self.at = None
+        numbers = _numbers(op, target, args, kwargs)
+        if numbers is None:
+            if self._cursor is not None:
+                self._generator.set_state(torch.from_numpy(self._cursor.state()))
+                self._cursor = None
+            draw(op, [target, *args], dict(kwargs), self._generator)
+            return
+        if self._cursor is None:
+            self._cursor = native.Cursor(self._generator.get_state().numpy())
+        kernel = self._cursor.normal if op is aten.normal_.default else self._cursor.uniform
+        kernel(target.data_ptr(), target.numel(), *numbers)
+
+
+def is_native(op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a pen draws this with a native kernel. Those gain nothing from pieces that fit into a cache."""
+    return _numbers(op, target, args, kwargs) is not None
+
+
+def _numbers(
+    op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """The two arguments of the native kernel that does this; None if there is none."""
+    names = _ARGUMENTS.get(op)
+    if (
+        names is None
+        or target.dtype != torch.float32
+        or target.device.type != "cpu"
+        or target.numel() < native.MIN_NORMAL
+        or not target.is_contiguous()
+        or type(target) is not torch.Tensor
+        or not trusted()
+    ):
+        return None
+    given = {**names, **dict(zip(names, args, strict=False)), **kwargs}
+    first, second = (float(given[name]) for name in names)
+    # What PyTorch refuses is left to it, for the error.
+    if op is aten.normal_.default:
+        valid = first == first and second >= 0
+    else:
+        valid = -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
+    return (first, second) if valid else None

@@ -1,0 +1,205 @@
+"""Pens: torch's bits, whichever kernels they write with."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import firstloss as fl
+from firstloss.init import native_check, pen
+from firstloss.rng import Position, Stream, native
+
+aten = torch.ops.aten
+NORMAL, UNIFORM = aten.normal_.default, aten.uniform_.default
+
+with_kernels = pytest.mark.skipif(
+    not native_check.trusted(),
+    reason="the native kernels are not built (python setup.py build_ext --inplace), or not PyTorch's on this machine",
+)
+
+
+def bits(tensor):
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(pen, "trusted", lambda: False)
+    elif not native_check.trusted():
+        pytest.skip("no native kernels")
+    return request.param
+
+
+# Some have native kernels and some have not, so that the stream is handed from one to the other.
+fills = st.sampled_from(
+    [
+        (NORMAL, (), {}),
+        (NORMAL, (0.5,), {}),
+        (NORMAL, (1, 2), {}),
+        (NORMAL, (), {"std": 0.02, "generator": None}),
+        (UNIFORM, (), {}),
+        (UNIFORM, (-1.0, 0.5), {}),
+        (UNIFORM, (), {"from": -3, "to": -3}),
+        (aten.exponential_.default, (2.0,), {}),
+        (aten.bernoulli_.float, (0.3,), {}),
+    ]
+)
+tensors = st.tuples(
+    st.one_of(st.integers(0, 40), st.integers(0, 5000)),
+    st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+    st.sampled_from([False, False, False, True]),  # strided
+)
+
+
+def target(count, dtype, strided):
+    return torch.zeros(2 * count, dtype=dtype)[::2] if strided else torch.zeros(count, dtype=dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(fills, tensors), min_size=1, max_size=6), st.booleans())
+def test_fill_after_fill(sequence, trust):
+    with pytest.MonkeyPatch.context() as patch:
+        if not trust:
+            patch.setattr(pen, "trusted", lambda: False)
+        generator = torch.Generator().manual_seed(1)
+        stream = Stream.from_state(generator.get_state().numpy())
+        ours = pen.Pen()
+        ours.move(stream, Position(0))
+        for (op, args, kwargs), how in sequence:
+            drawn, expected = target(*how), target(*how)
+            ours.draw(op, drawn, args, kwargs)
+            op(expected, *args, **{**kwargs, "generator": generator})
+            assert torch.equal(bits(drawn), bits(expected))
+
+
+def test_moving_there_and_back(kernels):
+    generator = torch.Generator().manual_seed(1)
+    stream = Stream.from_state(generator.get_state().numpy())
+    expected = torch.empty(1000).normal_(generator=generator)
+    ours = pen.Pen()
+    for begin in (480, 0, 16):
+        drawn = torch.empty(160)
+        ours.move(stream, Position(begin))
+        ours.draw(NORMAL, drawn, (), {})
+        assert torch.equal(drawn, expected[begin : begin + 160])
+        ours.at = (stream, Position(begin + 160))
+        ours.move(stream, Position(begin + 160))
+        ours.draw(NORMAL, drawn, (), {})
+        assert torch.equal(drawn, expected[begin + 160 : begin + 320])
+
+
+@pytest.mark.parametrize(
+    "op, args", [(NORMAL, (0.0, -1.0)), (UNIFORM, (1.0, 0.0)), (UNIFORM, (-3e38, 3e38)), (UNIFORM, (0.0, 1e300))]
+)
+def test_what_torch_refuses_is_refused(op, args):
+    stream = Stream.from_state(torch.Generator().get_state().numpy())
+    ours = pen.Pen()
+    ours.move(stream, Position(0))
+    with pytest.raises(RuntimeError):
+        ours.draw(op, torch.empty(100), args, {})
+    assert ours.at is None
+
+
+@with_kernels
+def test_what_is_native():
+    contiguous = torch.empty(100)
+    assert pen.is_native(NORMAL, contiguous, (), {})
+    assert pen.is_native(UNIFORM, contiguous[3:90], (0, 1), {"generator": None})
+    assert not pen.is_native(NORMAL, contiguous[:15], (), {})
+    assert not pen.is_native(NORMAL, contiguous[::2], (), {})
+    assert not pen.is_native(NORMAL, contiguous.double(), (), {})
+    assert not pen.is_native(NORMAL, torch.empty(100, device="meta"), (), {})
+    assert not pen.is_native(aten.exponential_.default, contiguous, (), {})
+
+
+@pytest.fixture
+def unchecked():
+    native_check.trusted.cache_clear()
+    yield
+    native_check.trusted.cache_clear()
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_kernels_that_differ_anywhere_are_not_trusted(monkeypatch, unchecked):
+    class OneBitOff(native.Cursor):
+        def normal(self, address, count, mean, std):
+            super().normal(address, count, mean, std)
+            if (mean, std) == (-0.3, 0.02):
+                word = native.ctypes.c_uint32.from_address(address + 4 * 12_345)
+                word.value ^= 1
+
+    monkeypatch.setattr(native, "Cursor", OneBitOff)
+    assert not native_check.trusted()
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_kernels_that_leave_another_state_are_not_trusted(monkeypatch, unchecked):
+    class Behind(native.Cursor):
+        def state(self):
+            state = super().state()
+            state[0] ^= 1
+            return state
+
+    monkeypatch.setattr(native, "Cursor", Behind)
+    assert not native_check.trusted()
+
+
+def test_without_the_library_nothing_is_trusted(monkeypatch, unchecked):
+    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".nowhere"])
+    native._library.cache_clear()
+    try:
+        assert not native.available() and not native_check.trusted()
+        assert torch.equal(weights(fl.deferred_init(Layers)), weights(eager()))
+    finally:
+        native._library.cache_clear()
+
+
+@with_kernels
+def test_the_check_is_quick_and_leaves_the_global_generator_alone(unchecked):
+    before = torch.get_rng_state()
+    assert native_check.trusted()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@with_kernels
+def test_the_check_is_not_captured(unchecked):
+    with torch.device("meta"):
+        assert native_check.trusted()
+
+
+class Layers(torch.nn.Module):
+    """Long and short fills, ragged ones, dead ones, other dtypes, and edits: all that lies between native fills."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.long = torch.nn.Parameter(torch.empty(700, 1001).normal_(0.0, 0.02))
+        self.linear = torch.nn.Linear(301, 203)
+        self.short = torch.nn.Parameter(torch.empty(5).normal_())
+        self.ragged = torch.nn.Parameter(torch.empty(1003).normal_(mean=1.0, std=3.0))
+        self.bfloat = torch.nn.Parameter(torch.empty(100, dtype=torch.bfloat16).normal_())
+        self.embedding = torch.nn.Embedding(1000, 177, padding_idx=0)
+        torch.nn.init.uniform_(self.embedding.weight, -1, 1)
+        self.truncated = torch.nn.Parameter(torch.nn.init.trunc_normal_(torch.empty(300, 500), std=0.02))
+        self.after = torch.nn.Parameter(torch.empty(33, 3).uniform_(-0.1, 0.1))
+
+
+def eager():
+    return Layers()
+
+
+def weights(module):
+    fl.materialize_module(module)
+    return torch.cat([bits(weight) for weight in module.parameters()])
+
+
+def test_a_module_is_as_eager_made_it(kernels, monkeypatch):
+    from firstloss.init import torch_engine
+
+    monkeypatch.setattr(torch_engine, "_NATIVE_PIECE", 1 << 17)
+    deferred = fl.deferred_init(Layers)
+    state = torch.get_rng_state()
+    expected = weights(eager())
+    assert torch.equal(weights(deferred), expected)
+    assert torch.equal(torch.get_rng_state(), state)
