@@ -1,0 +1,45 @@
+"""Real models, constructed both ways: some of each zoo. `python -m benchmarks.sweep_constructors` goes through all."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from benchmarks import sweep_constructors as sweep
+
+NAMES = {
+    "transformers": (
+        "llama gpt2 bert t5 mixtral mamba vit wav2vec2 whisper clip qwen2_moe deepseek_v3 falcon bart swin gpt_neox "
+        "albert deberta-v2 opt phi3 gemma2 rwkv xlnet convnextv2 detr mpt bloom blip siglip rt_detr"
+    ).split(),
+    "torchvision": "resnet18 mobilenet_v3_small squeezenet1_1 shufflenet_v2_x0_5 efficientnet_b0 mnasnet0_5".split(),
+    "timm": (
+        "test_vit test_resnet test_convnext test_byobnet test_efficientnet test_vit2 test_vit3 test_nfnet test_mambaout"
+    ).split(),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared():
+    sweep.prepare()
+
+
+def cases():
+    return [pytest.param(zoo, name, id=f"{zoo}-{name}") for zoo, names in NAMES.items() for name in names]
+
+
+@pytest.mark.parametrize("zoo, name", cases())
+def test_same_as_eager(zoo, name):
+    if importlib.util.find_spec(zoo) is None:
+        pytest.skip(f"{zoo} is not installed")
+    if zoo == "timm":
+        import timm
+
+        if name not in timm.list_models():
+            pytest.skip(f"this timm has no {name}")
+        build = lambda: timm.create_model(name)  # noqa: E731
+    else:
+        build = dict(sweep.ZOOS[zoo]())[name]
+    outcome = sweep.examine(zoo, name, build)
+    assert outcome.verdict == "same", outcome
