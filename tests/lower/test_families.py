@@ -192,3 +192,20 @@ def test_pooling_edges(ceil_mode):
         y = aten.avg_pool2d(x, *how)
         assert_rule(aten.avg_pool2d.default, (x, *how), {}, y)
         assert_rule(aten.avg_pool2d_backward.default, (y, x, *how), {}, aten.avg_pool2d_backward(y, x, *how))
+
+
+def test_grouped_products():
+    torch.manual_seed(0)
+    offs = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
+    kinds = [((8, 16), (4, 16, 24)), ((4, 16, 24), (24, 8)), ((16, 8), (8, 24))]
+    for left, right in kinds:
+        x, y = torch.randn(left), torch.randn(right)
+        bounds = [0, *offs.tolist()]
+        parts = list(itertools.pairwise(bounds))
+        if len(left) == 2 and len(right) == 3:
+            expected = torch.cat([x[a:b] @ y[i] for i, (a, b) in enumerate(parts)])
+        elif len(left) == 3:
+            expected = torch.cat([x[i] @ y[:, a:b] for i, (a, b) in enumerate(parts)], 1)
+        else:
+            expected = torch.stack([x[:, a:b] @ y[a:b] for a, b in parts])
+        assert_rule(aten._grouped_mm.default, (x, y, offs), {}, expected)

@@ -101,3 +101,22 @@ def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
     """The product of three tensors, each given new dimensions, summed over some."""
     x, y, z = (lax.expand_dims(i, e) for i, e in ((i1, expand1), (i2, expand2), (i3, expand3)))
     return jnp.sum(cast(x, opmath(x.dtype)) * y * z, tuple(sumdim))
+
+
+@rule(aten._grouped_mm.default)
+def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
+    """One product a group; `offs` has where each group ends, along the dimension that is not a group's own.
+
+    (rows, k) by (groups, k, n) for the forward pass of a mixture of experts; for the backward pass, (groups, m, k) by
+    (k, columns) and (m, inner) by (inner, n), the last giving (groups, m, n).
+    """
+    if offs is None:
+        return matmul(self, mat2)
+    sizes = jnp.diff(offs, prepend=jnp.zeros_like(offs, shape=(1,)))
+    how = {"precision": lax.Precision.HIGHEST, "preferred_element_type": opmath(self.dtype)}
+    if self.ndim == 2 and mat2.ndim == 3:
+        return lax.ragged_dot(self, mat2, sizes, **how)
+    if self.ndim == 3:
+        return lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes, **how).T
+    inner = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
+    return lax.ragged_dot_general(self, mat2, sizes, inner, **how)
