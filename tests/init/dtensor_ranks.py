@@ -260,20 +260,20 @@ def collectives_are_refused():
 
 def nothing_whole():
     """No rank makes a whole weight, and each draws about its own part."""
-    from firstloss.init import slices
+    from firstloss.init.pen import Pen
 
     world = dist.get_world_size()
     drawn = 0
     longest = 0
-    real = slices.draw
+    real = Pen.draw
 
-    def counted(op, args, kwargs, generator):
+    def counted(self, op, target, args, kwargs):
         nonlocal drawn, longest
-        drawn += args[0].numel()
-        longest = max(longest, args[0].untyped_storage().nbytes())
-        return real(op, args, kwargs, generator)
+        drawn += target.numel()
+        longest = max(longest, target.untyped_storage().nbytes())
+        return real(self, op, target, args, kwargs)
 
-    slices.draw = counted
+    Pen.draw = counted
     torch.manual_seed(0)
     rows, width = 4000, 1024
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous
-from ..capture.replay import check_constant, draw, look
+from ..capture.replay import check_constant, look
 from ..rng import draws
-from ..rng.stream import Position, Stream
+from ..rng.stream import Position
 from .cuts import cover, row_blocks
+from .pen import Pen
 
 aten = torch.ops.aten
 
@@ -80,13 +81,12 @@ class _Plan(NamedTuple):
 
 
 class Slicer:
-    """Makes parts of Values. Holds one generator, so that consecutive parts need one jump: use one per thread."""
+    """Makes parts of Values. Holds one pen, so that consecutive parts need one jump: use one per thread."""
 
     def __init__(self, whole: Callable[[Value], torch.Tensor]) -> None:
         """`whole` gives the buffer of a Value that has to be made whole; what it returns is only read."""
         self._whole = whole
-        self._generator = torch.Generator()
-        self._at: tuple[Stream, Position] | None = None
+        self._pen = Pen()
         self._plans: dict[tuple[Value, bool], _Plan] = {}
 
     def read(self, ref: Ref, out: torch.Tensor) -> None:
@@ -284,29 +284,25 @@ class Slicer:
         unit = draws.granule(name, dtype)
         assert unit is not None
         if last - first == count and (not into.is_contiguous() or count < _SHORT):
-            self._seek(origin.stream, origin.position)
-            draw(step.op, [into, *step.args], {}, self._generator)
-            self._at = (origin.stream, origin.after)
+            self._pen.move(origin.stream, origin.position)
+            self._pen.draw(step.op, into, step.args, {})
+            self._pen.at = (origin.stream, origin.after)
             if origin.rejection is not None:
                 origin.rejection.correct(into)
             return
         into = into.view(-1)
         for begin, end in cover(first, last, count, unit, _PIECE) if count >= _SHORT else [(0, count)]:
-            position = _position(origin.position, name, dtype, begin)
-            self._seek(origin.stream, position)
+            self._pen.move(origin.stream, _position(origin.position, name, dtype, begin))
             inside = first <= begin and end <= last
             part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
-            draw(step.op, [part, *step.args], {}, self._generator)
-            self._at = (origin.stream, origin.after if end == count else _position(origin.position, name, dtype, end))
+            self._pen.draw(step.op, part, step.args, {})
+            after = origin.after if end == count else _position(origin.position, name, dtype, end)
+            self._pen.at = (origin.stream, after)
             if not inside:
                 low, high = max(begin, first), min(end, last)
                 into[low - first : high - first] = part[low - begin : high - begin]
         if origin.rejection is not None:
             origin.rejection.correct_part(into, first)
-
-    def _seek(self, stream: Stream, position: Position) -> None:
-        if self._at != (stream, position):
-            self._generator.set_state(torch.from_numpy(stream.state_at(position)))
 
     def _buffer_of(self, value: Value) -> torch.Tensor:
         if value.real is None:
