@@ -37,7 +37,7 @@ $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
 	@touch $@
 
 # The editable install builds the optional C kernels beside their source, where there is a compiler.
-$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py src/firstloss/rng/_fill.c
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/rng/*.c)
 	$(PIP) -c requirements/torch.txt -r requirements/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -51,5 +51,5 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-de
 
 clean:
 	rm -rf $(VENV) build dist demo artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf src/*.egg-info src/firstloss/rng/_fill.*.so
+	rm -rf src/*.egg-info src/firstloss/rng/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
