@@ -97,7 +97,9 @@ def backend(name: str | None = None, *, artifact_dir: str | os.PathLike = "./art
         return _current
     kind = name.upper()
     if kind in _XLA_NAMES:
-        from .jaxlib import use_compilation_cache
+        with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
+            from . import executable  # noqa: F401
+            from .jaxlib import use_compilation_cache
 
         made = Backend("XLA", str(artifact_dir))
         use_compilation_cache(os.path.abspath(os.path.join(made.artifact_dir, "compiled")))

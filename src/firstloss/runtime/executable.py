@@ -20,7 +20,7 @@ from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from .backend import Backend
 from .cell import Cell
-from .jaxlib import lend, to_host, x64
+from .jaxlib import compile_options, lend, to_host, x64
 from .optimizers import Optimizers
 
 
@@ -155,7 +155,7 @@ class Executable:
                 jitted = jax.jit(run, donate_argnums=(0,))
                 lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
             with timeline.span("compile"):
-                return lowered.compile()
+                return lowered.compile(compile_options())
 
     # -- from a batch to a loss --
 

@@ -43,6 +43,21 @@ def use_compilation_cache(directory: str) -> None:
     compilation_cache.reset_cache()
 
 
+def compile_options() -> dict[str, Any]:
+    """What XLA is asked to do otherwise than by default.
+
+    On a CPU: to see, before it copies a donated weight, that the backward pass has read it before the optimizer writes
+    it (by default each weight is copied at each step: 7% of the time of a Llama's), and to order operations so that
+    they need less scratch memory (by default, so that more of them can run at once, it is 1.5 times as much).
+    """
+    if not on_cpu():
+        return {}
+    return {
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    }
+
+
 @functools.cache
 def on_cpu() -> bool:
     """Whether JAX's default device is this machine's CPU, so that torch and the device can share memory."""
