@@ -46,7 +46,7 @@ def default_threads() -> int:
 def give_way() -> None:
     """Lower this thread's priority: tracing and compiling go on in one thread, recipes in as many as there are."""
     if sys.platform == "linux":  # elsewhere a priority is a whole process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class Target:
