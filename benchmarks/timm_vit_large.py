@@ -39,7 +39,7 @@ def child(side, args):
     import timm  # noqa: F401 - not timed
 
     kind, _, rejection = side.partition(", ")
-    harness.warm_memory(1 << 20 if args.tiny else 3 << 30)
+    harness.warm_memory(1 << 20 if args.tiny else 3 << 30, args)
     torch.manual_seed(0)
     began = time.perf_counter()
     found = {}

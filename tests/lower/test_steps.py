@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .harness import Recorder, check_calls
+from .harness import Recorder, check_step
 
 ADAMW = {
     "adamw": {},
@@ -60,8 +60,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     torch.manual_seed(0)
-    missing = check_calls(record(mlp(), mlp_loss, OPTIMIZERS[name]))
-    assert not missing
+    assert not check_step(record(mlp(), mlp_loss, OPTIMIZERS[name]))
 
 
 IDS = torch.arange(16).reshape(2, 8) * 7 % 99
@@ -109,8 +108,7 @@ def gpt2(implementation):
 def test_language_models(build, implementation, dtype):
     torch.manual_seed(0)
     model = build(implementation).to(dtype)
-    missing = check_calls(record(model, lambda m: m(input_ids=IDS, labels=IDS).loss, adamw))
-    assert not missing
+    assert not check_step(record(model, lambda m: m(input_ids=IDS, labels=IDS).loss, adamw))
 
 
 def convnet():
@@ -161,5 +159,4 @@ def test_image_models(build):
         output = model(images)
         return F.cross_entropy(getattr(output, "logits", output), torch.tensor([0, 1]))
 
-    missing = check_calls(record(build(), loss_of, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))
-    assert not missing
+    assert not check_step(record(build(), loss_of, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))

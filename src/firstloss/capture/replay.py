@@ -36,7 +36,8 @@ def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 def check_constant(value: Value) -> None:
     """An error if a constant that is kept by reference has been edited since."""
-    if value.version is not None and getattr(value.real, "original", value.real)._version != value.version:
+    original: Any = getattr(value.real, "original", value.real)
+    if value.version is not None and original._version != value.version:
         raise ConstantChangedError(
             f"a tensor of shape {list(value.shape)} from outside the constructor was edited after it had been captured "
             f"at {value.label}; its weight would not be what eager PyTorch made. Clone it before the constructor, or "

@@ -129,7 +129,9 @@ def _promoted(keys: tuple, default: torch.dtype) -> np.dtype:
         else:
             dtype = _TO_TORCH[dtype]
         ranks[rank] = dtype if ranks[rank] is None else torch.promote_types(ranks[rank], dtype)
-    return to_jax(_outrank(ranks[0], _outrank(ranks[1], ranks[2])))
+    found = _outrank(ranks[0], _outrank(ranks[1], ranks[2]))
+    assert found is not None, "promotion of nothing"
+    return to_jax(found)
 
 
 def promoted(*args: Any) -> np.dtype:

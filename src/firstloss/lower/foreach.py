@@ -139,7 +139,7 @@ def _fused_adam_step(decay: Callable) -> Callable:
         lr, beta1, beta2, weight_decay, eps, amsgrad, maximize, grad_scale=None, found_inf=None,
     ):  # fmt: skip
         unscaled = _unscaled(grads, grad_scale)
-        new = ([], [], [], [])
+        new: tuple[list, list, list, list] = ([], [], [], [])
         for i, (p, g, m, v, step) in enumerate(zip(self, unscaled, exp_avgs, exp_avg_sqs, state_steps, strict=True)):
             p, g, m, v = operands(p, g, m, v)
             rate, step = cast(lr, p.dtype), cast(step, p.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,7 +106,9 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
     windows = _Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     padded = windows.padded(self, _lowest(self.dtype))
     inside = windows.padded(lax.full(self.shape, True), False)
-    best = places = found = None
+    best: Any = None
+    places: Any = None
+    found: Any = None
     for offset in windows.offsets():
         x, here = windows.slice(padded, offset), windows.slice(inside, offset)
         place = lax.broadcast_in_dim(windows.places(offset), x.shape, range(len(windows.lead), x.ndim))
@@ -141,7 +144,8 @@ def adaptive_max_pool(self, output_size):
     bins = [_bins(n, m) for n, m in zip(lengths, output_size, strict=True)]
     reach = [max(end - start for start, end in b) if b else 0 for b in bins]
     flat = lax.reshape(self, (*self.shape[: self.ndim - space], math.prod(lengths)))
-    best = places = None
+    best: Any = None
+    places: Any = None
     for offset in itertools.product(*map(range, reach)):
         place = np.zeros(tuple(output_size), np.int64)
         for d, o in enumerate(offset):
@@ -205,7 +209,8 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
         place = jnp.trunc((steps + u) * alpha) - jnp.trunc(u * alpha)
         starts.append(cast(where(steps == m - 1, float(n - k), place), np.dtype(np.int64)))
     flat = lax.reshape(x, (*batched, math.prod(lengths)))
-    best = places = None
+    best: Any = None
+    places: Any = None
     for offset in itertools.product(*map(range, kernel_size)):
         place = 0
         for d, o in enumerate(offset):

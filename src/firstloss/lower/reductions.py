@@ -168,9 +168,9 @@ def _by_flag(by_correction):
     def with_flag(self, *args, unbiased=True, keepdim=False):
         dim = None
         if args and not isinstance(args[0], bool):
-            dim, *args = args
+            dim, args = args[0], args[1:]
         if args:
-            unbiased, *args = args
+            unbiased, args = args[0], args[1:]
         return by_correction(self, dim, correction=int(unbiased), keepdim=args[0] if args else keepdim)
 
     return with_flag
