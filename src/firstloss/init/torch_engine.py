@@ -9,6 +9,7 @@ arithmetic, is replayed afterwards, independent recipes in parallel.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -43,10 +44,18 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def give_way() -> None:
-    """Lower this thread's priority: tracing and compiling go on in one thread, recipes in as many as there are."""
-    if sys.platform == "linux":  # elsewhere a priority is a whole process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+def give_way() -> Callable[[], None]:
+    """What each thread of a pool runs first: one of them leaves its core to whoever traces and compiles meanwhile.
+
+    That is a single thread, and the way to the first loss leads through it; recipes are made by as many as there are.
+    """
+    first = itertools.count()
+
+    def lower_priority() -> None:
+        if next(first) == 0 and sys.platform == "linux":  # elsewhere a priority is a whole process's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+    return lower_priority
 
 
 class Target:
@@ -124,7 +133,7 @@ def run(
     segments = [(stream, part) for stream, parts in work.items() for part in _segments(parts, threads)]
     hoisted = {*fills, *(node for chain in chains.values() for node in chain)}
     rest = _components([node for node in nodes if node not in hoisted])
-    with ThreadPoolExecutor(threads, "firstloss-init", give_way if background else None) as pool:
+    with ThreadPoolExecutor(threads, "firstloss-init", give_way() if background else None) as pool:
         for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
             future.result()
         for future in [pool.submit(_correct, *rejection) for rejection in rejections]:
