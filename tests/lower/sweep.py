@@ -67,34 +67,44 @@ def key_of(call) -> str:
     return f"{overload}{tree_map(shown, (args, kwargs))}"
 
 
-def sweep_op(op, dtype: torch.dtype, limit: int, grad: bool) -> list[str | None]:
-    """The problem of each sample, None for those that pass."""
-    recorded: list = []
+def record_samples(op, dtype: torch.dtype, limit: int, with_grad: bool) -> tuple[list[list], list[str | None]]:
+    """The operations of each sample, and the problems of samples that eager itself does not run."""
+    grad = with_grad and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    recorded: list[list] = []
     problems: list[str | None] = []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            samples = list(samples_of(op, dtype, limit, grad))
-    except Exception as error:
-        return [f"sample: {error}"[:200]]
-    for sample in samples:
-        if not is_strided((sample.input, sample.args, sample.kwargs)):
-            continue
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                recorded.append(record(op, sample, grad))
+            samples = samples_of(op, dtype, limit, grad)
         except Exception as error:
-            problems.append(f"eager: {type(error).__name__} {error}"[:200])
-    distinct = {key_of(call): call for calls in recorded for call in calls}
-    checks = check(list(distinct.values()))
-    found = {
-        key: c.problem
-        for key, c in zip((k for k, call in distinct.items() if is_checked(call[0])), checks, strict=True)
-    }
-    for calls in recorded:
-        problems.append(next((found[key_of(c)] for c in calls if found.get(key_of(c))), None))
-    return problems
+            return [], [f"sample: {error}"[:200]]
+        for sample in samples:
+            if not is_strided((sample.input, sample.args, sample.kwargs)):
+                continue
+            try:
+                recorded.append(record(op, sample, grad))
+            except Exception as error:
+                problems.append(f"eager: {type(error).__name__} {error}"[:200])
+    return recorded, problems
+
+
+PROGRAM = 400  # calls compiled as one program: fewer programs compile faster, up to a size
+
+
+def sweep_op(op, limits: dict[torch.dtype, int], with_grad: bool = True) -> dict[torch.dtype, list[str | None]]:
+    """By dtype, the problem of each sample, None for those that pass."""
+    samples = {d: record_samples(op, d, limit, with_grad) for d, limit in limits.items() if op.supports_dtype(d, "cpu")}
+    every = [call for recorded, _ in samples.values() for calls in recorded for call in calls]
+    distinct = {key_of(call): call for call in every if is_checked(call[0])}
+    keys, found = list(distinct), {}
+    for i in range(0, len(keys), PROGRAM):
+        part = keys[i : i + PROGRAM]
+        found |= dict(zip(part, (c.problem for c in check([distinct[k] for k in part])), strict=True))
+    outcomes = {}
+    for dtype, (recorded, problems) in samples.items():
+        firsts = [next((found[k] for k in map(key_of, calls) if found.get(k)), None) for calls in recorded]
+        outcomes[dtype] = problems + firsts
+    return outcomes
 
 
 def main() -> None:
@@ -109,15 +119,12 @@ def main() -> None:
     part, parts = map(int, options.part.split("/"))
     outcomes: dict = {}
     for op in [op for op in op_db if re.search(options.only, op.name)][part::parts]:
-        for name in options.dtypes:
-            dtype = getattr(torch, name)
-            if not op.supports_dtype(dtype, "cpu"):
-                continue
-            grad = not options.no_grad and op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-            label = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''} {name}"
-            start = time.perf_counter()
-            with contextlib.redirect_stderr(None):
-                problems = sweep_op(op, dtype, options.limit, grad)
+        start = time.perf_counter()
+        limits = {getattr(torch, name): options.limit for name in options.dtypes}
+        with contextlib.redirect_stderr(None):
+            found = sweep_op(op, limits, not options.no_grad)
+        for dtype, problems in found.items():
+            label = f"{op.full_name} {str(dtype).removeprefix('torch.')}"
             outcomes[label] = problems
             good, counts = problems.count(None), collections.Counter(p for p in problems if p)
             print(f"{label}: {good}/{len(problems)} {time.perf_counter() - start:.1f}s", flush=True)
