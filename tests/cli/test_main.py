@@ -24,7 +24,7 @@ def command(*arguments, cwd=None, **environment):
     )
 
 
-@pytest.mark.parametrize("arguments", [(), ("demo",), ("init",), ("verify",)])
+@pytest.mark.parametrize("arguments", [(), ("demo",), ("inspect",), ("init",), ("verify",)])
 def test_help_holds_an_example(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--help"])
@@ -61,7 +61,7 @@ def test_wrong_arguments_are_one_line(arguments, says, capsys):
     assert says in captured.err and captured.err.count("\n") == 1 and "--help" in captured.err
 
 
-@pytest.mark.parametrize("name", ["init", "verify"])
+@pytest.mark.parametrize("name", ["inspect", "init", "verify"])
 def test_a_wrong_target_is_one_line_and_status_1(name, capsys):
     assert main([name, "torchh:Linear", *(["-o", "nowhere"] if name == "init" else [])]) == 1
     captured = capsys.readouterr()
@@ -112,3 +112,16 @@ def test_verify_says_identical(capsys):
     assert result["identical"] and result["tensors"] == 2 and result["bytes"] == 4 * (35 + 7)
     assert main(["verify", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7"]) == 0
     assert "2 tensors, 168 B, and the random generator are bit-identical" in capsys.readouterr().out
+
+
+def test_inspect_says_what_would_be_made(capsys):
+    target = ["inspect", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7"]
+    assert main([*target, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["weights"]
+    assert [(row["weight"], row["shape"], row["position"]) for row in rows] == [
+        ("weight", [7, 5], 0),
+        ("bias", [7], 35),
+    ]
+    assert main(target) == 0
+    shown = capsys.readouterr().out
+    assert "uniform(-0.4472" in shown and "2 weights, 42 parameters" in shown

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FirstlossError
-from . import demo, init, verify
+from . import demo, init, inspect, verify
 
-COMMANDS = (demo, init, verify)
+COMMANDS = (demo, inspect, init, verify)
 
 # Where a missing library comes from, for those who installed the bare package.
 _EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}
