@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 
 import jax
@@ -162,8 +163,10 @@ class Check:
         overload, self.args, self.kwargs, self.expected = call
         self.overload, self.kwargs = functional(overload), without_out(overload, self.kwargs)
         self.problem: str | None = None
-        # Attention has the tag for the sake of its dropout.
-        random = torch.Tag.nondeterministic_seeded in overload.tags and "scaled_dot" not in str(overload)
+        # Some have the tag for what they do not always do: attention for its dropout, RReLU for training.
+        rule = RULES.get(self.overload)
+        draws = rule is None or "rng_key" in inspect.signature(rule).parameters
+        random = torch.Tag.nondeterministic_seeded in overload.tags and draws
         if self.overload is not overload and self.overload in RULES and not random:
             with torch.no_grad():
                 self.expected = self.overload(*self.args, **self.kwargs)

@@ -14,8 +14,9 @@ from jax import lax
 from jax import numpy as jnp
 
 from .dtypes import cast, opmath, where
-from .matmul import matmul
-from .norms import _safe_softmax, total
+from .matmul import linear, matmul
+from .norms import _safe_softmax, native_layer_norm, total
+from .pointwise import gelu, relu
 from .registry import rule
 
 aten = torch.ops.aten
@@ -196,3 +197,42 @@ def _scaled_dot_product_attention_math(
     key, value = _shared(key, query.shape[-3]), _shared(value, query.shape[-3])
     weights = _safe_softmax(_scores(query, key, attn_mask, is_causal, _scale(query, scale)), -1)
     return matmul(cast(weights, value.dtype), value), weights
+
+
+# --- A whole encoder layer, PyTorch's fast path for evaluation --------------------------------------------------------
+
+
+@rule(aten._transformer_encoder_layer_fwd.default)
+def _transformer_encoder_layer_fwd(
+    src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm_weight_1,
+    norm_bias_1, norm_weight_2, norm_bias_2, ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2, mask=None,
+    mask_type=None,
+):  # fmt: skip
+    """Mask types: 0 for (length, length), 1 for padding (batch, length), 2 for (batch, heads, length, length)."""
+    batch, length, _ = src.shape
+
+    def self_attention(x):
+        qkv = lax.reshape(linear(x, qkv_weight, qkv_bias), (batch, length, 3, num_heads, embed_dim // num_heads))
+        q, k, v = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+        bias = None
+        if mask is not None:
+            shape = {0: (1, 1, length, length), 1: (batch, 1, 1, length)}.get(mask_type, mask.shape)
+            bias = lax.reshape(mask == 0, shape)  # the kernel takes any other value as masked
+        y = attention(q, k, v, bias, False, None)[0].transpose(0, 2, 1, 3)
+        return linear(cast(lax.reshape(y, src.shape), src.dtype), proj_weight, proj_bias)
+
+    def feed_forward(x):
+        inner = linear(x, ffn_weight_1, ffn_bias_1)
+        return linear(cast(gelu(inner) if use_gelu else relu(inner), src.dtype), ffn_weight_2, ffn_bias_2)
+
+    def norm_1(x):
+        return native_layer_norm(x, [embed_dim], norm_weight_1, norm_bias_1, eps)[0]
+
+    def norm_2(x):
+        return native_layer_norm(x, [embed_dim], norm_weight_2, norm_bias_2, eps)[0]
+
+    if norm_first:
+        x = src + self_attention(cast(norm_1(src), src.dtype))
+        return x + feed_forward(cast(norm_2(x), src.dtype))
+    x = norm_1(src + self_attention(src))
+    return norm_2(x + feed_forward(cast(x, src.dtype)))

@@ -16,6 +16,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, promoted, where
+from .reductions import linalg_vector_norm
 from .registry import rule
 
 aten = torch.ops.aten
@@ -334,6 +335,15 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
     if padding_idx >= 0:
         places = where(places == padding_idx, num_weights, places)  # past the end: dropped
     return lax.full((num_weights, *width), 0, g.dtype).at[places].add(g)
+
+
+@rule(aten.embedding_renorm.default)
+def embedding_renorm(self, indices, max_norm, norm_type):
+    """Scale down the rows that are named and longer than `max_norm`."""
+    rows = lax.full((self.shape[0],), False).at[lax.reshape(indices, (indices.size,))].set(True)
+    norms = linalg_vector_norm(self, norm_type, list(range(1, self.ndim)), True)
+    shrunk = lax.expand_dims(rows, range(1, self.ndim)) & (norms > max_norm)
+    return self * where(shrunk, max_norm / (norms + 1e-7), lax.full_like(norms, 1))
 
 
 _BAG_SUM, _BAG_MEAN, _BAG_MAX = 0, 1, 2

@@ -222,3 +222,88 @@ def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_tar
     x = cast(self, opmath(self.dtype))
     _, transpose = jax.vjp(lambda x: _multilabel_margin(x, target, reduction)[0], x)
     return transpose(cast(grad_output, x.dtype))[0]
+
+
+# --- Connectionist temporal classification ----------------------------------------------------------------------------
+
+
+def _padded_targets(targets, lengths, longest: int):
+    """Targets as rows of `longest`; they may come joined end to end."""
+    if targets.ndim == 2:
+        return targets
+    starts = lax.cumsum(lengths) - lengths
+    places = lax.expand_dims(starts, [1]) + lax.broadcasted_iota(starts.dtype, (lengths.shape[0], longest), 1)
+    return targets[lax.min(places, lax.full_like(places, max(targets.shape[0] - 1, 0)))]
+
+
+def _ctc(log_probs, targets, input_lengths, target_lengths, blank):
+    """Negative log likelihood of each sample (Graves et al., 2006, by the forward variables, in logarithms).
+
+    log_probs is (time, batch, classes), targets (batch, longest). The states are the target with blanks around each
+    symbol; from one, the next is itself, the following, or the one after unless that skips a blank it must not.
+    """
+    time, batch, _ = log_probs.shape
+    states = 2 * targets.shape[1] + 1
+    symbols = lax.full((batch, states), blank, targets.dtype).at[:, 1::2].set(targets)
+    two_before = jnp.pad(symbols, ((0, 0), (2, 0)), constant_values=blank)[:, :states]
+    can_skip = (symbols != blank) & (symbols != two_before)
+    never = lax.full((batch, states), -np.inf, log_probs.dtype)
+
+    def emission(frame):
+        return jnp.take_along_axis(frame, symbols, axis=1)
+
+    def shifted(alpha, by):
+        return jnp.pad(alpha, ((0, 0), (by, 0)), constant_values=-np.inf)[:, :states]
+
+    def step(alpha, now):
+        frame, t = now
+        paths = jnp.stack([alpha, shifted(alpha, 1), where(can_skip, shifted(alpha, 2), -np.inf)])
+        # Impossible states are -inf in every path; kept out of the logarithm so that their derivative is 0, not NaN.
+        possible = jnp.any(paths > -np.inf, 0)
+        summed = jax.nn.logsumexp(where(possible, paths, 0.0), axis=0)
+        new = where(possible, summed + emission(frame), -np.inf)
+        return where(lax.expand_dims(t < input_lengths, [1]), new, alpha), None
+
+    first = where(lax.broadcasted_iota(np.int32, never.shape, 1) < 2, emission(log_probs[0]), never)
+    first = where(lax.expand_dims(target_lengths == 0, [1]) & (symbols != blank), -np.inf, first)
+    alpha, _ = lax.scan(step, first, (log_probs[1:], lax.iota(input_lengths.dtype, time)[1:]))
+    # The last symbol or the blank after it.
+    ends = jnp.stack([2 * target_lengths, lax.max(2 * target_lengths - 1, lax.full_like(target_lengths, 0))], 1)
+    last = jnp.take_along_axis(alpha, ends, axis=1)
+    last = where(jnp.stack([target_lengths >= 0, target_lengths > 0], 1), last, -np.inf)
+    reached = jnp.any(last > -np.inf, 1)
+    return where(reached, -jax.nn.logsumexp(where(lax.expand_dims(reached, [1]), last, 0.0), axis=1), np.inf)
+
+
+def _ctc_operands(log_probs, targets, input_lengths, target_lengths):
+    x = cast(log_probs, opmath(log_probs.dtype))
+    lengths = [jnp.asarray(n, np.int64) for n in (input_lengths, target_lengths)]
+    # Lengths given as numbers say how long the longest target is; given as a tensor, any may be.
+    joined = targets.size if hasattr(target_lengths, "shape") else max([*target_lengths, 0])
+    return x, _padded_targets(cast(targets, np.dtype(np.int64)), lengths[1], joined), *lengths
+
+
+@rule(aten._ctc_loss.default, aten._ctc_loss.Tensor)
+def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
+    """The forward variables, which the backward pass here makes again, are a single zero; it broadcasts.
+
+    `zero_infinity` is the backward pass's affair: eager zeroes the losses themselves in an operation of their own.
+    """
+    losses = _ctc(*_ctc_operands(log_probs, targets, input_lengths, target_lengths), blank)
+    return losses, np.zeros((), losses.dtype)
+
+
+@rule(aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+def _ctc_loss_backward(
+    grad, log_probs, targets, input_lengths, target_lengths, neg_log_likelihood, log_alpha, blank, zero_infinity=False
+):
+    """The derivative with respect to logits, which is what PyTorch gives: the probabilities less the occupancies."""
+    x, rows, lengths, target_lengths = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
+    losses, transpose = jax.vjp(lambda x: _ctc(x, rows, lengths, target_lengths, blank), x)
+    g = cast(grad, x.dtype)
+    occupancies = transpose(g)[0]
+    g = g.reshape(1, -1, 1)
+    inside = lax.broadcasted_iota(np.int64, x.shape, 0) < lengths.reshape(1, -1, 1)
+    gradient = where(inside, lax.exp(x) * g + occupancies, 0)
+    lost = (losses == np.inf).reshape(1, -1, 1)
+    return where(lost & inside, 0 if zero_infinity else np.nan, gradient)

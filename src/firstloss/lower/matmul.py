@@ -8,6 +8,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .dtypes import cast, is_integer, opmath
+from .pointwise import gelu, relu
 from .registry import rule
 
 aten = torch.ops.aten
@@ -53,10 +54,8 @@ def addmm(self, mat1, mat2, *, beta=1, alpha=1):
 
 @rule(aten._addmm_activation.default)
 def _addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False):
-    from .pointwise import gelu
-
     x = addmm(self, mat1, mat2, beta=beta, alpha=alpha)
-    return gelu(x, approximate="tanh") if use_gelu else lax.max(x, lax.full_like(x, 0))
+    return gelu(x, approximate="tanh") if use_gelu else relu(x)
 
 
 @rule(aten.addbmm.default)

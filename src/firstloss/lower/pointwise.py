@@ -144,7 +144,6 @@ _UNARY = {
     aten.sign.default: _lax_sign,
     aten.sgn.default: _sgn,
     aten.square.default: lax.square,
-    aten.relu.default: lambda x: lax.max(x, lax.full_like(x, 0)),
     aten.conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
     aten._conj.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
     aten._conj_physical.default: lambda x: lax.conj(x) if is_complex(x.dtype) else x,
@@ -619,6 +618,11 @@ def threshold_backward(grad_output, self, threshold):
     return where(x <= cast(threshold, x.dtype), 0, g)
 
 
+@rule(aten.relu.default)
+def relu(self):
+    return lax.max(self, lax.full_like(self, 0))
+
+
 @rule(aten.relu6.default)
 def relu6(self):
     return clamp(self, 0, 6)
@@ -645,6 +649,22 @@ def leaky_relu(self, negative_slope=0.01):
 def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
     g, x = operands(grad_output, self)
     return where(x > 0, g, g * negative_slope)
+
+
+@rule(aten.rrelu_with_noise_functional.default)
+def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=False):
+    if training:
+        raise NotImplementedError(
+            "torch.nn.RReLU draws slopes in training. Write torch.where(x > 0, x, x * slope) with a slope of your own."
+        )
+    return leaky_relu(self, (lower + upper) / 2), noise
+
+
+@rule(aten.rrelu_with_noise_backward.default)
+def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
+    if training and upper - lower > 1e-6:
+        return mul(grad_output, noise)
+    return leaky_relu_backward(grad_output, self, (lower + upper) / 2, self_is_result)
 
 
 @rule(aten._prelu_kernel.default)

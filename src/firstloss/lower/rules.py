@@ -17,6 +17,7 @@ from . import (  # noqa: F401
     pooling,
     random,
     rearrange,
+    recurrent,
     reductions,
     sorting,
     views,
