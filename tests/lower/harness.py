@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from firstloss.lower.dtypes import cast, to_jax
+from firstloss.lower.functional import functional
 from firstloss.lower.rules import RULES
 
 # Relative to the largest element of a result as well as to each element: a sum of n terms of both signs is only as
@@ -102,33 +102,6 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-aten = torch.ops.aten
-FUNCTIONAL_BATCH_NORM = {
-    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
-    aten._batch_norm_with_update.default: aten._batch_norm_with_update_functional.default,
-}
-
-
-@functools.cache
-def functional(overload):
-    """The overload that returns what this one writes: of the same name and operands, but with no write.
-
-    The overload names need not agree: `pow_.Scalar` is `pow.Tensor_Scalar`.
-    """
-    if not overload._schema.is_mutable or overload in FUNCTIONAL_BATCH_NORM:
-        return FUNCTIONAL_BATCH_NORM.get(overload, overload)
-    namespace, name = overload._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    if name.endswith("__") or packet is None:
-        return None
-    wanted = [str(a.type) for a in overload._schema.arguments if not a.is_out]
-    for candidate in (getattr(packet, o) for o in packet.overloads()):
-        schema = candidate._schema
-        if not schema.is_mutable and [str(a.type) for a in schema.arguments] == wanted:
-            return candidate
-    return None
-
-
 def without_out(overload, kwargs):
     return {k: v for k, v in kwargs.items() if k not in {a.name for a in overload._schema.arguments if a.is_out}}
 
@@ -172,7 +145,7 @@ class Check:
                 self.expected = self.overload(*self.args, **self.kwargs)
         if random:
             self.problem = "random"
-        elif self.overload is None or self.overload not in RULES:
+        elif self.overload not in RULES:
             self.problem = f"no rule: {overload}"
         elif not is_strided((self.args, self.kwargs)):
             self.problem = "not strided"

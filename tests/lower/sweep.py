@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 
+import jax
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
@@ -130,6 +131,7 @@ def main() -> None:
             print(f"{label}: {good}/{len(problems)} {time.perf_counter() - start:.1f}s", flush=True)
             for problem, times in counts.most_common(2):
                 print(f"    {times}x {problem}", flush=True)
+        jax.clear_caches()  # thousands of programs would use up the process's memory maps
     if options.json:
         with open(options.json, "w") as file:
             json.dump(outcomes, file, indent=1)

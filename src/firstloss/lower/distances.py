@@ -62,6 +62,8 @@ def _slope(difference, p, distance):
 
 @rule(aten._cdist_backward.default)
 def _cdist_backward(grad, x1, x2, p, cdist):
+    if grad.size == 0:
+        return lax.full_like(x1, 0)
     x1, x2 = _broadcast_batch(x1, x2)
     slope = _slope(_differences(x1, x2), p, lax.expand_dims(cdist, [cdist.ndim]))
     return lax.reduce_sum(lax.expand_dims(grad, [grad.ndim]) * slope, (grad.ndim - 1,))

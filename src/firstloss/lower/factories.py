@@ -5,12 +5,14 @@ Where `dtype` is absent the result is given in the default dtype or the operand'
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, default_float, to_jax
+from .dtypes import cast, default_float, is_integer, to_jax
 from .registry import rule
 
 aten = torch.ops.aten
@@ -102,8 +104,12 @@ def arange(*limits, dtype=None, **_):
     start, end, step = (0, *limits, 1) if len(limits) == 1 else (*limits, 1)[:3]
     whole = all(isinstance(x, int) for x in limits)
     target = to_jax(dtype) if dtype else np.dtype(np.int64) if whole else default_float()
-    count = max(0, -(-(end - start) // step)) if whole else max(0, int(np.ceil((end - start) / step)))
-    return _ramp(start, step, count, np.dtype(np.int64) if target.kind in "biu" and whole else _wide(target))
+    if target == np.int64:  # PyTorch cuts the limits to whole numbers first, for this dtype only
+        start, end, step = int(start), int(end), int(step)
+        count = -(-(end - start) // step)
+    else:
+        count = math.ceil((end - start) / step)
+    return _ramp(start, step, max(0, count), np.dtype(np.int64) if is_integer(target) else _wide(target))
 
 
 def _wide(dtype):
