@@ -289,7 +289,7 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_i
 
     `zero_infinity` is the backward pass's affair: eager zeroes the losses themselves in an operation of their own.
     """
-    losses = _ctc(*_ctc_operands(log_probs, targets, input_lengths, target_lengths), blank)
+    losses = _ctc(*_ctc_operands(log_probs, targets, input_lengths, target_lengths), blank=blank)
     return losses, np.zeros((), losses.dtype)
 
 

@@ -51,7 +51,7 @@ def mkldnn_rnn_layer(
     _checked_mode(mode, batch_sizes)
     dtype = opmath(input.dtype)
     operands = [cast(x, dtype) for x in (input, weight0, weight1, weight2, weight3, hx_, cx_)]
-    return *_lstm(*operands, reverse), np.uint8(0)
+    return *_lstm(*operands, reverse=reverse), np.uint8(0)
 
 
 @rule(aten.mkldnn_rnn_layer_backward.default)
@@ -63,7 +63,7 @@ def mkldnn_rnn_layer_backward(
     _checked_mode(mode, batch_sizes)
     dtype = opmath(input.dtype)
     operands = [cast(x, dtype) for x in (input, weight1, weight2, weight3, weight4, hx_, cx_tmp)]
-    results, transpose = jax.vjp(lambda *xs: _lstm(*xs, reverse), *operands)
+    results, transpose = jax.vjp(lambda *xs: _lstm(*xs, reverse=reverse), *operands)
     grads = (grad_output, grad_hy, grad_cy)
     given = (lax.full_like(y, 0) if g is None else cast(g, dtype) for g, y in zip(grads, results, strict=True))
     return transpose(tuple(given))
