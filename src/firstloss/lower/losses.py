@@ -236,7 +236,7 @@ def _padded_targets(targets, lengths, longest: int):
     return targets[lax.min(places, lax.full_like(places, max(targets.shape[0] - 1, 0)))]
 
 
-def _ctc(log_probs, targets, input_lengths, target_lengths, blank):
+def _ctc(log_probs, targets, input_lengths, target_lengths, *, blank):
     """Negative log likelihood of each sample (Graves et al., 2006, by the forward variables, in logarithms).
 
     log_probs is (time, batch, classes), targets (batch, longest). The states are the target with blanks around each
@@ -299,7 +299,7 @@ def _ctc_loss_backward(
 ):
     """The derivative with respect to logits, which is what PyTorch gives: the probabilities less the occupancies."""
     x, rows, lengths, target_lengths = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
-    losses, transpose = jax.vjp(lambda x: _ctc(x, rows, lengths, target_lengths, blank), x)
+    losses, transpose = jax.vjp(lambda x: _ctc(x, rows, lengths, target_lengths, blank=blank), x)
     g = cast(grad, x.dtype)
     occupancies = transpose(g)[0]
     g = g.reshape(1, -1, 1)

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 _LSTM = 2  # PyTorch's number for the mode
 
 
-def _lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse):
+def _lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, *, reverse):
     """One direction of one layer over x (time, batch, features): outputs, last hidden state, last cell state.
 
     Hochreiter and Schmidhuber, 1997, with forget gates; the weights hold the gates input, forget, cell, output.
