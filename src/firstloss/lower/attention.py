@@ -13,10 +13,10 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from .activations import gelu, relu
 from .dtypes import cast, opmath, where
 from .matmul import linear, matmul
 from .norms import _safe_softmax, native_layer_norm, total
-from .pointwise import gelu, relu
 from .registry import rule
 
 aten = torch.ops.aten

@@ -7,8 +7,8 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from .activations import gelu, relu
 from .dtypes import cast, is_integer, opmath
-from .pointwise import gelu, relu
 from .registry import rule
 
 aten = torch.ops.aten

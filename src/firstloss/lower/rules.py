@@ -1,9 +1,11 @@
 """Importing this module imports every family of rules, and so fills `RULES`."""
 
 from . import (  # noqa: F401
+    activations,
     attention,
     convolution,
     distances,
+    embeddings,
     factories,
     fft,
     foreach,
