@@ -27,6 +27,18 @@ class SaveError(FirstlossError, OSError):
     """Weights could not be written to disk."""
 
 
+class UnsavableError(FirstlossError, TypeError):
+    """A checkpoint was asked to hold what is neither a tensor nor plain data."""
+
+
+class CheckpointError(FirstlossError, ValueError):
+    """A checkpoint is damaged, cut short, or no checkpoint at all."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint where one was asked for."""
+
+
 class TraceError(FirstlossError, RuntimeError):
     """A step cannot be traced."""
 

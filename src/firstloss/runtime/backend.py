@@ -13,6 +13,7 @@ import torch
 from .. import timeline
 from ..capture.deferred import deferred
 from ..errors import BackendError
+from .keys import Keys
 
 _XLA_NAMES = ("XLA", "CSX")
 _EAGER = {"CPU": "cpu", "GPU": "cuda"}
@@ -68,6 +69,19 @@ class Backend:
         self.torch_device = torch.device(_EAGER.get(name, "cpu"))
         self.device = Device(self)
         self.models: list[torch.nn.Module] = []
+        self.keys = Keys()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides weights and optimizers for the same random numbers: plain data."""
+        return {"random": self.keys.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the random numbers where `state` was taken.
+
+        Raises:
+            CheckpointError: if `state` is not what `state_dict` gives.
+        """
+        self.keys.load_state_dict(state.get("random", {}))
 
     def claim(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background."""

@@ -53,8 +53,7 @@ class Executable:
                 raise
         self._constants = self._optimizers.constants()
         self._compiled = self._compile()
-        self._seed = torch.initial_seed() & 0xFFFFFFFF
-        self._steps = 0
+        self._ran = False
 
     # -- from Python to a Program --
 
@@ -163,14 +162,14 @@ class Executable:
         with x64():
             state = tuple(self._array(value, leaves) for value in self._changed)
             rest = tuple(self._array(value, leaves) for value in self._read)
-            seed = np.array([self._seed, self._steps], np.uint32)
+            seed = self._backend.keys.next() if self._tracing.draws else np.zeros(2, np.uint32)
             begin = timeline.current().now()
             new, made, results = self._compiled(state, rest, seed)
-            if not self._steps:
+            if not self._ran:
                 jax.block_until_ready(results)
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
-        self._steps += 1
+        self._ran = True
         for home, array in zip(self._changed.values(), new, strict=True):
             if isinstance(home, Store):
                 home.resident.set(array)
