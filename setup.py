@@ -19,6 +19,6 @@ FLAGS = [
 setup(
     ext_modules=[
         Extension(f"firstloss.rng.{name}", [f"src/firstloss/rng/{name}.c"], extra_compile_args=FLAGS, optional=True)
-        for name in ("_fill", "_jump")
+        for name in ("_counter", "_fill", "_jump")
     ]
 )

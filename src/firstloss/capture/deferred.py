@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from . import patches as _patches  # noqa: F401 - in place before the first capt
 from . import recorder, session
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import local_part
+from .generators import POLICIES
 from .recorder import DeferredTensor
 from .source import here
 
@@ -33,8 +34,7 @@ class _Capture(TorchDispatchMode):
         return recorder.dispatch(func, args, kwargs or {})
 
 
-@contextmanager
-def deferred(rng: str = "eager") -> Iterator[None]:
+def deferred(rng: str | None = None) -> AbstractContextManager[None]:
     """Record what the block does to tensors; compute nothing.
 
     As `with torch.device("meta")`, but the tensors remember how they are made: their device is the one that the
@@ -42,14 +42,24 @@ def deferred(rng: str = "eager") -> Iterator[None]:
     When the block ends, PyTorch's generators stand where they would have stood.
 
     Args:
-        rng: "eager", the stream that eager PyTorch draws from.
+        rng: where random numbers come from. "eager" (the default): the stream that eager PyTorch draws from.
+            "counter": normals and uniforms depend on the seed, on which of the block's random operations draws them,
+            and on their place in the tensor, and on nothing else, so that any slice of any weight costs what its
+            length costs, on any mesh and any engine; they are not eager PyTorch's (see docs/random-policies.md). A
+            block inside another has that one's policy.
+
+    Raises:
+        CaptureError: if there is no such policy, or the block is inside one of another.
     """
-    if rng != "eager":
-        raise CaptureError(f"{here()}: rng={rng!r} is not a policy that is built yet. Write rng='eager'.")
+    return _deferred(_policy(rng))
+
+
+@contextmanager
+def _deferred(policy: str) -> Iterator[None]:
     collecting = gc.isenabled()
     if collecting:
         gc.disable()  # a capture makes tens of thousands of small live objects, and the collector would walk them all
-    session.enter()
+    session.enter(policy)
     try:
         with timeline.span("capture"), _Capture():
             yield
@@ -59,8 +69,24 @@ def deferred(rng: str = "eager") -> Iterator[None]:
             gc.enable()
 
 
+def _policy(rng: str | None) -> str:
+    if rng is not None and rng not in POLICIES:
+        raise CaptureError(f"{here()}: rng={rng!r} is not a policy. Write rng='eager' or rng='counter'.")
+    if not session.depth:
+        return rng or "eager"
+    outer = session.generators.policy
+    if rng not in (None, outer):
+        raise CaptureError(
+            f"{here()}: rng={rng!r} inside a block with rng={outer!r}: both would draw from the same generators. Leave "
+            "rng out here, or end the outer block first."
+        )
+    return outer
+
+
 def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `fn(*args, **kwargs)` without computing; returns what it returns, with deferred tensors in it.
+
+    All arguments are `fn`'s. For another policy of random numbers write `with fl.deferred(rng="counter"):`.
 
     Raises:
         NothingDeferredError: if what `fn` returns holds no tensor.

@@ -8,9 +8,11 @@ import torch
 
 from ..errors import CaptureError
 from ..rng import draws
+from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import Position, Stream
 from . import session
 from .call import Call
+from .counter_draw import words_of
 from .late import LateStream
 from .program import Draw, Node, is_contiguous
 from .rejection import Rejection
@@ -38,6 +40,9 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
     generator = call.generator()
     check_device(node, device, generator)
     stream, position = session.generators.where(generator)
+    if isinstance(stream, CounterStream):
+        _record_counted(node, generator, stream, position, math.prod(size), dtype)
+        return True
     if call.op.namespace == "firstloss":
         _record_rejection(node, generator, stream, position)
         return True
@@ -57,6 +62,16 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
     if not session.depth:
         session.generators.settle()
     return True
+
+
+def _record_counted(
+    node: Node, generator: torch.Generator, stream: CounterStream, position: Position, numel: int, dtype: torch.dtype
+) -> None:
+    """Under the counter policy every operation has a part of the stream to itself, however much it draws."""
+    node.draw = Draw(stream, position, Position(position.words + words_of(numel, dtype)))
+    session.generators.move(generator, stream, next_draw(position))
+    if not session.depth:
+        session.generators.settle()
 
 
 def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:

@@ -5,15 +5,23 @@ of its generator, and user code may reseed, save and restore generators at will 
 `get_rng_state`). All of these go through the generator's state, so that is where the position is kept: after each
 recorded draw the generator is given a *ticket*, a valid state whose words name (stream, position). Whoever saves
 and restores a ticket restores the position; a state that is no ticket starts a new stream. When capture ends, each
-generator that holds a ticket gets the state that eager PyTorch would have left it in.
+generator that holds a ticket gets the state that eager PyTorch would have left it in. (Under the counter policy there
+is no such state: it gets one that depends on the seed and on how many draws there were.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
+
+# What a generator's state is the beginning of, under each policy.
+POLICIES: dict[str, Callable[[NDArray[np.uint8]], Stream]] = {"eager": Stream.from_state, "counter": CounterStream}
 
 # A ticket's first two state words; those of a real state are these with probability 2**-64. The third is its number.
 _MAGIC = (0x46697273, 0x744C6F73)
@@ -25,6 +33,7 @@ class Generators:
     """The generators that the capture under way has drawn from."""
 
     def __init__(self) -> None:
+        self.policy = "eager"
         self._tickets: list[tuple[Stream, Position]] = []
         self._touched: dict[int, torch.Generator] = {}
 
@@ -34,7 +43,7 @@ class Generators:
         number = _ticket(state)
         if number is not None:
             return self._tickets[number]
-        stream = Stream.from_state(state.numpy())
+        stream = POLICIES[self.policy](state.numpy())
         return stream, stream.start
 
     def move(self, generator: torch.Generator, stream: Stream, position: Position) -> None:
@@ -54,7 +63,7 @@ class Generators:
             generator.set_state(torch.from_numpy(stream.state_at(position)))
 
     def settle(self) -> None:
-        """Leave every generator as eager PyTorch would have."""
+        """Leave every generator where its stream has come to."""
         for generator in self._touched.values():
             self.load(generator)
         self._touched.clear()

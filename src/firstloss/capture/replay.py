@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import ConstantChangedError, MaterializeError
+from ..rng.counter_stream import CounterStream
+from . import counter_draw
 from .program import Node, Ref, Value
 
 # Values up to this size are kept once they have been computed, so that reading one element after another of a
@@ -102,6 +104,10 @@ class Replay:
         kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
         if node.draw is None:
             result = node.op(*args, **kwargs)
+        elif isinstance(node.draw.stream, CounterStream):
+            result = counter_draw.run(
+                node.op, args, kwargs, node.draw.stream, node.draw.position, lambda g: draw(node.op, args, kwargs, g)
+            )
         else:
             result = draw(node.op, args, kwargs, self.generator(node))
         for ref, value in zip(node.writes, node.outputs, strict=False):

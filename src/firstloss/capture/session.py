@@ -34,9 +34,10 @@ generators = Generators()
 constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
 
 
-def enter() -> None:
-    """A `deferred` context opens."""
+def enter(policy: str | None = None) -> None:
+    """A `deferred` context opens; random streams follow `policy`, or the one that they follow already."""
     global depth
+    generators.policy = policy or generators.policy
     depth += 1
 
 
@@ -47,6 +48,7 @@ def leave() -> None:
     if not depth:
         constants.clear()
         generators.settle()
+        generators.policy = "eager"
 
 
 def set_trace(new: Any) -> Any:

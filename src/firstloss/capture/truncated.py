@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
 from .program import is_contiguous
@@ -33,6 +34,8 @@ _library.impl("trunc_normal_", lambda *args, **kwargs: _original(*args, **kwargs
 # The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
 # smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
 _LARGEST_BLOCK, _LARGEST = 6.0, 9.0
+# An interval of so few of float32's uniforms is too coarse for the inverse of the distribution.
+_NARROW = 2.0**-8
 _HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -54,6 +57,9 @@ def trunc_normal_(
             stacklevel=3,
         )
     with torch.no_grad():
+        source = torch.default_generator if generator is None else generator
+        if isinstance(session.generators.where(source)[0], CounterStream):
+            return _counted(tensor, mean, std, a, b, generator)
         blocks = is_contiguous(tensor.shape, tensor.stride()) and may_be_cut(tensor.numel(), tensor.dtype)
         if not _mostly_inside(mean, std, a, b):
             return _now(tensor, mean, std, a, b, generator)
@@ -75,11 +81,29 @@ def rounded(bound: float, dtype: torch.dtype) -> float:
 
 def _mostly_inside(mean: float, std: float, a: float, b: float) -> bool:
     """Whether PyTorch draws normals, and not uniforms accepted by the normal's density."""
+    return _below((b - mean) / std) - _below((a - mean) / std) > 0.3
 
-    def norm_cdf(x: float) -> float:
-        return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
 
-    return norm_cdf((b - mean) / std) - norm_cdf((a - mean) / std) > 0.3
+def _below(x: float) -> float:
+    """The share of standard normals below x."""
+    return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
+
+
+def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
+    """Under the counter policy: one uniform an element, through the inverse of the normal's distribution.
+
+    Rejection would ask for more words where a value lies outside, and whether it does may hang on its last bit, in
+    which engines differ.
+    """
+    low, high = (2 * _below((bound - mean) / std) - 1 for bound in (a, b))
+    if high - low < _NARROW:
+        return _now(tensor, mean, std, a, b, generator)
+    if max(-low, high) == 1.0 and min(-low, high) == 1.0:
+        return tensor.normal_(mean, std, generator=generator)
+    single = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+    made = torch.empty(tensor.shape, dtype=single, device=tensor.device)
+    made.uniform_(low, high, generator=generator).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+    return tensor.copy_(made)
 
 
 def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:

@@ -45,6 +45,7 @@ def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
         if node.draw is not None:
             stream = node.draw.stream
             if id(stream) not in streams:
+                say(type(stream).__name__)
                 streams[id(stream)] = hashlib.sha256(stream.state_at(stream.start).tobytes()).hexdigest()
             say(streams[id(stream)], str(node.draw.position))
         say([name(value) for value in node.outputs])

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..capture import counter_draw
 from ..capture.replay import draw
 from ..rng import native
+from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from .native_check import trusted
 
@@ -35,10 +37,14 @@ class Pen:
         self.at: tuple[Stream, Position] | None = None
         self._generator = torch.Generator()
         self._cursor: native.Cursor | None = None  # if there is one, it is where we are, and the generator is not
+        self._counter: tuple[CounterStream, Position] | None = None  # likewise
 
     def move(self, stream: Stream, position: Position) -> None:
         """Go to a position, unless the pen is there."""
-        if self.at != (stream, position):
+        if isinstance(stream, CounterStream):
+            self._counter = self.at = stream, position
+        elif self.at != (stream, position):
+            self._counter = None
             self._generator.set_state(torch.from_numpy(stream.state_at(position)))
             self._cursor = None
             self.at = (stream, position)
@@ -46,6 +52,9 @@ class Pen:
     def draw(self, op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Run the random operation in place on `target`. Its caller knows how far that moves, and sets `at`."""
         self.at = None
+        if self._counter is not None:
+            self._count(op, target, args, kwargs, *self._counter)
+            return
         numbers = _numbers(op, target, args, kwargs)
         if numbers is None:
             if self._cursor is not None:
@@ -57,6 +66,14 @@ class Pen:
             self._cursor = native.Cursor(self._generator.get_state().numpy())
         kernel = self._cursor.normal if op is aten.normal_.default else self._cursor.uniform
         kernel(target.data_ptr(), target.numel(), *numbers)
+
+    def _count(
+        self, op: Any, target: torch.Tensor, args: Any, kwargs: Any, stream: CounterStream, position: Position
+    ) -> None:
+        everything = [target, *args]
+        counter_draw.run(op, everything, kwargs, stream, position, lambda g: draw(op, everything, dict(kwargs), g))
+        words = counter_draw.words_of(target.numel(), target.dtype)
+        self._counter = stream, Position(position.words + words)
 
 
 def is_native(op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from ..capture.late import at_root
 from ..capture.program import Node, Program, Ref, Value, slice_for
 from ..capture.tensor import DeferredTensor
 from ..errors import NothingDeferredError
+from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
 from .words import in_words
 
@@ -80,7 +81,7 @@ class Row:
     bytes: int
     recipe: str
     stream: int | None  # streams are numbered in the order in which weights draw from them
-    position: int | None  # the 32-bit word of the stream at which the first draw begins
+    position: int | None  # the 32-bit word at which the first draw begins; by the counter policy, the draw's number
     dead_fills: int
     tied: tuple[str, ...]  # other names of the same weight
 
@@ -159,7 +160,7 @@ class InitProgram:
             if name != recipe.name:
                 continue
             draws = recipe.draws
-            at = at_root(draws[0].draw.stream, draws[0].draw.position) if draws and draws[0].draw else None
+            at = _place(draws[0]) if draws else None
             rows.append(
                 Row(
                     weight=name,
@@ -169,7 +170,7 @@ class InitProgram:
                     bytes=recipe.nbytes,
                     recipe=str(recipe),
                     stream=None if at is None else streams.setdefault(at[0], len(streams)),
-                    position=None if at is None else at[1].words,
+                    position=None if at is None else at[1],
                     dead_fills=recipe.dead_fills,
                     tied=tuple(recipe.aliases),
                 )
@@ -212,6 +213,13 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             "firstloss.deferred_init, and look before it is materialized."
         )
     return InitProgram(recipes)
+
+
+def _place(node: Node) -> tuple[Stream, int]:
+    """The stream that an operation draws from, and where in it."""
+    assert node.draw is not None
+    stream, position = at_root(node.draw.stream, node.draw.position)
+    return stream, number_and_word(position)[0] if isinstance(stream, CounterStream) else position.words
 
 
 def _ends_in_a_fill(value: Value) -> bool:

@@ -1,64 +1,219 @@
-"""The counter policy: random numbers that depend on (seed, key, index) and on nothing else.
+"""The counter policy: random numbers that depend on (seed, draw, index) and on nothing else.
 
-A weight that is filled by its key (a number of its own) is the same whatever is made before it, on any mesh, and any
-slice of it costs what its length costs. It is another stream than eager PyTorch's.
+A draw is one random operation; `draw` is its number. It is the same whatever is made before it, on any mesh and by any
+engine, and any slice of it costs what its length costs. It is another stream than eager PyTorch's.
 
-Elements 4b to 4b+3 come from the four words of Philox4x32-10 with key `seed` and counter (b, key): words w give
-uniforms (w >> 8) 2^-24, and pairs of words give pairs of normals by Box-Muller, the cosine first. Uniforms are exact in
-float32, so every engine makes the same; normals are computed in double and rounded, and an engine that computes in
-float32 may differ by its math library's error.
+Word w of a draw is word w % 4 of the Philox4x32-10 block with key `seed` and 128-bit counter w // 4 + 2^64 draw.
+
+* Element i of a uniform is word i's upper 24 bits, as a fraction of 1.
+* Elements 2i and 2i+1 of a normal are made of the upper 24 bits of words 2i and 2i+1 by Box-Muller, cosine and sine
+  (G. E. P. Box and M. E. Muller, "A Note on the Generation of Random Normal Deviates", Annals of Mathematical
+  Statistics 29(2), 1958): the first word, plus one, is the fraction whose logarithm gives the radius; the second is the
+  angle, less an eighth of the circle, which its two highest bits have in quarters.
+* float16 and bfloat16 are float32 rounded to nearest, complex numbers two reals each. A float64 element has two words,
+  the first above the second, of which it takes 53 bits.
+
+In float32 each operation below is rounded by itself, as IEEE 754 has it, so numpy and the C kernels give the same bits
+on every machine. An engine that fuses multiplications with additions (XLA may) has the same words and the same
+uniforms of [0, 1), and normals within a few units in the last place. The functions of words and floats take numpy or
+`jax.numpy` as `xp`, and need 32-bit integers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from firstloss.rng import philox
+from firstloss.rng import native_counter, philox
 
 Float32: TypeAlias = NDArray[np.float32]
+Float64: TypeAlias = NDArray[np.float64]
 
-_CHUNK = 1 << 14  # Philox blocks at a time: their intermediate words stay in the cache
-_UNIT = 2.0**-24
-
-
-def uniform(seed: int, key: int, start: int, count: int) -> Float32:
-    """Elements `start` to `start + count` of the weight's uniforms: float32 in [0, 1), shape (count,)."""
-    return _slice(_uniforms, seed, key, start, count)
-
-
-def normal(seed: int, key: int, start: int, count: int) -> Float32:
-    """Elements `start` to `start + count` of the weight's standard normals: float32, shape (count,)."""
-    return _slice(_normals, seed, key, start, count)
-
-
-def _uniforms(words: philox.Words) -> Float32:
-    return (words >> np.uint32(8)) * np.float32(_UNIT)
-
-
-def _normals(words: philox.Words) -> Float32:
-    bits = words >> np.uint32(8)
-    radius = np.sqrt(-2.0 * np.log((bits[:, 0::2] + 1) * _UNIT))  # of (0, 1]: never the logarithm of zero
-    angle = bits[:, 1::2] * (2.0 * np.pi * _UNIT)
-    normals = np.empty(bits.shape, np.float32)
-    normals[:, 0::2] = radius * np.cos(angle)
-    normals[:, 1::2] = radius * np.sin(angle)
-    return normals
+LANES = 4  # words in a Philox block
+_CHUNK = 1 << 12  # Philox blocks at a time: what is made on the way stays in the cache
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ANGLE = float.fromhex("0x1.921fb6p-22")  # pi / 2 * 2^-22 in float32
+# Cephes, single/logf.c, sinf.c and cosf.c (S. L. Moshier, Cephes Mathematical Library 2.2, 1992); highest power first.
+_LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+_SINE = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+_COSINE = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 
 
-def _slice(make: Callable[[philox.Words], Float32], seed: int, key: int, start: int, count: int) -> Float32:
-    if start < 0 or count < 0:
-        raise ValueError(f"no slice begins at {start} and has {count} elements")
-    out = np.empty(count, np.float32)
+# -- words and floats, in 32 bits: numpy or jax.numpy ----------------------------------------------------------------
+
+
+def philox32(xp: Any, seed: tuple[Any, Any], block: tuple[Any, Any], draw: tuple[Any, Any]) -> tuple[Any, ...]:
+    """The four words of each block: uint32 arrays of the blocks' shape.
+
+    seed, block, draw: each 64 bits as (low, high): uint32, arrays for the blocks and numbers for the others.
+    """
+    x0, x1 = block
+    x2, x3 = (xp.broadcast_to(xp.asarray(half, xp.uint32), x0.shape) for half in draw)
+    k0, k1 = (xp.asarray(half, xp.uint32).reshape((1,) * x0.ndim) for half in seed)
+    for _ in range(10):
+        p_high, p_low = _multiply(xp, x0, _MULTIPLIERS[0])
+        q_high, q_low = _multiply(xp, x2, _MULTIPLIERS[1])
+        x0, x1, x2, x3 = q_high ^ x1 ^ k0, q_low, p_high ^ x3 ^ k1, p_low
+        k0, k1 = k0 + xp.uint32(_WEYL[0]), k1 + xp.uint32(_WEYL[1])
+    return x0, x1, x2, x3
+
+
+def _multiply(xp: Any, a: Any, b: int) -> tuple[Any, Any]:
+    """The upper and lower 32 bits of a product, from products of 16 bits."""
+    low, high = xp.uint32(b & 0xFFFF), xp.uint32(b >> 16)
+    mask, half = xp.uint32(0xFFFF), xp.uint32(16)
+    a_low, a_high = a & mask, a >> half
+    middle = a_high * low + (a_low * low >> half)
+    rest = a_low * high + (middle & mask)
+    return a_high * high + (middle >> half) + (rest >> half), a * xp.uint32(b)
+
+
+def unit(xp: Any, words: Any) -> Any:
+    """Words as fractions: float32 in [0, 1)."""
+    return (words >> xp.uint32(8)).astype(xp.float32) * xp.float32(2.0**-24)
+
+
+def between(xp: Any, words: Any, low: float, end: float) -> Any:
+    """Words as uniforms from `low` to `end`; what is rounded up to `end` becomes `low`."""
+    low, end = xp.float32(low), xp.float32(end)
+    values = unit(xp, words) * (end - low) + low
+    return xp.where(values == end, low, values)
+
+
+def pair(xp: Any, first: Any, second: Any) -> tuple[Any, Any]:
+    """Two standard normals for each two words: float32."""
+    f32, u32 = xp.float32, xp.uint32
+    fraction = ((first >> u32(8)).astype(f32) + f32(1)) * f32(2.0**-24)
+    radius = xp.sqrt(f32(-2) * _logarithm(xp, fraction))
+    quarter = second >> u32(30)
+    t = ((second >> u32(8) & u32(0x3FFFFF)).astype(f32) - f32(1 << 21)) * f32(_ANGLE)
+    z = t * t
+    s = _polynomial(xp, _SINE, z) * z * t + t
+    c = (_polynomial(xp, _COSINE, z) * z * z + z * f32(-0.5)) + f32(1)
+    turned = (quarter & u32(1)) == u32(1)
+    cosine, sine = xp.where(turned, s, c), xp.where(turned, c, s)
+    cosine = xp.where((quarter == u32(1)) | (quarter == u32(2)), -cosine, cosine)
+    sine = xp.where(quarter >= u32(2), -sine, sine)
+    return radius * cosine, radius * sine
+
+
+def _logarithm(xp: Any, x: Any) -> Any:
+    """Of 2^-24 <= x <= 1."""
+    f32, u32 = xp.float32, xp.uint32
+    bits = x.view(u32)
+    e = (bits >> u32(23)).astype(f32) - f32(126)
+    m = ((bits & u32(0x007FFFFF)) | u32(0x3F000000)).view(f32)  # 0.5 <= m < 1
+    small = m < f32(0.707106781186547524)
+    m = (m - f32(1)) + xp.where(small, m, f32(0))
+    e = e - xp.where(small, f32(1), f32(0))
+    z = m * m
+    y = _polynomial(xp, _LOG, m) * m * z
+    y = (y + e * f32(-2.12194440e-4)) + z * f32(-0.5)  # ln 2 in two parts: here the small one,
+    return (m + y) + e * f32(0.693359375)  # and here the one that few bits hold
+
+
+def _polynomial(xp: Any, coefficients: tuple[float, ...], x: Any) -> Any:
+    value = xp.float32(coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x + xp.float32(coefficient)
+    return value
+
+
+# -- fills, in numpy or natively -------------------------------------------------------------------------------------
+
+
+def uniform(
+    seed: int, draw: int, begin: int, count: int, low: float = 0.0, end: float = 1.0, out: Float32 | None = None
+) -> Float32:
+    """Elements `begin` to `begin + count` of a uniform draw: float32, shape (count,); written to `out` if given."""
+    out = _room(begin, count, out)
+    if native_counter.available():
+        native_counter.uniform(out, seed, draw, begin, low, end)
+        return out
+    return _fill(lambda words: between(np, words, low, end), seed, draw, begin, out)
+
+
+def normal(
+    seed: int, draw: int, begin: int, count: int, mean: float = 0.0, std: float = 1.0, out: Float32 | None = None
+) -> Float32:
+    """Elements `begin` to `begin + count` of a normal draw: float32, shape (count,); written to `out` if given."""
+    out = _room(begin, count, out)
+    if native_counter.available():
+        native_counter.normal(out, seed, draw, begin, mean, std)
+        return out
+
+    def make(words: philox.Words) -> Float32:
+        normals = np.stack(pair(np, words[..., 0::2], words[..., 1::2]), axis=-1)
+        return normals.reshape(words.shape) * np.float32(std) + np.float32(mean)
+
+    return _fill(make, seed, draw, begin, out)
+
+
+def uniform64(seed: int, draw: int, begin: int, count: int, low: float = 0.0, end: float = 1.0) -> Float64:
+    """As `uniform`, in float64."""
+
+    def make(words: philox.Words) -> Float64:
+        values = _fractions(words) * (end - low) + low
+        return np.where(values == end, low, values)
+
+    return _fill(make, seed, draw, begin, np.empty(_checked(begin, count)))
+
+
+def normal64(seed: int, draw: int, begin: int, count: int, mean: float = 0.0, std: float = 1.0) -> Float64:
+    """As `normal`, in float64, with numpy's logarithm, sine and cosine."""
+
+    def make(words: philox.Words) -> Float64:
+        fractions = _fractions(words)
+        radius = np.sqrt(-2.0 * np.log(fractions[:, 0] + 2.0**-53))
+        angle = 2.0 * np.pi * fractions[:, 1] - np.pi / 4
+        return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1) * std + mean
+
+    return _fill(make, seed, draw, begin, np.empty(_checked(begin, count)))
+
+
+def _fractions(words: philox.Words) -> Float64:
+    """Two a block, of 53 bits: float64, shape (blocks, 2)."""
+    wide = words.astype(np.uint64)
+    return ((wide[:, 0::2] << np.uint64(32) | wide[:, 1::2]) >> np.uint64(11)) * 2.0**-53
+
+
+def _room(begin: int, count: int, out: Float32 | None) -> Float32:
+    _checked(begin, count)
+    if out is None:
+        return np.empty(count, np.float32)
+    if out.shape != (count,) or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"{count} float32 side by side are wanted, not {out.dtype} of shape {out.shape}")
+    return out
+
+
+def _checked(begin: int, count: int) -> int:
+    if begin < 0 or count < 0:
+        raise ValueError(f"no slice begins at {begin} and has {count} elements")
+    return count
+
+
+def _fill(make: Callable[[philox.Words], Any], seed: int, draw: int, begin: int, out: Any) -> Any:
+    per_block = LANES if out.dtype == np.float32 else LANES // 2
     done = 0
-    while done < count:
-        block, skip = divmod(start + done, 4)
-        blocks = min(_CHUNK, -(-(skip + count - done) // 4))
-        made = make(philox.words(seed, np.arange(block, block + blocks, dtype=np.uint64), key))
-        part = made.reshape(-1)[skip : skip + count - done]
+    while done < len(out):
+        block, skip = divmod(begin + done, per_block)
+        blocks = min(_CHUNK, -(-(skip + len(out) - done) // per_block))
+        made = make(philox.words(seed, np.arange(block, block + blocks, dtype=np.uint64), draw))
+        part = made.reshape(-1)[skip : skip + len(out) - done]
         out[done : done + len(part)] = part
         done += len(part)
     return out

@@ -1,0 +1,193 @@
+/* The counter policy's float32 fills, bit for bit those of counter.py: see there for what is computed, and why so.
+ *
+ * Every operation on floats is rounded by itself, so this file must be compiled with -ffp-contract=off. The words of
+ * some blocks are made at a time, each round of Philox on all of them, in loops that the compiler turns into vectors.
+ *
+ * No Python and no state: called through ctypes, from any number of threads at once.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
+#else
+#define INLINE static inline
+#define ALIGNED
+#endif
+
+enum {
+    LANES = 4,           /* words in a Philox block */
+    BLOCKS = 64,         /* made at a time */
+    CHUNK = LANES * BLOCKS,
+};
+
+INLINE float as_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+INLINE uint32_t as_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+INLINE uint32_t high(uint32_t a, uint32_t b) {
+    return (uint32_t)((uint64_t)a * b >> 32);
+}
+
+/* The words of BLOCKS blocks from `first` on: word j of block i is words[j][i]. */
+INLINE void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[LANES][BLOCKS]) {
+    for (int i = 0; i < BLOCKS; i++) {
+        uint32_t low = (uint32_t)first + (uint32_t)i;
+        uint32_t x0 = low, x1 = (uint32_t)(first >> 32) + (low < (uint32_t)first);
+        uint32_t x2 = (uint32_t)draw, x3 = (uint32_t)(draw >> 32);
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+#pragma GCC unroll 10
+        for (int round = 0; round < 10; round++) {
+            uint32_t p_high = high(x0, 0xd2511f53u), p_low = x0 * 0xd2511f53u;
+            uint32_t q_high = high(x2, 0xcd9e8d57u), q_low = x2 * 0xcd9e8d57u;
+            x0 = q_high ^ x1 ^ k0;
+            x1 = q_low;
+            x2 = p_high ^ x3 ^ k1;
+            x3 = p_low;
+            k0 += 0x9e3779b9u;
+            k1 += 0xbb67ae85u;
+        }
+        words[0][i] = x0;
+        words[1][i] = x1;
+        words[2][i] = x2;
+        words[3][i] = x3;
+    }
+}
+
+/* 24 bits as a float of [0, 1). */
+INLINE float unit(uint32_t word) {
+    return (float)(int32_t)(word >> 8) * 0x1p-24f;
+}
+
+/* The logarithm of 2^-24 <= x <= 1. (S. L. Moshier, Cephes Mathematical Library 2.2, 1992, single/logf.c) */
+INLINE float log_of(float x) {
+    float e = (float)((int32_t)(as_bits(x) >> 23) - 126);
+    x = as_float((as_bits(x) & 0x007fffffu) | 0x3f000000u); /* now 0.5 <= x < 1 */
+    int small = x < 0.707106781186547524f;
+    float again = small ? x : 0.0f;
+    x = (x - 1.0f) + again;
+    e = e - (small ? 1.0f : 0.0f);
+    float z = x * x;
+    float y = 7.0376836292e-2f;
+    y = y * x + -1.1514610310e-1f;
+    y = y * x + 1.1676998740e-1f;
+    y = y * x + -1.2420140846e-1f;
+    y = y * x + 1.4249322787e-1f;
+    y = y * x + -1.6668057665e-1f;
+    y = y * x + 2.0000714765e-1f;
+    y = y * x + -2.4999993993e-1f;
+    y = y * x + 3.3333331174e-1f;
+    y = y * x * z;
+    y = y + e * -2.12194440e-4f;
+    y = y + z * -0.5f;
+    return (x + y) + e * 0.693359375f;
+}
+
+/* Two normals of two words. (Sine and cosine: Cephes, single/sinf.c) */
+INLINE void pair(uint32_t first, uint32_t second, float *even, float *odd) {
+    float radius = __builtin_sqrtf(-2.0f * log_of(((float)(int32_t)(first >> 8) + 1.0f) * 0x1p-24f));
+    int32_t quarter = (int32_t)(second >> 30);
+    float t = (float)((int32_t)(second >> 8 & 0x3fffffu) - 0x200000) * 0x1.921fb6p-22f; /* pi / 2 * 2^-22 */
+    float z = t * t;
+    float s = -1.9515295891e-4f;
+    s = s * z + 8.3321608736e-3f;
+    s = s * z + -1.6666654611e-1f;
+    s = s * z * t + t;
+    float c = 2.443315711809948e-5f;
+    c = c * z + -1.388731625493765e-3f;
+    c = c * z + 4.166664568298827e-2f;
+    c = c * z * z + z * -0.5f;
+    c = c + 1.0f;
+    int turned = quarter & 1;
+    float cosine = turned ? s : c, sine = turned ? c : s;
+    cosine = as_float(as_bits(cosine) ^ (uint32_t)((quarter + 1) & 2) << 30);
+    sine = as_float(as_bits(sine) ^ (uint32_t)(quarter & 2) << 30);
+    *even = radius * cosine;
+    *odd = radius * sine;
+}
+
+INLINE void normals(uint32_t words[LANES][BLOCKS], float *restrict out, float mean, float std) {
+    for (int i = 0; i < BLOCKS; i++) {
+        float a, b, c, d;
+        pair(words[0][i], words[1][i], &a, &b);
+        pair(words[2][i], words[3][i], &c, &d);
+        out[4 * i] = a * std + mean;
+        out[4 * i + 1] = b * std + mean;
+        out[4 * i + 2] = c * std + mean;
+        out[4 * i + 3] = d * std + mean;
+    }
+}
+
+INLINE float between(uint32_t word, float low, float span, float end) {
+    float value = unit(word) * span + low;
+    return value == end ? low : value; /* rounded up to the end that is left out */
+}
+
+INLINE void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float low, float end) {
+    float span = end - low;
+    for (int i = 0; i < BLOCKS; i++) {
+        out[4 * i] = between(words[0][i], low, span, end);
+        out[4 * i + 1] = between(words[1][i], low, span, end);
+        out[4 * i + 2] = between(words[2][i], low, span, end);
+        out[4 * i + 3] = between(words[3][i], low, span, end);
+    }
+}
+
+typedef void (*Make)(uint32_t words[LANES][BLOCKS], float *restrict out, float first, float second);
+
+/* Elements `begin` to `begin + count` of a draw. */
+INLINE void fill(
+    Make make, float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, float first, float second
+) {
+    ALIGNED uint32_t words[LANES][BLOCKS];
+    ALIGNED float made[CHUNK];
+    uint64_t block = begin / LANES;
+    int64_t skip = (int64_t)(begin % LANES);
+    for (int64_t done = 0; done < count; block += BLOCKS, skip = 0) {
+        philox(seed, draw, block, words);
+        int64_t some = CHUNK - skip < count - done ? CHUNK - skip : count - done;
+        if (some == CHUNK) {
+            make(words, out + done, first, second);
+        } else {
+            make(words, made, first, second);
+            memcpy(out + done, made + skip, (size_t)some * sizeof *out);
+        }
+        done += some;
+    }
+}
+
+/* Normals of a mean and a standard deviation. */
+EXPORT CLONES void firstloss_counter_normal(
+    float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, double mean, double std
+) {
+    fill(normals, out, seed, draw, begin, count, (float)mean, (float)std);
+}
+
+/* Uniforms from `low` to `end`. */
+EXPORT CLONES void firstloss_counter_uniform(
+    float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, double low, double end
+) {
+    fill(uniforms, out, seed, draw, begin, count, (float)low, (float)end);
+}
