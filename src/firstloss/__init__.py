@@ -24,6 +24,11 @@ _WHERE = {
     "use_cs": ".runtime.backend",
     "compile": ".runtime.compiled",
     "trace": ".runtime.trace",
+    "step_closure": ".runtime.closures",
+    "checkpoint_closure": ".runtime.closures",
+    "current_executor": ".utils.data.executor",
+    "utils": ".utils",
+    "distributed": ".distributed",
     "errors": ".errors",
     "timeline": ".timeline",
 }

@@ -51,6 +51,18 @@ class LoweringError(FirstlossError, NotImplementedError):
     """An ATen operation has no StableHLO rule, or its rule disagrees with what capture recorded."""
 
 
+class ClosureError(FirstlossError, RuntimeError):
+    """A closure was called where it cannot run."""
+
+
+class LoaderError(FirstlossError, RuntimeError):
+    """A data loader failed, ended early, or cannot be used as one."""
+
+
+class ExecutorError(FirstlossError, ValueError):
+    """A DataExecutor was given numbers that make no loop."""
+
+
 class BackendError(FirstlossError, ValueError):
     """An unknown backend, or one that this machine cannot give."""
 

@@ -41,6 +41,7 @@ class StepTrace(recorder._Tracing):
 
     Attributes:
         inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
+        closures: the calls of step closures, in order.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class StepTrace(recorder._Tracing):
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self.draws = 0
+        self.closures: list[Any] = []
 
     # -- what the recorder asks for --
 

@@ -18,6 +18,7 @@ from ..capture.step import StepTrace, dense_stride, is_traced
 from ..errors import LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
+from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .jaxlib import compile_options, lend, to_host, x64
@@ -101,6 +102,9 @@ class Executable:
             if is_traced(tensor, tracing) and not any(store is tensor._store for store in self._made):
                 outputs[f"made{len(self._made)}"] = _whole(tensor._store.value)
                 self._made.append(tensor._store)
+        for i, call in enumerate(tracing.closures):
+            outputs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
+        self._arguments = [name for name in outputs if name.startswith("closure")]
         self.program = Program({value.label or "in": value for value in tracing.inputs}, outputs)
         needed = {ref.value for ref in outputs.values()}
         for node in self.program.nodes:
@@ -135,7 +139,7 @@ class Executable:
             )
         program, draws = self.program, self._tracing.draws
         changed, read, made = list(self._changed), self._read, len(self._made)
-        names = [name for name in self._results if isinstance(name, str)]
+        names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
 
         def run(state: tuple, rest: tuple, seed: Any) -> tuple:
             values = dict(zip([*changed, *read], [*state, *rest], strict=True))
@@ -182,6 +186,11 @@ class Executable:
             store.resident.set(array)
         arrays = iter(results)
         out = [result.value if isinstance(result, Kept) else _resident(next(arrays)) for result in self._results]
+        for call in self._tracing.closures:
+            call.after_step([next(arrays) for _ in call.refs])
+        loop = loops.current()
+        if loop is not None:
+            loop.dispatched(results)
         return pytree.tree_unflatten(out, self._result_spec)
 
     def _array(self, value: Value, leaves: list[Any]) -> Any:

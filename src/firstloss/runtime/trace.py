@@ -43,7 +43,7 @@ class TracedStep:
         executable = self._executables.get(key)
         if executable is None or executable.outdated():
             executable = self._executables[key] = Executable(self._step, leaves, spec, backend)
-        return executable(leaves)
+        return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
     def program(self) -> Program:
         """The Program traced last."""

@@ -1,0 +1,38 @@
+"""Batches to the device, before the step asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..capture.tensor import DeferredTensor
+from . import backend as backends
+
+
+def put(batch: Any) -> Any:
+    """`batch` with its tensors on the current backend's device; the transfer goes on while Python does.
+
+    Tensors in lists, tuples, dicts and named tuples are found; everything else stays as it is. On the XLA backend they
+    become tensors of the backend, in memory of their own: the loader may use its own again.
+    """
+    backend = backends._current
+    if backend is None:
+        return batch
+    return pytree.tree_map_only(torch.Tensor, _on_xla if backend.is_xla else _eagerly(backend.torch_device), batch)
+
+
+def _eagerly(device: torch.device) -> Any:
+    return lambda tensor: tensor.to(device, non_blocking=True)
+
+
+def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
+        return tensor
+    from .executable import _resident  # here, because it brings JAX
+    from .jaxlib import lend
+
+    with torch.no_grad():
+        made = _resident(lend(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    return made.requires_grad_(True) if tensor.requires_grad else made

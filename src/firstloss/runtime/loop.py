@@ -1,0 +1,111 @@
+"""A loop over steps: which step is under way, and what has to run once its values are there.
+
+Steps are dispatched, not waited for: while the device runs one, Python goes on to the next. What wants values (step
+closures) waits in a queue, in order, and runs in the user's own thread as soon as the values have arrived; at the
+latest when Python is `AHEAD` steps further, which also bounds how many batches and results wait on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+# Steps that Python may be ahead of the values it has seen. One is enough to keep a device busy whose steps are longer
+# than Python's; two give a slow batch or a slow closure some slack.
+AHEAD = 2
+
+
+class Waiting(NamedTuple):
+    """Something to run when `arrays` are there: a closure, or nothing (a step that is only waited for)."""
+
+    step: int
+    arrays: tuple[Any, ...]
+    run: Callable[[], None] | None
+
+
+class Loop:
+    """The steps of one `DataExecutor`'s loop; `owner` is the executor."""
+
+    def __init__(self, owner: Any = None) -> None:
+        self.owner = owner
+        self.latest = 0  # the number of the step that the loop's body has reached
+        self._closing: int | None = None
+        self._waiting: deque[Waiting] = deque()
+        self.prefetch: Callable[[], None] = lambda: None  # what to do while the device is busy
+
+    @property
+    def step(self) -> int:
+        """The number of the step, from 1; inside a closure, of the step that the closure belongs to."""
+        return self.latest if self._closing is None else self._closing
+
+    def begin(self, step: int) -> None:
+        """The loop's body is about to run for the `step`-th time."""
+        self.latest = step
+        self._run_until(step - AHEAD)
+
+    def dispatched(self, results: Iterable[Any]) -> None:
+        """A traced step is under way, and will give `results` (arrays)."""
+        arrays = tuple(results)
+        if arrays:
+            self._waiting.append(Waiting(self.latest, arrays[:1], None))
+        self.prefetch()
+        self._run_until(self.latest - AHEAD)
+
+    def when_ready(self, arrays: Iterable[Any], run: Callable[[], None]) -> None:
+        """Call `run` when `arrays` have values, after all that was queued before."""
+        self._waiting.append(Waiting(self.latest, tuple(arrays), run))
+        self._run_until(self.latest - AHEAD)
+
+    def flush(self) -> None:
+        """Wait for all steps, and run what waits for them."""
+        self._run_until(self.latest)
+
+    def _run_until(self, step: int) -> None:
+        """Run what is ready; wait for what belongs to `step` or an earlier one."""
+        if self._closing is not None:  # a closure that steps by itself: its loop is not the one to move on
+            return
+        while self._waiting:
+            first = self._waiting[0]
+            if first.step > step and not all(_ready(a) for a in first.arrays):
+                return
+            self._waiting.popleft()
+            if first.run is None:
+                for array in first.arrays:
+                    array.block_until_ready()
+                continue
+            self._closing = first.step
+            try:
+                first.run()
+            finally:
+                self._closing = None
+
+
+def _ready(array: Any) -> bool:
+    return array.is_deleted() or array.is_ready()
+
+
+_running: list[Loop] = []
+
+
+def current() -> Loop | None:
+    """The innermost loop that is under way."""
+    return _running[-1] if _running else None
+
+
+@contextmanager
+def running(loop: Loop) -> Iterator[Loop]:
+    """Make `loop` the current one; when the block ends well, all that waits in it has run."""
+    outer = current()
+    if outer is not None:
+        outer.flush()  # a validation within training: what was trained before is reported before
+    _running.append(loop)
+    try:
+        yield loop
+    finally:
+        # Also when the body raises or breaks off: what ran has closures, and they come before what follows.
+        try:
+            loop.flush()
+        finally:
+            _running.remove(loop)

@@ -1,0 +1,112 @@
+"""`DataExecutor`: the loop over a loader's batches, in which steps are dispatched and closures run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import ExecutorError, LoaderError
+from ...runtime import loop as loops
+from .loader import DataLoader, Reader, latest
+
+
+class DataExecutor:
+    """Iterate over it to train: `for batch in executor: loss = step(batch)`.
+
+    Batches come on the backend's device. While the device runs a step, the next batch is read and sent to it, and the
+    closures of earlier steps run; Python is never more than two steps ahead. Nothing is read in another thread, so that
+    random numbers are drawn in the same order at each run; a loader with workers reads in those.
+
+    Args:
+        loader: a `DataLoader`, or any iterable of batches; without one, the DataLoader made last.
+        num_steps: how many steps; a loader that ends before is begun anew, epoch after epoch. None: one epoch.
+        checkpoint_steps: each how many steps (counted from 1), and at the last one, checkpoint closures run; None or 0:
+            never.
+        activation_steps: each how many steps, and at the last one, step closures run; None: at each.
+
+    A second loop over the same executor begins a new epoch, unless the loader was given a position.
+
+    Raises:
+        ExecutorError: for numbers that are not positive, or if there is no loader.
+        LoaderError: out of the loop, if the loader fails or has no batch; steps before it have been run and reported.
+    """
+
+    def __init__(
+        self,
+        loader: Any = None,
+        num_steps: int | None = None,
+        checkpoint_steps: int | None = None,
+        activation_steps: int | None = None,
+    ) -> None:
+        if loader is None or loader is ...:
+            loader = latest()
+            if loader is None:
+                raise ExecutorError("a DataExecutor needs batches: DataExecutor(loader, num_steps=...).")
+        self.loader = DataLoader.of(loader)
+        self.num_steps = _number("num_steps", num_steps, at_least=1)
+        self.checkpoint_steps = _number("checkpoint_steps", checkpoint_steps, at_least=0) or 0
+        self.activation_steps = _number("activation_steps", activation_steps, at_least=1) or 1
+        self._loop = loops.Loop(self)
+        self._reader: Reader | None = None
+
+    def __len__(self) -> int:
+        """Steps in the loop."""
+        return self.num_steps if self.num_steps is not None else len(self.loader)
+
+    @property
+    def step(self) -> int:
+        """The step under way, from 1 (0 before the first); inside a closure, the step that it belongs to."""
+        return self._loop.step
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no further batch follows. Without `num_steps` this reads one batch ahead."""
+        if self.num_steps is not None:
+            return self.step >= self.num_steps
+        return self._reader is not None and self.step == self._loop.latest and self._reader.at_end()
+
+    @property
+    def is_activation_step(self) -> bool:
+        """Whether step closures run at this step."""
+        return self.step % self.activation_steps == 0 or self.is_last_step
+
+    @property
+    def is_checkpoint_step(self) -> bool:
+        """Whether checkpoint closures run at this step."""
+        return self.checkpoint_steps > 0 and (self.step % self.checkpoint_steps == 0 or self.is_last_step)
+
+    def __iter__(self) -> Iterator[Any]:
+        reader = self._reader = Reader(self.loader, epochs=1 if self.num_steps is None else None, to_device=True)
+        loop = self._loop = loops.Loop(self)
+        loop.prefetch = lambda: self._prefetch(reader, loop)
+        with loops.running(loop):
+            step = 0
+            while step != self.num_steps:
+                try:
+                    batch = next(reader)
+                except StopIteration:
+                    break
+                except LoaderError:
+                    loop.flush()
+                    raise
+                step += 1
+                loop.begin(step)
+                yield batch
+
+    def _prefetch(self, reader: Reader, loop: loops.Loop) -> None:
+        if self.num_steps is None or loop.step < self.num_steps:
+            reader.look_ahead()
+
+
+def _number(name: str, value: int | None, at_least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ExecutorError(f"{name}={value!r}: give a whole number from {at_least} on, or None.")
+    return value
+
+
+def current_executor() -> DataExecutor | None:
+    """The DataExecutor whose loop is under way, the innermost one if there are several; None outside."""
+    loop = loops.current()
+    return None if loop is None else loop.owner

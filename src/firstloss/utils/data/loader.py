@@ -1,0 +1,251 @@
+"""`DataLoader`: a user's own loader, made when it is first needed, that can go on where an earlier run stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...errors import LoaderError
+from ...runtime import feed
+from .random_state import RandomState
+
+
+class DataLoader:
+    """The batches of `input_fn(*args, **kwargs)`, epoch after epoch.
+
+    Args:
+        input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with as many workers as you like), a
+            list, a generator, anything. Called when the first batch is asked for; called again for each further epoch
+            if what it returns is an iterator, which can be gone through only once.
+        args, kwargs: given to `input_fn`.
+
+    Iterated over by itself, it gives one epoch. A loader, or its sampler, that has `set_epoch(epoch)` is told it.
+
+    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop goes on from
+    there. If the user's loader has both methods itself, they are used; otherwise it is iterated from the beginning of
+    the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) as they were then, so that it
+    shuffles as it did, and the batches given out before are read and dropped.
+
+    Raises:
+        LoaderError: if `input_fn` is not callable or returns nothing that can be iterated over; if it, or the loader,
+            raises; if the loader has no batch.
+    """
+
+    def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        global _latest
+        if not callable(input_fn):
+            raise LoaderError(
+                f"DataLoader takes a function that returns a loader, not an object of type {type(input_fn).__name__}. "
+                "Write DataLoader(lambda: loader), or give the loader to DataExecutor itself."
+            )
+        self._make = lambda: input_fn(*args, **kwargs)
+        self.name = f"the loader that {getattr(input_fn, '__name__', type(input_fn).__name__)} made"
+        self._loader: Any = None
+        self._used = False
+        self._epoch = 0
+        self._resume: dict[str, Any] | None = None
+        self._reader: Reader | None = None
+        _latest = self
+
+    @classmethod
+    def of(cls, loader: Any) -> DataLoader:
+        """A DataLoader for `loader`, any iterable; itself if it is one already."""
+        if isinstance(loader, DataLoader):
+            return loader
+        made = cls(lambda: loader)
+        made.name = f"the loader ({type(loader).__name__})"
+        return made
+
+    def __len__(self) -> int:
+        """Batches in an epoch, where the user's loader knows it."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return Reader(self, epochs=1)
+
+    @property
+    def loader(self) -> Any:
+        """What `input_fn` returned."""
+        if self._loader is None:
+            self._loader = self._new_loader()
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: of integers, strings, tensors and what the user's loader gives."""
+        if self._reader is not None:
+            return self._reader.position()
+        return self._resume if self._resume is not None else {"epoch": self._epoch, "batch": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state` in the next loop."""
+        if "epoch" not in state or "batch" not in state:
+            raise LoaderError(f"this is not the position of a DataLoader: it has {sorted(state)}.")
+        self._resume, self._reader = dict(state), None
+        self._epoch = int(state["epoch"])
+
+    def _new_loader(self) -> Any:
+        try:
+            loader = self._make()
+        except Exception as error:
+            raise LoaderError(f"{self.name} could not be made: {_what(error)}") from error
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise LoaderError(
+                f"{self.name} is an object of type {type(loader).__name__}, which cannot be iterated over. Make it a "
+                "torch.utils.data.DataLoader, a list of batches, or a generator."
+            )
+        return loader
+
+    def _begin(self, epoch: int) -> tuple[Iterator[Any], int, RandomState]:
+        """The iterator of an epoch, how many of its batches are gone already, and the generators at its begin."""
+        if self._used and is_iterator(self._loader):
+            self._loader = self._new_loader()
+        loader, resume = self.loader, self._resume
+        self._resume, self._used = None, True
+        for part in (loader, getattr(loader, "sampler", None)):
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        if resume is None:
+            begun = RandomState.now(loader)
+            return iter(loader), 0, begun
+        batch = int(resume["batch"])
+        begun = RandomState.from_tensors(resume["begun"]) if "begun" in resume else RandomState.now(loader)
+        begun.restore(loader)
+        if "loader" in resume and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(resume["loader"])
+            iterator = iter(loader)
+        else:
+            iterator = iter(loader)
+            for _ in range(batch):
+                next(iterator, None)
+        if "now" in resume:
+            RandomState.from_tensors(resume["now"]).restore(loader)
+        return iterator, batch, begun
+
+
+def is_iterator(loader: Any) -> bool:
+    """Whether `loader` is an iterator, which can be gone through only once."""
+    return hasattr(loader, "__next__")
+
+
+class Reader:
+    """Goes through a DataLoader's batches, one ahead where it is asked to look.
+
+    Args:
+        epochs: how many; None goes on for ever.
+        to_device: send each batch to the backend's device as soon as it is read.
+    """
+
+    def __init__(self, loader: DataLoader, epochs: int | None, to_device: bool = False) -> None:
+        self._loader = loader
+        self._to_device = to_device
+        self._left = epochs
+        self._epoch = loader._epoch
+        self._iterator: Iterator[Any] | None = None
+        self._batch = self._given = 0
+        self._begun: RandomState | None = None
+        self._now: tuple[RandomState, Any] | None = None  # before the batch ahead was read
+        self._ahead: tuple[str, Any] | None = None  # ("batch", it), ("end", None) or ("error", it)
+        self._first = loader._resume
+        loader._reader = self
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> Any:
+        self.look_ahead()
+        assert self._ahead is not None
+        kind, what = self._ahead
+        if kind == "end":
+            raise StopIteration
+        if kind == "error":
+            raise what
+        self._ahead = None
+        self._batch += 1
+        self._given += 1
+        return what
+
+    def at_end(self) -> bool:
+        """Whether no batch is left."""
+        self.look_ahead()
+        return self._ahead is not None and self._ahead[0] == "end"
+
+    def look_ahead(self) -> None:
+        """Read the next batch, if that has not been done."""
+        if self._ahead is not None:
+            return
+        try:
+            self._ahead = self._read()
+        except LoaderError as error:
+            self._ahead = ("error", error)
+        except Exception as error:
+            told = LoaderError(
+                f"{self._loader.name} failed at batch {self._batch} of epoch {self._epoch} (both counted from 0): "
+                f"{_what(error)}"
+            )
+            told.__cause__ = error
+            self._ahead = ("error", told)
+
+    def position(self) -> dict[str, Any]:
+        """Behind the last batch given out."""
+        if self._iterator is None:
+            return self._first if self._first is not None else {"epoch": self._epoch, "batch": 0}
+        now, own = self._now if self._ahead is not None and self._now is not None else self._snapshot()
+        if self._ahead is not None and self._ahead[0] == "end":
+            return {"epoch": self._epoch + 1, "batch": 0, "begun": now.tensors()}
+        assert self._begun is not None
+        out = {"epoch": self._epoch, "batch": self._batch, "begun": self._begun.tensors(), "now": now.tensors()}
+        if own is not None:
+            out["loader"] = own
+        return out
+
+    def _read(self) -> tuple[str, Any]:
+        if self._iterator is None:
+            self._iterator, self._batch, self._begun = self._loader._begin(self._epoch)
+        empty = self._batch == 0
+        while True:
+            self._now = self._snapshot()
+            try:
+                return "batch", feed.put(next(self._iterator)) if self._to_device else next(self._iterator)
+            except StopIteration:
+                pass
+            if self._left is not None:
+                self._left -= 1
+                if self._left == 0:
+                    self._loader._epoch = self._epoch + 1
+                    return "end", None
+            if empty:
+                raise self._no_batch()
+            self._epoch += 1
+            self._loader._epoch = self._epoch
+            self._iterator, self._batch, self._begun = self._loader._begin(self._epoch)
+            empty = True
+
+    def _no_batch(self) -> LoaderError:
+        name = self._loader.name
+        if not is_iterator(self._loader.loader):
+            return LoaderError(f"{name} has no batch in epoch {self._epoch}.")
+        return LoaderError(
+            f"{name} ended after {self._given} batches, and more are asked for. It is an iterator, which can be gone "
+            "through only once: let the function make a new one each time it is called."
+        )
+
+    def _snapshot(self) -> tuple[RandomState, Any]:
+        loader = self._loader.loader
+        own = loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
+        return RandomState.now(loader), own
+
+
+def _what(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    last = (
+        f" ... {lines[-1]}" if len(lines) > 1 else ""
+    )  # a worker's error is a whole traceback, of which the ends tell
+    return f"{type(error).__name__}: {lines[0]}{last}"
+
+
+_latest: DataLoader | None = None
+
+
+def latest() -> DataLoader | None:
+    """The DataLoader made last."""
+    return _latest
