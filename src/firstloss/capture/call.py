@@ -20,9 +20,10 @@ class Call:
         deferred, real: its tensors, in argument order.
         key: what the shape of its result may depend on, hashable where the arguments are.
         on_meta: it asks for a result on the meta device.
+        symbolic: among its numbers is one that is not known until the step runs.
     """
 
-    __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta")
+    __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic")
 
     def __init__(self, op: OpOverload, how: Traits, args: tuple, kwargs: dict[str, Any]) -> None:
         self.op = op
@@ -32,6 +33,7 @@ class Call:
         self.deferred: list[DeferredTensor] = []
         self.real: list[Tensor] = []
         self.on_meta = False
+        self.symbolic = False
         key: list[Any] = [op]
         self._scan(args, key)
         if kwargs:
@@ -56,6 +58,9 @@ class Call:
                 if isinstance(arg, UninitializedTensorMixin):  # it has no shape, and says so with an error
                     continue
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
+            elif kind is torch.SymFloat or kind is torch.SymInt:
+                self.symbolic = True
+                key.append(kind)
             else:
                 key.append(kind)
                 key.append(arg)

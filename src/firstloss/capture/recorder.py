@@ -19,6 +19,7 @@ from .call import Call
 from .constants import ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .program import Node, Ref, Value
+from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer
@@ -88,6 +89,8 @@ def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, 
 
 def _record(call: Call) -> Any:
     how, trace = call.traits, session.trace
+    if call.symbolic:
+        check_places(call)
     if trace is not None:
         for t in call.deferred:
             if t._store.trace is not trace:
@@ -215,7 +218,7 @@ def _with_ref(arg: Any, writes: tuple[Ref, ...]) -> Any:
         return ref
     if type(arg) in (list, tuple):
         return tuple(_with_ref(a, writes) for a in arg)
-    return arg
+    return number_ref(arg) if is_symbolic(arg) else arg
 
 
 def position_of(generator: torch.Generator | None = None) -> Position:

@@ -13,6 +13,7 @@ import torch
 from ..errors import CaptureError
 from . import session
 from .call import Call
+from .scalars import is_symbolic, stand_in
 from .source import here
 from .tensor import Geometry, geometry_of
 
@@ -113,4 +114,6 @@ def _as_meta(arg: Any) -> Any:
         return None
     if isinstance(arg, torch.device):
         return torch.device("meta")
+    if is_symbolic(arg):
+        return stand_in(arg)
     return arg

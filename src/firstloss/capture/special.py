@@ -12,6 +12,7 @@ from . import session
 from .call import Call
 from .constants import constant_tensor, edits
 from .program import dense_count
+from .scalars import number_of
 from .shapes import infer
 from .tensor import DeferredTensor, Hooks, geometry_of, reseat
 from .traits import traits
@@ -27,7 +28,7 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with torch._C._DisableTorchDispatch():
             return op(*args, **kwargs)
     if session.trace is not None:
-        session.trace.refuse_read(op)
+        return number_of(tensor)
     return value_of(tensor).item()
 
 

@@ -97,6 +97,12 @@ class DeferredTensor(Tensor):
         distributed.prepare(is_deferred=lambda tensor: type(tensor) is DeferredTensor)
         return super().detach()
 
+    def item(self):
+        """As `torch.Tensor.item`. What PyTorch reads by itself, where it wants a number, does not come this way."""
+        if session.trace is not None:
+            session.trace.refuse_read(torch.ops.aten._local_scalar_dense.default)
+        return super().item()
+
     def __copy__(self):
         out: Any = DeferredTensor.wrap(
             self._store, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype

@@ -155,6 +155,16 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
+def known(x: Any, number: Number) -> bool:
+    """Whether `x` is `number`. A number that is known only when the step runs, an array without dimensions, is not."""
+    return is_number(x) and x == number
+
+
+def times(x: Any, factor: Any) -> Any:
+    """`x * factor`, for a number or an array without dimensions, in the dtype of `x`."""
+    return x if known(factor, 1) else x * cast(factor, x.dtype)
+
+
 def rounded(x: Any, dtype: np.dtype) -> Any:
     """Round to a narrower floating-point dtype but keep computing in the wide one.
 

@@ -27,14 +27,17 @@ def _traced_once(function: Callable) -> Callable:
     def jitted(template: tuple, options: tuple) -> Callable:
         def element(*arrays):
             rest = iter(arrays)
-            return function(*(next(rest) if known is None else known[1] for known in template), **dict(options))
+            row = [next(rest) if known is None else known[1] for known in template]
+            positional = len(row) - len(options)
+            return function(*row[:positional], **dict(zip(options, row[positional:], strict=True)))
 
         element.__name__ = element.__qualname__ = function.__name__
         return jax.jit(element)
 
     def call(*row, **options):
+        row = (*row, *options.values())
         template = tuple(None if hasattr(a, "ndim") else (type(a), a) for a in row)
-        return jitted(template, tuple(options.items()))(*(a for a in row if hasattr(a, "ndim")))
+        return jitted(template, tuple(options))(*(a for a in row if hasattr(a, "ndim")))
 
     return call
 

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, promoted, where
+from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, promoted, times, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -160,7 +160,7 @@ def index_add(self, dim, index, source, *, alpha=1):
     x, places = _rows(self, dim, index)
     source = cast(source, opmath(self.dtype))
     source = source if source.ndim else lax.reshape(source, (1,))
-    return lax.reshape(_add_at(x, places, source if alpha == 1 else source * cast(alpha, source.dtype)), self.shape)
+    return lax.reshape(_add_at(x, places, times(source, alpha)), self.shape)
 
 
 @rule(aten.index_copy.default)

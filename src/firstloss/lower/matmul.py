@@ -8,7 +8,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .activations import gelu, relu
-from .dtypes import cast, is_integer, opmath
+from .dtypes import cast, is_integer, is_number, known, opmath, times, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -29,12 +29,11 @@ def matmul(x, y):
 
 def _plus(self, product, beta, alpha):
     """`beta * self + alpha * product`; with `beta` 0, NaN in `self` does not count."""
-    if alpha != 1:
-        product = product * cast(alpha, product.dtype)
-    if beta == 0:
+    product = times(product, alpha)
+    if known(beta, 0):
         return product
-    base = cast(self, product.dtype)
-    return (base if beta == 1 else base * cast(beta, product.dtype)) + product
+    sum = times(cast(self, product.dtype), beta) + product
+    return sum if is_number(beta) else where(beta == 0, product, sum)
 
 
 @rule(aten.mm.default, aten.bmm.default)

@@ -12,7 +12,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax import scipy as jsp
 
-from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, rounded, where
+from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, rounded, times, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -244,20 +244,20 @@ def mvlgamma(self, p):
 def add(self, other, alpha=1):
     x, y = operands(self, other)
     if x.dtype == bool:
-        return x | y if alpha else x
-    return lax.add(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+        return x | (y & cast(alpha, y.dtype))
+    return lax.add(x, times(y, alpha))
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(self, other, alpha=1):
     x, y = operands(self, other)
-    return lax.sub(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+    return lax.sub(x, times(y, alpha))
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(self, other, alpha=1):
     y, x = operands(self, other)
-    return lax.sub(x, y if alpha == 1 else y * cast(alpha, y.dtype))
+    return lax.sub(x, times(y, alpha))
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)

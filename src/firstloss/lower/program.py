@@ -73,6 +73,11 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
             results = _function(template)(*operands)
         except LoweringError as error:
             raise LoweringError(f"{node.source}: {error}") from error.__cause__
+        except jax.errors.ConcretizationTypeError:
+            raise LoweringError(
+                f"{node.source}: {node.op} is given a traced value for a number on which its very computation depends. "
+                "Pass a Python number, or write the formula with tensor operations."
+            ) from None
         for value, result in zip(node.outputs, results, strict=True):
             arrays[value] = result
     out = {}
