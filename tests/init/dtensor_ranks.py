@@ -226,6 +226,130 @@ def placements():
             assert found.placements == expected.placements and found.stride() == expected.stride()
 
 
+class Titan(nn.Module):
+    """As torchtitan writes models: no values in the constructor, all of them in `init_weights`, after sharding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(83, 32)
+        self.blocks = nn.ModuleList(Block(32, 72) for _ in range(2))
+        self.square = nn.Linear(32, 32)
+        self.convolution = nn.Conv2d(8, 6, 3)
+        self.head = nn.Linear(32, 83, bias=False)
+        self.register_buffer("frequencies", torch.empty(16))
+
+    def init_weights(self):
+        nn.init.normal_(self.embedding.weight)
+        for depth, block in enumerate(self.blocks):
+            block.norm.reset_parameters()
+            nn.init.trunc_normal_(block.up.weight, std=0.02, a=-0.03, b=0.03)
+            nn.init.zeros_(block.up.bias)
+            nn.init.trunc_normal_(block.down.weight, std=0.02 / (depth + 1))
+        nn.init.orthogonal_(self.square.weight)
+        with torch.no_grad():
+            self.square.weight.add_(torch.randn_like(self.square.weight), alpha=0.5)
+            self.square.bias.uniform_(-1, 1).mul_(3)
+        nn.init.dirac_(self.convolution.weight)
+        nn.init.xavier_uniform_(self.head.weight)
+        self.frequencies = 1.0 / 10000 ** (torch.arange(0, 16) / 16)
+
+
+def init_after_sharding():
+    world = dist.get_world_size()
+    square = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def plain(model):
+        fully_shard(model)
+
+    def two_dimensions(model):
+        parallelize_module(model, square["tp"], PLAN)
+        for block in model.blocks:
+            fully_shard(block, mesh=square["dp"])
+        fully_shard(model, mesh=square["dp"])
+
+    def replicated(model):
+        fully_shard(model, mesh=square)
+
+    for shard in (plain, two_dimensions, replicated):
+        torch.manual_seed(0)
+        eager = Titan()
+        eager.init_weights()
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        deferred = fl.deferred_init(Titan)
+        with no_collectives():
+            shard(deferred)
+            deferred.init_weights()
+            assert torch.equal(torch.get_rng_state(), state)
+            assert fl.is_deferred(deferred)
+            fl.materialize_module(deferred)
+        assert_slices(deferred, eager)
+
+
+def initialisers_after_sharding():
+    """Each of `nn.init`, on a deferred DTensor, is what it is on a plain tensor; on a real one, what PyTorch makes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    calls = [
+        lambda t: nn.init.eye_(t),
+        lambda t: nn.init.sparse_(t, 0.3),
+        lambda t: nn.init.orthogonal_(t, gain=2.0),
+        lambda t: nn.init.kaiming_normal_(t, generator=torch.Generator().manual_seed(5)),
+        lambda t: nn.init.trunc_normal_(t, a=-1.0, b=1.0),
+        lambda t: nn.init.constant_(t, 3.0),
+        lambda t: t.exponential_(),
+        lambda t: t.bernoulli_(0.25),
+        lambda t: t.random_(5, 50),
+        lambda t: t.normal_().clamp_(-1, 1).mul_(0.5),
+    ]
+    for how in (Shard(0), Shard(1), Replicate()):
+        for number, call in enumerate(calls):
+            eager, deferred = both(lambda: torch.zeros(10, 7))
+            found = distribute_tensor(deferred, mesh, [how])
+            for tensor in (eager, found):
+                torch.manual_seed(1)
+                with torch.no_grad():
+                    call(tensor)
+                state = torch.get_rng_state()
+            fl.materialize_tensor(found)
+            assert torch.equal(found.full_tensor(), eager), (number, how)
+            torch.manual_seed(1)
+            with torch.no_grad():
+                call(eager)
+            assert torch.equal(torch.get_rng_state(), state)
+    real = distribute_tensor(torch.zeros(8, 7), mesh, [Shard(0)])
+    torch.manual_seed(1)
+    assert torch.equal(real.normal_().to_local(), torch.randn(8 // dist.get_world_size(), 7, generator=seeded(1)))
+    assert torch.equal(torch.rand_like(real).to_local(), real.to_local().uniform_(generator=skipped(1, real)))
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def skipped(seed, real):
+    generator = seeded(seed)
+    torch.empty(real.to_local().shape).normal_(generator=generator)
+    return generator
+
+
+def counter():
+    """The counter policy: the same weights on any mesh, and a Shard(0) draws its own words only."""
+    square = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def make():
+        torch.manual_seed(0)
+        with fl.deferred(rng="counter"):
+            return Model()
+
+    whole = make()
+    fl.materialize_module(whole)
+    for shard in (fully_shard, lambda model: parallelize_module(model, square["tp"], PLAN)):
+        sharded = make()
+        shard(sharded)
+        fl.materialize_module(sharded)
+        assert_slices(sharded, whole)
+
+
 def real_tensors_still_travel():
     fl.deferred_init(lambda: torch.rand(3)).detach()  # what teaches the DTensor API
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -9,12 +9,12 @@ RANKS = "tests.init.dtensor_ranks"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("what", ["fsdp", "hsdp", "tensor_parallel", "placements"])
+@pytest.mark.parametrize("what", ["fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"])
 def test_shards_are_slices_of_what_one_process_makes(world, what):
     on_ranks(world, RANKS, what)
 
 
-@pytest.mark.parametrize("what", ["two_dimensions", "in_any_order"])
+@pytest.mark.parametrize("what", ["two_dimensions", "in_any_order", "init_after_sharding", "counter"])
 def test_on_four_ranks(what):
     on_ranks(4, RANKS, what)
 

@@ -53,6 +53,11 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
         if "_shard_tensor" in vars(kind):
             kind._shard_tensor = _split_only(kind._shard_tensor, is_deferred)
     placements.mesh_broadcast = _to_nobody(placements.mesh_broadcast, is_deferred)
+    from torch.distributed.tensor import DTensor
+
+    from . import dtensor_init  # late: it knows deferred tensors, and they know us
+
+    dtensor_init.install(DTensor)
 
 
 def _split_only(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:

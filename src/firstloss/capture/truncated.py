@@ -16,6 +16,7 @@ import torch
 from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
+from .dtensor_init import fill_as_one_process, shard_is_deferred
 from .program import is_contiguous
 from .rejection import may_be_cut
 from .tensor import DeferredTensor, Hooks
@@ -48,6 +49,8 @@ def trunc_normal_(
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """As `torch.nn.init._no_grad_trunc_normal_`."""
+    if shard_is_deferred(tensor):
+        return fill_as_one_process(tensor, lambda whole: trunc_normal_(whole, mean, std, a, b, generator))
     if type(tensor) is not DeferredTensor or session.trace is not None or tensor._store.resident is not None:
         return _original(tensor, mean, std, a, b, generator=generator)
     if (mean < a - 2 * std) or (mean > b + 2 * std):

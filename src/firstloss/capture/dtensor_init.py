@@ -1,0 +1,112 @@
+"""Initialising a DTensor whose shards are deferred: with what one process would draw, not with a draw a rank.
+
+`fully_shard(model); model.init_weights()` fills DTensors, and PyTorch has each rank draw its shard by itself: other
+numbers on every mesh, and on a CPU mesh the same ones on every rank. Where the shard is deferred, the operation is
+recorded on a whole tensor instead, of which this rank's part is then copied; making that part makes no more than it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .tensor import DeferredTensor, Hooks
+
+aten = torch.ops.aten
+
+# They replace what their target held; PyTorch would run them shard by shard.
+_FILLS = [
+    *(getattr(aten, name).default for name in "normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_".split()),
+    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.bernoulli_.float),
+]
+_LIKE = [aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype]
+_EYE = [aten.eye.m_out, aten.eye.out]
+# Initialisers that PyTorch builds of operations that DTensors do not have, or have otherwise.
+_INITIALISERS = ("orthogonal_", "sparse_", "dirac_")
+
+
+def shard_is_deferred(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor of which this rank's shard has not been made."""
+    local = getattr(tensor, "_local_tensor", None)
+    return type(local) is DeferredTensor and local._store.resident is None
+
+
+def fill_as_one_process(tensor: Any, fill: Callable[[torch.Tensor], Any]) -> Any:
+    """Give the DTensor `tensor` what `fill` makes of a whole tensor like it; returns `tensor`."""
+    with torch.no_grad():
+        whole = _whole(tensor, tensor.dtype)
+        fill(whole)
+        tensor._local_tensor.copy_(_distributed(whole, tensor)._local_tensor)
+    return tensor
+
+
+def _whole(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    options = {"dtype": dtype, "device": tensor._local_tensor.device}
+    return Hooks.dispatch(aten.empty_strided.default, (tuple(tensor.shape), tensor.stride()), options)
+
+
+def _distributed(whole: torch.Tensor, like: Any) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def install(dtensor: Any) -> None:
+    """Teach the DTensor class; called once, when it has been imported."""
+    handlers = dtensor._op_dispatcher._custom_op_handlers
+    for op in _FILLS:
+        handlers[op] = _or_else(handlers, op, _fill)
+    for op in _LIKE:
+        handlers[op] = _or_else(handlers, op, _like)
+    for op in _EYE:
+        handlers[op] = _or_else(handlers, op, _eye, target="out")
+    for name in _INITIALISERS:
+        setattr(torch.nn.init, name, _initialiser(getattr(torch.nn.init, name)))
+
+
+def _fill(op: Any, args: tuple, kwargs: dict) -> Any:
+    return fill_as_one_process(args[0], lambda whole: op(whole, *args[1:], **kwargs))
+
+
+def _like(op: Any, args: tuple, kwargs: dict) -> Any:
+    whole = _whole(args[0], kwargs.get("dtype") or args[0].dtype)
+    return _distributed(op(whole, *args[1:], **kwargs), args[0])
+
+
+def _eye(op: Any, args: tuple, kwargs: dict) -> Any:
+    return fill_as_one_process(kwargs["out"], lambda whole: op(*args, **{**kwargs, "out": whole}))
+
+
+def _or_else(handlers: dict, op: Any, handle: Callable, target: str | None = None) -> Callable:
+    """What to do for `op`: `handle` it where the shard is deferred, else what PyTorch does."""
+
+    def handler(op_call: Any, args: tuple, kwargs: dict) -> Any:
+        if shard_is_deferred(args[0] if target is None else kwargs[target]):
+            return handle(op_call, args, kwargs)
+        with _aside(handlers, op, handler):
+            return op_call(*args, **kwargs)
+
+    return handler
+
+
+@contextmanager
+def _aside(handlers: dict, op: Any, handler: Callable) -> Iterator[None]:
+    handlers.pop(op, None)
+    try:
+        yield
+    finally:
+        handlers[op] = handler
+
+
+def _initialiser(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialise(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if shard_is_deferred(tensor):
+            return fill_as_one_process(tensor, lambda whole: original(whole, *args, **kwargs))
+        return original(tensor, *args, **kwargs)
+
+    return initialise
