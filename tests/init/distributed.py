@@ -1,4 +1,4 @@
-"""Run a function on several processes that talk through gloo on loopback."""
+"""Run functions on several processes that talk through gloo on loopback."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_TICK = 0.25
 
 
-def on_ranks(world: int, module: str, function: str, *args: str, timeout: float = 200) -> None:
-    """Call `function(*args)` of `module` on `world` processes; fails with the output of the first that fails."""
+def on_ranks(world: int, *calls: str, seconds: float = 400) -> None:
+    """Make `calls` ("module:function" or "module:function:argument") one after the other on `world` processes.
+
+    Fails with the output of the first process that fails. `seconds` are those in which this process itself runs: where
+    all of us are suspended for a while, none pass.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -24,24 +31,45 @@ def on_ranks(world: int, module: str, function: str, *args: str, timeout: float 
         "WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.init.distributed", module, function, *args],
-            env={**environment, "RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [open(os.path.join(folder, str(rank)), "w+") for rank in range(world)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.init.distributed", *calls],
+                env={**environment, "RANK": str(rank)},
+                cwd=ROOT,
+                stdout=outputs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world)
+        ]
+        try:
+            problem = _wait(ranks, seconds)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        texts = []
+        for output in outputs:
+            output.seek(0)
+            texts.append(output.read())
+            output.close()
+    if problem is not None:
+        number, what = problem
+        raise AssertionError(f"rank {number} of {world} {what}\n{texts[number]}")
+
+
+def _wait(ranks: list[subprocess.Popen], seconds: float) -> tuple[int, str] | None:
+    """Wait for all; the first that fails, and how."""
+    for _ in range(int(seconds / _TICK)):
+        found = [rank.poll() for rank in ranks]
+        for number, status in enumerate(found):
+            if status:
+                return number, f"ended with status {status}"
+        if None not in found:
+            return None
+        time.sleep(_TICK)
+    return found.index(None), f"was not done after {seconds} seconds"
 
 
 def main() -> None:
@@ -50,8 +78,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    module, function, *args = sys.argv[1:]
-    getattr(importlib.import_module(module), function)(*args)
+    for call in sys.argv[1:]:
+        print(call, flush=True)
+        module, function, *argument = call.split(":", 2)
+        getattr(importlib.import_module(module), function)(*argument)
     dist.destroy_process_group()
 
 

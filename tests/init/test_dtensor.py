@@ -3,37 +3,36 @@ import torch
 
 import firstloss as fl
 from firstloss.init import shard_engine
+from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 
 RANKS = "tests.init.dtensor_ranks"
+DOCS = "tests.init.dtensor_docs"
+ON_ANY = ["fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"]
+ON = {
+    1: [],
+    2: [*ON_ANY, "fsdp_policies", "real_tensors_still_travel", "collectives_are_refused", "nothing_whole", "llama"],
+    4: [*ON_ANY, "two_dimensions", "in_any_order", "init_after_sharding", "counter"],
+}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("what", ["fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"])
-def test_shards_are_slices_of_what_one_process_makes(world, what):
-    on_ranks(world, RANKS, what)
+@pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
+@pytest.mark.parametrize("world", ON)
+def test_shards_are_slices_of_what_one_process_makes(world, tmp_path):
+    """One start of the processes for all that is in `dtensor_ranks.py`: torch's import is most of the time."""
+    calls = [f"{RANKS}:{name}" for name in ON[world]]
+    calls += [f"{RANKS}:digest:{tmp_path / 'digest'}", f"{DOCS}:both_ways:{tmp_path / 'both'}"]
+    if world == 2:
+        calls.append(f"{RANKS}:checkpoint:{tmp_path / 'checkpoint'}")
+    on_ranks(world, *calls)
+    torch.manual_seed(0)
+    assert (tmp_path / "digest").read_text() == dtensor_ranks.digest_of(dtensor_ranks.Model())
+    dtensor_docs.check_row(world, tmp_path / "both")
 
 
-@pytest.mark.parametrize("what", ["two_dimensions", "in_any_order", "init_after_sharding", "counter"])
-def test_on_four_ranks(what):
-    on_ranks(4, RANKS, what)
-
-
-@pytest.mark.parametrize(
-    "what", ["fsdp_policies", "real_tensors_still_travel", "collectives_are_refused", "nothing_whole", "llama"]
-)
-def test_on_two_ranks(what):
-    on_ranks(2, RANKS, what)
-
-
-def test_checkpoints(tmp_path):
-    on_ranks(2, RANKS, "checkpoint", str(tmp_path))
-
-
-def test_the_same_weights_on_any_number_of_ranks(tmp_path):
-    for world in (1, 2, 4):
-        on_ranks(world, RANKS, "digest", str(tmp_path))
-    assert len({(tmp_path / str(world)).read_text() for world in (1, 2, 4)}) == 1
+def test_a_process_that_fails_is_named():
+    with pytest.raises(AssertionError, match="rank 0 of 1 ended with status 1\n(.|\n)*no_such_function"):
+        on_ranks(1, f"{RANKS}:no_such_function")
 
 
 def fill(*shape):
