@@ -29,6 +29,8 @@ _WHERE = {
     "current_executor": ".utils.data.executor",
     "utils": ".utils",
     "distributed": ".distributed",
+    "save": ".runtime.checkpoint",
+    "load": ".runtime.checkpoint",
     "errors": ".errors",
     "timeline": ".timeline",
 }

@@ -40,6 +40,11 @@ class Value:
         self.label = label  # for inputs: a name for people to read
 
     @property
+    def known(self) -> bool:
+        """Whether `real` has the content. Ask this rather than for `real`, which may have to read a file."""
+        return self.real is not None
+
+    @property
     def numel(self) -> int:
         n = 1
         for size in self.shape:
@@ -183,7 +188,7 @@ def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[N
     while todo:
         value = todo.pop()
         node = value.node
-        if node is None or value.real is not None or node.index in nodes or (stop is not None and value in stop):
+        if node is None or value.known or node.index in nodes or (stop is not None and value in stop):
             continue
         nodes[node.index] = node
         todo.extend(node.reads())
@@ -211,7 +216,7 @@ def format_program(program: Program) -> str:
 
     def name(value: Value) -> str:
         if value not in names:
-            if value.real is not None:
+            if value.known:
                 names[value] = f"%const{len(names)}"
             else:
                 names[value] = f"%{len(names)}"

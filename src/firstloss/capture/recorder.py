@@ -18,6 +18,7 @@ from . import distributed, session
 from .call import Call
 from .constants import ref_of, store_of
 from .drawing import draws_at_all, record_draw
+from .file_value import is_in_file
 from .program import Node, Ref, Value
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
@@ -27,7 +28,7 @@ from .source import here
 from .special import SPECIAL, resize
 from .tensor import DeferredTensor, Hooks, Store
 from .traits import traits
-from .values import check_kept, run_for_real, run_on_resident, run_to_find_out
+from .values import check_kept, read_and_run, run_for_real, run_on_resident, run_to_find_out
 
 __all__ = [
     "DeferredTensor",
@@ -69,6 +70,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
+        if not session.depth and not how.view and all(is_in_file(t) for t in call.deferred):
+            return read_and_run(call)
         if how.writes and any(type(t) is not DeferredTensor for t in call.written()):
             return run_for_real(call)
     return _record(call)

@@ -38,8 +38,10 @@ def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 def check_constant(value: Value) -> None:
     """An error if a constant that is kept by reference has been edited since."""
+    if value.version is None:
+        return
     original: Any = getattr(value.real, "original", value.real)
-    if value.version is not None and original._version != value.version:
+    if original._version != value.version:
         raise ConstantChangedError(
             f"a tensor of shape {list(value.shape)} from outside the constructor was edited after it had been captured "
             f"at {value.label}; its weight would not be what eager PyTorch made. Clone it before the constructor, or "
@@ -75,9 +77,11 @@ class Replay:
         buffer = self.buffers.get(value)
         if buffer is None:
             buffer = self._allocate(value)
-            if value.real is not None:
+            if value.known:
                 check_constant(value)
-                buffer.copy_(value.real)  # a recipe may go on to edit it in place
+                real = value.real
+                assert real is not None
+                buffer.copy_(real)  # a recipe may go on to edit it in place
             self.buffers[value] = buffer
         return buffer
 
@@ -154,6 +158,6 @@ def compute(refs: list[Ref]) -> list[torch.Tensor]:
     replay = Replay()
     replay.run(slice_for(values))
     for value in values:
-        if value.real is None and value.nbytes <= _KEEP_BYTES:
+        if not value.known and value.nbytes <= _KEEP_BYTES:
             value.real = replay.buffer(value).clone()
     return [look(replay.buffer(ref.value), ref) for ref in refs]

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from . import session
 from .call import Call
 from .constants import constant_tensor, edits
+from .file_value import is_in_file
 from .program import dense_count
 from .scalars import number_of
 from .shapes import infer
@@ -78,7 +79,7 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     call = Call(op, traits(op), args, kwargs)
-    pending = any(t._store.resident is None for t in call.deferred)
+    pending = any(t._store.resident is None and not is_in_file(t) for t in call.deferred)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
         return run_for_real(call)
     ((size, stride, _, dtype),) = infer(call).geometry

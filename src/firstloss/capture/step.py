@@ -64,7 +64,7 @@ class StepTrace(recorder._Tracing):
             )
         self._before.append((store, store.value, store.trace))
         old = store.value
-        if old.real is not None and old.numel <= 1 and store.resident is None:
+        if old.known and old.numel <= 1 and store.resident is None:
             store.trace = self  # a captured Python number stays a constant
             return
         value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")

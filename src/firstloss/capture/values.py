@@ -37,7 +37,7 @@ Hooks.value_of = value_of
 def check_kept(tensor: DeferredTensor) -> None:
     """A tensor that a traced step made, and that was neither returned nor kept as state, has no value."""
     store = tensor._store
-    if store.trace is not None and store.resident is None and store.value.real is None:
+    if store.trace is not None and store.resident is None and not store.value.known:
         raise TraceError(
             f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
             "Return it from the step, or keep it in a module's buffer or an optimizer's state."
@@ -53,6 +53,13 @@ def run_for_real(call: Call) -> Any:
     """No deferred tensor is written: compute, as eager PyTorch would; deferred arguments are computed first."""
     args, kwargs = (call.args, call.kwargs) if not call.deferred else _real_arguments(call)
     return _call(call, args, kwargs)
+
+
+def read_and_run(call: Call) -> Any:
+    """All that is deferred about the tensors is that they lie in a file: read them, for good, and compute."""
+    for tensor in call.deferred:
+        Hooks.materialize(tensor)
+    return _call(call, call.args, call.kwargs)
 
 
 def run_to_find_out(call: Call) -> Any:
@@ -99,12 +106,27 @@ def run_on_resident(call: Call) -> Any:
                 f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
                 "Call firstloss.materialize_tensor on the first."
             )
+        if call.op is aten.copy_.default and t._ref().whole:  # load_state_dict: what was there need not be read
+            t._store.resident.replace(content(call.args[1]))
+            return t
         t._store.resident.edit()  # from here on its host copy may be written, and goes back before the next step
     result = _call(call, *_real_arguments(call))
     for where in call.traits.returns:
         if where is not None:
             return call.argument(where)
     return result
+
+
+def content(tensor: Tensor) -> Tensor:
+    """The values of `tensor`, not to be written: where it can, without a copy."""
+    if type(tensor) is not DeferredTensor:
+        return tensor
+    if tensor._store.resident is not None:
+        return look_resident(tensor)
+    check_kept(tensor)
+    ref = tensor._ref()
+    with torch._C._DisableTorchDispatch():
+        return replay.look(ref.value.real, ref) if ref.value.real is not None else replay.compute([ref])[0]
 
 
 def _call(call: Call, args: Any, kwargs: dict) -> Any:

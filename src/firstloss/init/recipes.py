@@ -225,7 +225,7 @@ def _place(node: Node) -> tuple[Stream, int]:
 def _ends_in_a_fill(value: Value) -> bool:
     """Whether the content goes back to a fill of the whole storage: the one that is not dead."""
     node = value.node
-    while node is not None and node.writes and value.real is None:
+    while node is not None and node.writes and not value.known:
         if node.overwrites:
             return True
         value = next(ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value)

@@ -46,11 +46,11 @@ def shards_among(values: Iterable[Value]) -> list[Value]:
 
 def _parts(value: Value, depth: int) -> Iterator[Ref]:
     """The reads of parts of larger Values in the recipe of `value`."""
-    while value.real is None and value.node is not None:
+    while not value.known and value.node is not None:
         node = value.node
         for ref in node.refs():
             source = ref.value
-            if source.real is not None or source.node is None or any(ref is target for target in node.writes):
+            if source.known or source.node is None or any(ref is target for target in node.writes):
                 continue
             if math.prod(ref.size) < source.numel:
                 if source.nbytes > _WORTH and source.node.op not in UNWRITTEN:

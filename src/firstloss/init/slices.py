@@ -123,7 +123,7 @@ class Slicer:
         plan = self._plan(value, not (begin == 0 and end == value.numel))
         base = plan.base
         if base is not None:
-            if base.real is not None or not _unwritten(base):
+            if base.known or not _unwritten(base):
                 out.copy_(_flat(self._buffer_of(base), base)[begin:end])
         for step in plan.steps:
             self._run(step, value, begin, end, out)
@@ -153,7 +153,7 @@ class Slicer:
     def _find_plan(self, value: Value, partial: bool, depth: int) -> _Plan:
         steps: list[_Step] = []
         at = value
-        while at.real is None and at.node is not None and at.node.op not in UNWRITTEN:
+        while not at.known and at.node is not None and at.node.op not in UNWRITTEN:
             step = self._step(at, depth)
             if step is None or (partial and not step.partial) or len(steps) == _MAX_STEPS:
                 break
@@ -305,10 +305,12 @@ class Slicer:
             origin.rejection.correct_part(into, first)
 
     def _buffer_of(self, value: Value) -> torch.Tensor:
-        if value.real is None:
+        if not value.known:
             return self._whole(value)
         check_constant(value)
-        return value.real
+        real = value.real
+        assert real is not None
+        return real
 
 
 class Wholes:
@@ -338,11 +340,11 @@ def _has_options(kwargs: dict[str, Any]) -> bool:
 
 def _can_run(plan: _Plan, value: Value) -> bool:
     """Whether the plan begins with something else than `value` made whole."""
-    return plan.base is not value or value.real is not None or _unwritten(value)
+    return plan.base is not value or value.known or _unwritten(value)
 
 
 def _unwritten(value: Value) -> bool:
-    return value.real is None and (value.node is None or value.node.op in UNWRITTEN)
+    return not value.known and (value.node is None or value.node.op in UNWRITTEN)
 
 
 def _dense(value: Value) -> bool:

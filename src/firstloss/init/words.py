@@ -23,7 +23,7 @@ def in_words(ref: Ref) -> str:
 def _steps(value: Value, room: int) -> list[str]:
     steps: list[str] = []
     while True:
-        if value.real is not None:
+        if value.known:
             steps.append("constant")
             break
         node = value.node

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax
 import torch
 
 from ..capture.program import Value
 from .jaxlib import to_device, to_host
+
+
+class Piece(NamedTuple):
+    """A box of a cell's content that one process saves."""
+
+    owner: int  # its process
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]  # the content, on the host
 
 
 class Cell:
@@ -47,14 +58,26 @@ class Cell:
         self._host = None
         self._edited = False
 
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Hold the values of `tensor` from now on, cast and expanded as `copy_` would; what was there is not read."""
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            self.set(to_device(tensor.detach().to(self.value.dtype).expand(self.value.shape)))
+
+    def read(self) -> torch.Tensor:
+        """As `host`, without keeping a copy of what is on another device than the host."""
+        if self._host is not None:
+            return self._host
+        return laid_out(to_host(self.array()), self.value)
+
+    def pieces(self) -> list[Piece]:
+        """What of the content is saved by whom: all of it, once."""
+        shape = tuple(self.value.shape)
+        return [Piece(0, (0,) * len(shape), shape, self.read)]
+
     def host(self) -> torch.Tensor:
         """The content laid out as `value` is. Not to be written, but after `edit`."""
         if self._host is None:
-            logical = to_host(self.array())
-            if logical.stride() != self.value.stride:
-                laid_out = torch.empty_strided(self.value.shape, self.value.stride, dtype=self.value.dtype)
-                logical = laid_out.copy_(logical)
-            self._host = logical
+            self._host = self.read()
         return self._host
 
     def edit(self) -> None:
@@ -63,3 +86,10 @@ class Cell:
             host = self.host()
             self._host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(host)
             self._edited = True
+
+
+def laid_out(logical: torch.Tensor, value: Value) -> torch.Tensor:
+    """`logical` with the strides of `value`."""
+    if logical.stride() == value.stride:
+        return logical
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(logical)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..capture.step import StepTrace, find_new_state
 from ..errors import TraceError
+from .reload import load_in_place
 
 
 class Hyperparameter:
@@ -69,6 +70,7 @@ class Optimizers:
         if any(seen is optimizer for seen in self.seen):
             return
         self.seen.append(optimizer)
+        load_in_place(optimizer)
         for group in optimizer.param_groups:
             for key in ("capturable", "foreach"):
                 # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight

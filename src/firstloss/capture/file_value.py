@@ -1,0 +1,58 @@
+"""Values that lie in a file, and are read when somebody needs them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from .program import Value
+from .tensor import DeferredTensor, Store
+
+# What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.
+_recent: deque[torch.Tensor] = deque(maxlen=2)
+
+
+class FileValue(Value):
+    """A constant whose content is in a file: `read` brings it to memory, laid out as the Value is."""
+
+    __slots__ = ("_read", "_weak", "_lock")
+
+    def __init__(self, shape, stride, dtype, read: Callable[[], torch.Tensor], label: str) -> None:
+        self._read = read
+        self._weak: Callable[[], torch.Tensor | None] = lambda: None
+        self._lock = threading.Lock()
+        super().__init__(tuple(shape), tuple(stride), dtype, torch.device("cpu"), label=label)
+
+    @property
+    def known(self) -> bool:
+        """Whether the content is known without running operations: it is."""
+        return True
+
+    @property
+    def real(self) -> torch.Tensor:
+        """The content. Not to be written."""
+        with self._lock:
+            tensor = self._weak()
+            if tensor is None:
+                tensor = self._read()
+                self._weak = weakref.ref(tensor)
+                _recent.append(tensor)
+            return tensor
+
+    @real.setter
+    def real(self, tensor: torch.Tensor | None) -> None:
+        assert tensor is None  # the file says what it is
+
+
+def is_in_file(tensor: DeferredTensor) -> bool:
+    """Whether the content of `tensor` still lies in a file, as it was loaded."""
+    return type(tensor._store.value) is FileValue and tensor._store.resident is None
+
+
+def file_tensor(value: FileValue) -> DeferredTensor:
+    """A tensor whose content is `value`: read when somebody uses it."""
+    return DeferredTensor.wrap(Store(value), value.shape, value.stride, 0, value.dtype)

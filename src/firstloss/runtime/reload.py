@@ -1,0 +1,45 @@
+"""Load an optimizer's state while its steps are compiled: into the tensors that they know."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def load_in_place(optimizer: torch.optim.Optimizer) -> None:
+    """From here on `optimizer.load_state_dict` keeps its state's tensors and its groups, and copies into them.
+
+    `torch.optim` would put the loaded ones in their place, and a compiled step would go on with those it knows.
+    """
+    if optimizer in _watched:
+        return
+    _watched.add(optimizer)
+    before: dict[Any, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+
+    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        groups[:] = optimizer.param_groups
+        before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
+
+    def copy_back(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, entries in optimizer.state.items():
+            for key, new in entries.items():
+                old = before.get(parameter, {}).get(key)
+                if not isinstance(old, torch.Tensor):
+                    continue
+                if isinstance(new, torch.Tensor) and new.shape == old.shape:
+                    with torch.no_grad():
+                        entries[key] = old.copy_(new)
+        for old, new in zip(groups, optimizer.param_groups, strict=True):
+            old.clear()
+            old.update(new)
+        optimizer.param_groups[:] = groups
+        before.clear()
+        groups.clear()
+
+    optimizer.register_load_state_dict_pre_hook(remember)
+    optimizer.register_load_state_dict_post_hook(copy_back)
