@@ -16,7 +16,7 @@ EXAMPLE = "firstloss init path/to/config.json -o weights --seed 0"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     parser.add_argument("-o", "--out", metavar="DIR", required=True, help="the folder to write; made if need be")
-    parser.add_argument("--seed", type=int, default=0, help="the seed that the constructor starts from (default 0)")
+    target.add_random_arguments(parser)
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="of a file at most, as 200MB or 2GiB (default 5GB)"
     )
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
     torch.manual_seed(args.seed)
     began = time.perf_counter()
-    module = fl.deferred_init(wanted)
+    with fl.deferred(rng=args.rng):
+        module = wanted()
     if not isinstance(module, torch.nn.Module):
         raise TargetError(
             f"TARGET {wanted.text!r} makes a {type(module).__name__}: only a Module has a state dict to save"
@@ -51,7 +52,14 @@ def run(args: argparse.Namespace) -> int:
     seconds = {"capture": captured - began, "write": time.perf_counter() - captured}
     if args.json:
         output.print_json(
-            {"target": wanted.text, "out": args.out, "seed": args.seed, "bytes": size, "seconds": seconds}
+            {
+                "target": wanted.text,
+                "out": args.out,
+                "seed": args.seed,
+                "rng": args.rng,
+                "bytes": size,
+                "seconds": seconds,
+            }
         )
     else:
         console.print(

@@ -49,6 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_random_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the constructor's random numbers come from."""
+    parser.add_argument("--seed", type=int, default=0, help="the seed that the constructor starts from (default 0)")
+    parser.add_argument(
+        "--rng",
+        choices=("eager", "counter"),
+        default="eager",
+        help="eager PyTorch's random numbers (default), or those of the counter policy",
+    )
+
+
 def load(text: str, arguments: Sequence[str] = ()) -> Target:
     """Find the TARGET `text`, checked as far as is possible without calling it."""
     values = dict(_argument(argument) for argument in arguments)

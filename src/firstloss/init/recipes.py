@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -117,15 +118,20 @@ class Report:
         }
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, more: Mapping[str, tuple[str, ...]] | None = None, heads: tuple[str, ...] = ()) -> str:
+        """The table, with `more` cells for each weight under further `heads`."""
         several = any(row.stream for row in self.rows)
-        lines = [("weight", "shape", "dtype", "recipe", "position", "dead fills")]
+        lines: list[tuple[str, ...]] = [("weight", "shape", "dtype", "recipe", "position", "dead fills", *heads)]
         for row in self.rows:
             at = "" if row.position is None else f"{row.stream}:{row.position}" if several else str(row.position)
             tied = f" (= {', '.join(row.tied)})" if row.tied else ""
             shape = "x".join(map(str, row.shape)) or "()"
-            lines.append((row.weight + tied, shape, row.dtype, row.recipe, at, str(row.dead_fills or "")))
-        widths = [max(len(line[column]) for line in lines) for column in range(6)]
-        aligned = (str.ljust, str.rjust, str.ljust, str.ljust, str.rjust, str.rjust)
+            cells = more[row.weight] if more is not None else ()
+            lines.append((row.weight + tied, shape, row.dtype, row.recipe, at, str(row.dead_fills or ""), *cells))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        aligned = (str.ljust, str.rjust, str.ljust, str.ljust, *[str.rjust] * (2 + len(heads)))
         text = [
             "  ".join(align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)).rstrip()
             for line in lines

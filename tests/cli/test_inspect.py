@@ -1,0 +1,90 @@
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firstloss import cli
+from firstloss.cli import mesh
+
+LINEAR = ["torch.nn:Linear", "--arg", "in_features=300", "--arg", "out_features=7"]
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+}
+
+
+def test_a_table(capsys):
+    assert cli.main(["inspect", *LINEAR]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == "weight 7x300 float32 uniform(-0.057735, 0.057735) 0".split()
+    assert lines[-1] == "2 weights, 2,107 parameters, 8,428 bytes, 0 dead fills dropped"
+
+
+def test_the_counter_policy(capsys):
+    assert cli.main(["inspect", *LINEAR, "--rng", "counter", "--json"]) == 0
+    assert [row["position"] for row in json.loads(capsys.readouterr().out)["weights"]] == [0, 1]
+
+
+def test_405_billion_parameters_on_512_ranks(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    assert cli.main(["inspect", str(tmp_path / "config.json"), "--mesh", "fsdp=64,tp=8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 405_853_388_800 and found["dead_fills"] == 884
+    rows = {row["weight"]: row for row in found["weights"]}
+    up, down = (rows[f"model.layers.7.mlp.{name}_proj.weight"] for name in ("up", "down"))
+    assert up["recipe"] == "normal(0, 0.02)" and up["dead_fills"] == 1 and up["position"] > 4 * 10**11
+    assert up["shape_per_rank"] == [53248 // 512, 16384] and up["cut"] == [["tp", "fsdp"], []]
+    assert down["shape_per_rank"] == [16384 // 64, 53248 // 8] and down["cut"] == [["fsdp"], ["tp"]]
+    assert rows["model.layers.0.input_layernorm.weight"]["cut"] == [["fsdp"]]
+    assert rows["lm_head.weight"]["bytes_per_rank"] == math.ceil(128256 / 512) * 16384 * 4
+    assert found["bytes_per_rank"] == sum(row["bytes_per_rank"] for row in rows.values())
+    assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # rows that 512 does not divide
+
+
+def test_bytes_per_rank_in_words(capsys):
+    cuts = ["--cut", "weight=-,tp", "--mesh", "fsdp=4,tp=3,dp_replicate=2"]
+    assert cli.main(["inspect", *LINEAR, *cuts]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("7x100  tp cuts 1") and lines[2].endswith("2  fsdp cuts 0")
+    assert lines[-1].startswith(
+        "mesh fsdp=4 x tp=3 x dp_replicate=2, 24 ranks: each holds at most 2,808 bytes (2.7 KiB)"
+    )
+    assert cli.main(["inspect", *LINEAR, "--mesh", "tp=3"]) == 0
+    assert "axis 'tp' cuts nothing" in capsys.readouterr().out
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 9), max_size=3))
+def test_the_largest_part_is_chunks(size, parts):
+    left = torch.empty(size)
+    for count in parts:
+        left = left.chunk(count)[0]
+    assert mesh._largest(size, parts) == len(left)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
+        ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
+        ([*LINEAR, "--cut", "weight=tp"], "give that as well"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; they have names like weight"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, and bias has 1"),
+        (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
+    ],
+)
+def test_a_failure_is_one_line(capsys, arguments, said):
+    assert cli.main(["inspect", *arguments]) == 1
+    really = capsys.readouterr().err
+    assert said in really and really.count("\n") == 1
