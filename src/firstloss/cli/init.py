@@ -51,16 +51,8 @@ def run(args: argparse.Namespace) -> int:
         fl.save_initialized(module, args.out, max_shard_size=args.max_shard_size, progress=progress)
     seconds = {"capture": captured - began, "write": time.perf_counter() - captured}
     if args.json:
-        output.print_json(
-            {
-                "target": wanted.text,
-                "out": args.out,
-                "seed": args.seed,
-                "rng": args.rng,
-                "bytes": size,
-                "seconds": seconds,
-            }
-        )
+        said = {"target": wanted.text, "out": args.out, "seed": args.seed, "rng": args.rng}
+        output.print_json({**said, "bytes": size, "seconds": seconds})
     else:
         console.print(
             f"{args.out}: {output.size(size)} in {seconds['write']:.2f} s, captured in {seconds['capture']:.2f} s",

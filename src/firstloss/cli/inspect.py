@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="also what one rank of such a mesh would hold: axes tp, tensor and model cut as the model's own plan says, "
-        "dp_replicate, replicate, replica and ddp hold copies, and any other cuts as FSDP does",
+        help="also what one rank of such a mesh would hold: axes tp, tensor and model cut as the model's own plan "
+        "says, dp_replicate, replicate, replica and ddp hold copies, and any other cuts as FSDP does",
     )
     parser.add_argument(
         "--cut",
