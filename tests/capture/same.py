@@ -88,7 +88,7 @@ def assert_same(expected: Any, got: Any) -> None:
         assert type(b) is type(a), (name, type(a), type(b))
         if isinstance(a, torch.nn.parameter.UninitializedTensorMixin):
             continue
-        for what in ("dtype", "shape", "device", "requires_grad", "layout"):
+        for what in ("dtype", "shape", "device", "requires_grad", "is_leaf", "layout"):
             assert getattr(b, what) == getattr(a, what), (name, what, getattr(a, what), getattr(b, what))
         assert b.stride() == a.stride(), (name, "stride", a.stride(), b.stride())
         assert b.storage_offset() == a.storage_offset(), (name, "offset", a.storage_offset(), b.storage_offset())

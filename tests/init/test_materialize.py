@@ -165,3 +165,32 @@ def test_edits_after_a_partial_materialization():
     more(made)
     fl.materialize_module(made)
     assert_same(expected, made)
+
+
+def test_gradients_through_what_a_constructor_computed_are_an_error_and_not_lost():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+            self.twice = self.weight * 2
+            self.part = self.weight[:2]
+            with torch.no_grad():
+                self.plain = self.weight * 3
+
+    torch.manual_seed(0)
+    eager = Scaled()
+    torch.manual_seed(0)
+    module = fl.deferred_init(Scaled)
+    module.twice.sum().backward()  # while it is deferred, its history is there
+    assert fl.materialize_tensor(module.weight.grad).tolist() == [2.0, 2.0, 2.0]
+    fl.materialize_module(module)
+    for name in ("twice", "part", "plain"):
+        a, b = getattr(eager, name), getattr(module, name)
+        assert torch.equal(a, b) and (a.requires_grad, a.is_leaf) == (b.requires_grad, b.is_leaf), name
+    with pytest.raises(fl.errors.MaterializeError, match=r"test_materialize.py:\d+: a gradient has come.*in forward"):
+        module.twice.sum().backward()
+    module.part.sum().backward()
+    assert module.weight.grad.tolist() == [3.0, 3.0, 2.0]
+    with torch.no_grad():
+        module.twice.add_(1)
+    assert torch.equal(module.twice, eager.twice + 1)

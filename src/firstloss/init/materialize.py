@@ -13,6 +13,7 @@ from ..capture.distributed import local_part
 from ..capture.program import Value
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
 from . import shard_engine, torch_engine
+from .lost_history import without_history
 from .memory import allocate_huge
 
 
@@ -146,6 +147,9 @@ def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> No
         real = torch.nn.Parameter(real.detach(), tensor.requires_grad)
     else:
         real = real.detach()
+        if tensor.grad_fn is not None:
+            node = value.node
+            real = without_history(real, str(node.source) if node is not None else "a constructor")
     become(tensor, real)
 
 

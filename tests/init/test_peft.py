@@ -1,0 +1,62 @@
+"""LoRA adapters (peft) on a deferred model: added after construction, or inside it."""
+
+import pytest
+import torch
+
+import firstloss as fl
+from tests.capture.same import assert_same
+
+peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
+transformers = pytest.importorskip("transformers")
+
+CONFIGURATIONS = {
+    "plain": {},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "pissa": {"init_lora_weights": "pissa"},  # by a singular value decomposition of the weight: it is read
+    "dora": {"use_dora": True},  # by its norms
+    "a module saved beside": {"use_rslora": True, "modules_to_save": ["lm_head"]},
+}
+
+
+def make():
+    config = transformers.LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def adapt(model, options):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "afterwards"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_adapters(name, inside):
+    options = CONFIGURATIONS[name]
+    torch.manual_seed(0)
+    eager = adapt(make(), options)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    if inside:
+        deferred = fl.deferred_init(lambda: adapt(make(), options))
+    else:
+        deferred = adapt(fl.deferred_init(make), options)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert fl.is_deferred(deferred.base_model.model.model.embed_tokens.weight)
+    fl.materialize_module(deferred)
+    for (a_name, a), (b_name, b) in zip(eager.named_parameters(), deferred.named_parameters(), strict=True):
+        assert a_name == b_name and a.requires_grad == b.requires_grad
+        assert_same(a, b)
+    ids = torch.arange(20)[None]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (eager, deferred)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for a, b in zip(eager.parameters(), deferred.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad))
