@@ -9,7 +9,7 @@ of calls.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +55,48 @@ class Template(NamedTuple):
     keyed: bool
 
 
+class Call(NamedTuple):
+    """A node, ready to be lowered: what is called, and on which Values.
+
+    Calls that are equal in `kind` lower to the same code.
+    """
+
+    kind: Template | View
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    draw: int | None  # for a random operation, its number in the step's stream
+    node: Node | None
+
+    def run(self, operands: Sequence[Any], key: jax.Array | None) -> Sequence[Any]:
+        """The outputs' arrays. `key` is the step's; needed if this draws."""
+        if isinstance(self.kind, View):
+            return (look(operands[0], self.kind),)
+        assert self.node is not None
+        if self.draw is not None:
+            assert key is not None
+            operands = [*operands, key]
+        try:
+            return _function(self.kind)(*operands)
+        except LoweringError as error:
+            raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
+        except jax.errors.ConcretizationTypeError:
+            raise LoweringError(
+                f"{self.node.source}: {self.node.op} is given a traced value for a number on which its very computation "
+                "depends. Pass a Python number, or write the formula with tensor operations."
+            ) from None
+
+
+def call_of(node: Node) -> Call:
+    """`node` as a Call."""
+    inputs: list[Value] = []
+    template = _template(node, inputs)
+    draw = None
+    if template.keyed:
+        assert node.draw is not None
+        draw = node.draw.position.words
+    return Call(template, tuple(inputs), node.outputs, draw, node)
+
+
 def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | None = None) -> dict[str, jax.Array]:
     """The Program's outputs, computed from `values` for its inputs. To be called under `jax.jit`.
 
@@ -62,30 +104,21 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
         key: the step's random key, from which each random operation's is made; needed if there is one.
     """
     arrays: dict[Value, Any] = dict(values)
-    for node in program.nodes:
-        inputs: list[Value] = []
-        template = _template(node, inputs)
-        operands = [_array(arrays, value) for value in inputs]
-        if template.keyed:
-            assert node.draw is not None and key is not None
-            operands.append(jax.random.fold_in(key, node.draw.position.words))
-        try:
-            results = _function(template)(*operands)
-        except LoweringError as error:
-            raise LoweringError(f"{node.source}: {error}") from error.__cause__
-        except jax.errors.ConcretizationTypeError:
-            raise LoweringError(
-                f"{node.source}: {node.op} is given a traced value for a number on which its very computation depends. "
-                "Pass a Python number, or write the formula with tensor operations."
-            ) from None
-        for value, result in zip(node.outputs, results, strict=True):
-            arrays[value] = result
+    run_calls(map(call_of, program.nodes), arrays, lambda draw: jax.random.fold_in(key, draw))
     out = {}
     for name, ref in program.outputs.items():
         base = _array(arrays, ref.value)
-        view = _view(ref)
+        view = view_of(ref)
         out[name] = base if view is None else look(base, view)
     return out
+
+
+def run_calls(calls: Iterable[Call], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
+    """Run `calls` in order: inputs are taken from `arrays`, outputs put there. `key_of` gives a draw's random key."""
+    for call in calls:
+        operands = [_array(arrays, value) for value in call.inputs]
+        results = call.run(operands, None if call.draw is None else key_of(call.draw))
+        arrays.update(zip(call.outputs, results, strict=True))
 
 
 def unsupported(program: Program) -> dict[str, list[Node]]:
@@ -126,7 +159,7 @@ def _template(node: Node, inputs: list[Value]) -> Template:
         if i is None:
             i = index[ref.value] = len(inputs)
             inputs.append(ref.value)
-        return Slot(i, _view(ref))
+        return Slot(i, view_of(ref))
 
     def walk(arg: Any) -> Any:
         if type(arg) is Ref:
@@ -139,7 +172,7 @@ def _template(node: Node, inputs: list[Value]) -> Template:
 
     args = walk(node.args)
     kwargs = tuple((k, walk(v)) for k, v in node.kwargs.items()) if node.kwargs else ()
-    writes = tuple((slot(ref).place, _view(ref)) for ref in node.writes)
+    writes = tuple((slot(ref).place, view_of(ref)) for ref in node.writes)
     outputs = tuple((value.shape, value.dtype) for value in node.outputs)
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
@@ -149,7 +182,8 @@ class _Number(NamedTuple):
     value: Any
 
 
-def _view(ref: Ref) -> View | None:
+def view_of(ref: Ref) -> View | None:
+    """How `ref` looks at its Value; None: as it is."""
     if ref.whole:
         return None
     value = ref.value

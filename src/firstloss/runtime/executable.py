@@ -18,11 +18,13 @@ from ..capture.step import StepTrace, dense_stride, is_traced
 from ..errors import LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
+from ..lower.segments import cut
 from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .jaxlib import compile_options, lend, to_host, x64
 from .optimizers import Optimizers
+from .segmented import SegmentedStep
 
 
 class Kept(NamedTuple):
@@ -140,6 +142,11 @@ class Executable:
         program, draws = self.program, self._tracing.draws
         changed, read, made = list(self._changed), self._read, len(self._made)
         names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
+        with timeline.span("lower"):
+            pieces = cut(program)
+        if pieces is not None:
+            new = [f"new{i}" for i in range(len(changed))]
+            return SegmentedStep(self._name, pieces, changed, read, (new, [f"made{i}" for i in range(made)], names))
 
         def run(state: tuple, rest: tuple, seed: Any) -> tuple:
             values = dict(zip([*changed, *read], [*state, *rest], strict=True))

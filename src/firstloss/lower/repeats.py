@@ -1,0 +1,65 @@
+"""Find what repeats in a sequence: the runs in which the same stretch of keys comes again and again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_CANDIDATES = 12
+
+
+class Run(NamedTuple):
+    """`keys[i] == keys[i + period]` for all i from `start` up to `stop - period`: at least two stretches alike."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def find_runs(keys: Sequence[int], least: int) -> list[Run]:
+    """Runs that do not overlap, in order: the one that saves most first, then those to its left and its right.
+
+    Args:
+        keys: equal numbers for equal things.
+        least: the number of elements a run has to save, that is, those after its first stretch.
+    """
+    return _within(np.asarray(keys), 0, least)
+
+
+def _within(keys: np.ndarray, offset: int, least: int) -> list[Run]:
+    best = _best(keys)
+    if best is None or best.stop - best.start - best.period < least:
+        return []
+    left = _within(keys[: best.start], offset, least)
+    right = _within(keys[best.stop :], offset + best.stop, least)
+    return [*left, Run(best.start + offset, best.stop + offset, best.period), *right]
+
+
+def _best(keys: np.ndarray) -> Run | None:
+    """The run that saves the most elements; of those that save as many, the one with the shortest period."""
+    best: Run | None = None
+    for period in _periods(keys):
+        same = np.concatenate(([False], keys[period:] == keys[:-period], [False]))
+        edges = np.flatnonzero(same[1:] != same[:-1])
+        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            saved = end - begin
+            if saved < period:
+                continue
+            known = -1 if best is None else best.stop - best.start - best.period
+            if saved > known or (saved == known and best is not None and period < best.period):
+                best = Run(begin, end + period, period)
+    return best
+
+
+def _periods(keys: np.ndarray) -> list[int]:
+    """The commonest distances from a key to its next occurrence: an element that a stretch has once is that far."""
+    last: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for i, key in enumerate(keys.tolist()):
+        if key in last:
+            gaps[i - last[key]] += i - last[key]  # long ones weigh more: short ones come from within a stretch
+        last[key] = i
+    return [gap for gap, _ in gaps.most_common(_CANDIDATES)]

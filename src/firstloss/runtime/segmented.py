@@ -1,0 +1,203 @@
+"""A step in segments: each distinct one compiled once, side by side, and called in turn at every step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import timeline
+from ..capture.program import Value
+from ..lower.dtypes import to_jax
+from ..lower.program import constant, run_calls
+from ..lower.segments import Cut, Segment
+from .jaxlib import compile_options, x64
+
+
+class _Function(NamedTuple):
+    """What all segments of one number call.
+
+    Attributes:
+        like: the first of these segments.
+        takes: which of a segment's inputs, in the order of its arguments: first those whose memory it may reuse.
+        gives: which of its outputs, in order: first what takes the place of those.
+        reused: how many these are.
+    """
+
+    like: Segment
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    reused: int
+
+
+class _Turn(NamedTuple):
+    """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees."""
+
+    function: int
+    reads: tuple[int, ...]
+    fills: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+class SegmentedStep:
+    """Called as a whole step's executable is: with the state that the step changes, the rest, and the seed.
+
+    Segments run as soon as they are compiled, so the first loss may be there while the backward pass still compiles;
+    but what changes the state waits until everything is compiled. A state's old array is donated where it is used last,
+    if the new one is made there.
+
+    Args:
+        state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
+        outputs: names of the Program's outputs, in groups as the call shall return them.
+    """
+
+    def __init__(
+        self, name: str, cut: Cut, state: Sequence[Value], rest: Sequence[Value], outputs: Sequence[Sequence[str]]
+    ) -> None:
+        self._name = name
+        self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
+        self._given = len(self._slots)
+        self._made = {value for segment in cut.segments for value in segment.outputs}
+        self._constants: dict[int, Any] = {}
+        kept = {cut.outputs[n] for group in outputs for n in group}
+        renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
+        functions = _functions(cut.segments, renewed, kept)
+        self._turns = self._plan(cut.segments, functions, kept)
+        self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
+        with x64():
+            self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
+        self._compiled = self._compile(functions)
+        self._reuse = {n for n, function in functions.items() if function.reused}
+
+    @property
+    def executables(self) -> list[Any]:
+        """The compiled functions, in the order in which they are first called; waits for those under way."""
+        return [future.result() for future in self._compiled.values()]
+
+    # -- which slot holds what --
+
+    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, _Function], kept: set[Value]) -> list[_Turn]:
+        turns = []
+        for segment in segments:
+            function = functions[segment.function]
+            reads = tuple(self._slot(segment.inputs[i]) for i in function.takes)
+            fills = tuple(self._slot(segment.outputs[i]) for i in function.gives)
+            turns.append(_Turn(segment.function, reads, fills, ()))
+        seen = {self._slot(value) for value in kept} | set(self._constants)
+        for n in reversed(range(len(turns))):
+            frees = {slot for slot in (*turns[n].reads, *turns[n].fills) if slot not in seen}
+            seen |= frees
+            turns[n] = turns[n]._replace(frees=tuple(frees))
+        return turns
+
+    def _slot(self, value: Value | int) -> int:
+        slot = self._slots.get(value)
+        if slot is None:
+            slot = self._slots[value] = len(self._slots)
+            if isinstance(value, int):
+                self._constants[slot] = np.uint32(value)
+            elif value not in self._made:
+                never_written = value.real is None
+                self._constants[slot] = np.zeros(value.shape, to_jax(value.dtype)) if never_written else constant(value.real)
+        return slot
+
+    # -- from calls to executables --
+
+    def _compile(self, functions: Mapping[int, _Function]) -> dict[int, Future[Any]]:
+        clock, options = timeline.current(), compile_options()
+        begin = clock.now()
+        ends: list[float] = []
+
+        def compile(lowered: Any) -> Any:
+            with x64():
+                made = lowered.compile(options)
+            ends.append(clock.now())
+            if len(ends) == len(functions):
+                clock.add("compile", begin, max(ends))
+            return made
+
+        futures = {}
+        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
+        for number, function in functions.items():
+            with timeline.span("lower"):
+                lowered = self._lower(function)
+            futures[number] = pool.submit(compile, lowered)
+        pool.shutdown(wait=False)
+        return futures
+
+    def _lower(self, function: _Function) -> Any:
+        segment = function.like
+        inputs = [segment.inputs[i] for i in function.takes]
+        outputs = [segment.outputs[i] for i in function.gives]
+
+        def run(seed: Any, *given: Any) -> tuple:
+            arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
+            step: list[Any] = []
+
+            def key_of(draw: int) -> Any:
+                if not step:
+                    step.append(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
+                return jax.random.fold_in(step[0], arrays[draw])
+
+            run_calls(segment.calls, arrays, key_of)
+            return tuple(arrays[value] for value in outputs)
+
+        run.__name__ = f"{self._name}_{segment.function}"
+        with x64():
+            jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
+            return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
+
+    # -- a step --
+
+    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
+        """The Program's outputs, in the groups of `outputs`."""
+        seed = jax.device_put(seed)
+        slots: list[Any] = [*state, *rest, *[None] * (len(self._slots) - self._given)]
+        for slot, array in self._constants.items():
+            slots[slot] = array
+        del state, rest
+        safe = False
+        for turn in self._turns:
+            if not safe and turn.function in self._reuse:
+                safe = bool(self.executables)  # none fails any more: from here on there is no way back
+            results = self._compiled[turn.function].result()(seed, *[slots[i] for i in turn.reads])
+            for slot, array in zip(turn.fills, results, strict=True):
+                slots[slot] = array
+            for slot in turn.frees:
+                slots[slot] = None
+        return tuple(tuple(slots[i] for i in group) for group in self._results)
+
+
+def _functions(
+    segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]
+) -> dict[int, _Function]:
+    """The distinct functions, in the order of their first call."""
+    last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
+    reusable: dict[int, set[tuple[int, int]]] = {}
+    for n, segment in enumerate(segments):
+        places = {value: i for i, value in enumerate(segment.outputs)}
+        pairs = set()
+        for i, value in enumerate(segment.inputs):
+            new = renewed.get(value) if isinstance(value, Value) else None
+            if new in places and last[value] == n and value not in kept and _shape(value) == _shape(new):
+                pairs.add((i, places[new]))
+        reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
+    functions: dict[int, _Function] = {}
+    for segment in segments:
+        if segment.function not in functions:
+            pairs = dict(sorted(reusable[segment.function]))
+            takes = (*pairs, *(i for i in range(len(segment.inputs)) if i not in pairs))
+            new = set(pairs.values())
+            gives = (*pairs.values(), *(i for i in range(len(segment.outputs)) if i not in new))
+            functions[segment.function] = _Function(segment, takes, gives, len(pairs))
+    return functions
+
+
+def _shape(value: Value | int) -> jax.ShapeDtypeStruct:
+    if isinstance(value, int):
+        return jax.ShapeDtypeStruct((), np.uint32)
+    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype))
