@@ -121,8 +121,9 @@ def _record(call: Call) -> Any:
                 resize(target, size)
     writes = tuple(ref_of(t) for t in targets)
     overwrites = how.fill and len(writes) == 1 and writes[0].covers and _mentioned_once(call, targets[0])
-    node_args = _with_refs(call.args, writes)
-    node_kwargs = {k: _with_ref(v, writes) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
+    known = {w: w for w in writes}
+    node_args = _with_refs(call.args, known)
+    node_kwargs = {k: _with_ref(v, known) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
     node = Node(next(_counter), call.op, node_args, node_kwargs, writes, overwrites, None, here())
 
     if how.random is not None and draws_at_all(call):
@@ -208,17 +209,14 @@ def _results(call: Call, made: list[DeferredTensor | None]) -> Any:
     return tuple(next(fresh, None) if where is None else call.argument(where) for where in returns)
 
 
-def _with_refs(args, writes: tuple[Ref, ...]) -> tuple:
+def _with_refs(args, writes: dict[Ref, Ref]) -> tuple:
     return tuple(_with_ref(a, writes) for a in args)
 
 
-def _with_ref(arg: Any, writes: tuple[Ref, ...]) -> Any:
+def _with_ref(arg: Any, writes: dict[Ref, Ref]) -> Any:
     if isinstance(arg, Tensor):
         ref = ref_of(arg)
-        for w in writes:  # the written arguments have to be the very same Refs, so that a fill's target is known
-            if w == ref:
-                return w
-        return ref
+        return writes.get(ref, ref)  # a written argument has to be the very same Ref: so a fill's target is known
     if type(arg) in (list, tuple):
         return tuple(_with_ref(a, writes) for a in arg)
     return number_ref(arg) if is_symbolic(arg) else arg

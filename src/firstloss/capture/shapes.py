@@ -55,7 +55,7 @@ def infer(call: Call) -> Outcome:
 def _ask(call: Call) -> Outcome:
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
-    geometry = _on_meta(call)
+    geometry = _of_list(call) if call.op._schema.name.startswith("aten::_foreach_") else _on_meta(call)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
     if result is not None and (result.is_floating_point or result.is_complex):
@@ -63,6 +63,24 @@ def _ask(call: Call) -> Outcome:
         if call.kwargs.get("dtype") is None and not any(d.is_floating_point or d.is_complex for d in real):
             default = result
     return Outcome(geometry, default)
+
+
+def _of_list(call: Call) -> list[Any]:
+    """An operation on each element of lists: those that are alike are asked for once, as a model's layers are."""
+    lists = [arg for arg in call.args if type(arg) in (list, tuple)]
+    count = max(map(len, lists), default=0)
+    if count < 2 or call.kwargs or any(len(arg) != count for arg in lists):
+        return _on_meta(call)
+    kinds: dict[tuple, int] = {}
+    rows = [kinds.setdefault(tuple(map(_kind, row)), len(kinds)) for row in zip(*lists, strict=True)]
+    first = [rows.index(kind) for kind in range(len(kinds))]
+    args = tuple([arg[i] for i in first] if type(arg) in (list, tuple) else arg for arg in call.args)
+    geometry = _on_meta(Call(call.op, call.traits, args, {}))
+    return [geometry[kind] for kind in rows] if geometry else []
+
+
+def _kind(arg: Any) -> Any:
+    return (*geometry_of(arg), arg.device) if isinstance(arg, Tensor) else (type(arg), arg)
 
 
 def _on_meta(call: Call) -> list[Any]:
