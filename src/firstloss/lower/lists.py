@@ -156,5 +156,3 @@ def _groups(needs: Sequence[Sequence[int]], apart: Sequence[bool]) -> list[int]:
             if apart[i] and apart[n]:
                 parent[find(i)] = find(n)
     return [find(i) for i in range(len(needs))]
-
-

@@ -81,8 +81,8 @@ class Call(NamedTuple):
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:
             raise LoweringError(
-                f"{self.node.source}: {self.node.op} is given a traced value for a number on which its very computation "
-                "depends. Pass a Python number, or write the formula with tensor operations."
+                f"{self.node.source}: {self.node.op} is given a traced value for a number on which its very "
+                "computation depends. Pass a Python number, or write the formula with tensor operations."
             ) from None
 
 

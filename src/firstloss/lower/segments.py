@@ -24,7 +24,7 @@ from .repeats import Run, find_runs
 _SHARE = 0.4
 _SAVED = 400
 # At most so many segments for a run: each costs the host some 20 microseconds a step, and devices queue up few.
-_MOST_SEGMENTS = 24
+_MOST_SEGMENTS = 48
 # At least so many calls in a segment.
 _LEAST_CALLS = 24
 

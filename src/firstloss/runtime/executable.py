@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +57,8 @@ class Executable:
                 self._undo(gradients)
                 raise
         self._constants = self._optimizers.constants()
-        self._compiled = self._compile()
+        with _uncollected():
+            self._compiled = self._compile()
         self._ran = False
 
     # -- from Python to a Program --
@@ -215,6 +218,18 @@ class Executable:
             return home._store.resident.array()
         # A copy, since the step runs on while the caller may go on to write to the tensor.
         return lend(home.detach().clone(memory_format=torch.contiguous_format))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: lowering makes a great many objects that live, and looking through them finds nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _whole(value: Value) -> Ref:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -102,7 +102,9 @@ class SegmentedStep:
                 self._constants[slot] = np.uint32(value)
             elif value not in self._made:
                 never_written = value.real is None
-                self._constants[slot] = np.zeros(value.shape, to_jax(value.dtype)) if never_written else constant(value.real)
+                self._constants[slot] = (
+                    np.zeros(value.shape, to_jax(value.dtype)) if never_written else constant(value.real)
+                )
         return slot
 
     # -- from calls to executables --
@@ -172,9 +174,7 @@ class SegmentedStep:
         return tuple(tuple(slots[i] for i in group) for group in self._results)
 
 
-def _functions(
-    segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]
-) -> dict[int, _Function]:
+def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:
     """The distinct functions, in the order of their first call."""
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
     reusable: dict[int, set[tuple[int, int]]] = {}
