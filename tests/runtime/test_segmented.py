@@ -10,7 +10,9 @@ from firstloss.lower import segments
 from firstloss.runtime.segmented import SegmentedStep
 
 # Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
+# The backward pass of a batch norm subtracts nearly equal sums, which makes ten times as much of it.
 CLOSE = 2e-6
+CLOSE_NORMED = 2e-5
 
 
 class Block(nn.Module):
@@ -77,7 +79,7 @@ def clipped(model, optimizer, batch):
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
     optimizer.step()
     optimizer.zero_grad()
-    return {"loss": loss, "norm": norm, "view": next(model.parameters()).detach()[0]}
+    return {"loss": loss, "norm": norm, "view": (next(model.parameters())[0] * 2)[1:]}
 
 
 def accumulating(model, optimizer, batch):
@@ -135,9 +137,9 @@ def train(case, folder, steps=3):
     return executable, results, state
 
 
-def close(a, b):
+def close(a, b, bound):
     scale = max(float(b.abs().max()), 1.0) if b.numel() else 1.0
-    return float((a.double() - b.double()).abs().max() if b.numel() else 0.0) <= CLOSE * scale
+    return float((a.double() - b.double()).abs().max() if b.numel() else 0.0) <= bound * scale
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,12 +151,13 @@ def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     apart, results_apart, state_apart = train(case, tmp_path)
     assert isinstance(apart._compiled, SegmentedStep)
-    assert len(apart._compiled._turns) >= 2 * len(apart._compiled.executables)
+    assert len(apart._compiled._turns) > len(apart._compiled.executables) + 4
+    bound = CLOSE_NORMED if case == "stages" else CLOSE
     flat, flat_apart = (torch.utils._pytree.tree_leaves(r) for r in (results, results_apart))
     assert len(flat) == len(flat_apart) >= 3
-    assert all(close(a.to("cpu"), b.to("cpu")) for a, b in zip(flat_apart, flat, strict=True))
+    assert all(close(a.to("cpu"), b.to("cpu"), bound) for a, b in zip(flat_apart, flat, strict=True))
     assert state.keys() == state_apart.keys()
-    assert [k for k in state if not close(state_apart[k].to("cpu"), state[k].to("cpu"))] == []
+    assert [k for k in state if not close(state_apart[k].to("cpu"), state[k].to("cpu"), bound)] == []
 
 
 def test_what_is_compiled_does_not_grow_with_the_layers():

@@ -323,3 +323,21 @@ def test_on_the_cpu_backend_the_step_just_runs():
     model = eager_linear()
     step, _ = make_step(model, backend)
     assert float(step(X, Y)) == eager_step(eager_linear(), 0.1)
+
+
+def test_a_weight_that_is_returned_is_that_weight(backend, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x, y):
+        loss = F.mse_loss(compiled(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, model.weight, model.weight[0]
+
+    for _ in range(2):
+        _, weight, row = step(X, Y)
+        assert weight is model.weight
+        assert torch.equal(row.to("cpu"), model.weight.detach().to("cpu")[0])

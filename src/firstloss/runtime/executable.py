@@ -93,9 +93,11 @@ class Executable:
         leaves, self._result_spec = pytree.tree_flatten(result)
         self._results: list[str | Kept] = []
         for i, leaf in enumerate(leaves):
-            if type(leaf) is DeferredTensor:
+            if is_traced(leaf, tracing):
                 outputs[f"out{i}"] = leaf._ref()
                 self._results.append(f"out{i}")
+            elif type(leaf) is DeferredTensor and not leaf.is_leaf:  # a view of a weight, which shows it as it will be
+                self._results.append(Kept(leaf.detach()))
             else:
                 self._results.append(Kept(leaf))
         self._changed: dict[Value, Store | torch.Tensor] = {}
