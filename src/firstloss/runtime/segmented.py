@@ -183,17 +183,23 @@ def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept
         pairs = set()
         for i, value in enumerate(segment.inputs):
             new = renewed.get(value) if isinstance(value, Value) else None
-            if new in places and last[value] == n and value not in kept and _shape(value) == _shape(new):
+            if (
+                new is not None
+                and new in places
+                and last[value] == n
+                and value not in kept
+                and _shape(value) == _shape(new)
+            ):
                 pairs.add((i, places[new]))
         reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
     functions: dict[int, _Function] = {}
     for segment in segments:
         if segment.function not in functions:
-            pairs = dict(sorted(reusable[segment.function]))
-            takes = (*pairs, *(i for i in range(len(segment.inputs)) if i not in pairs))
-            new = set(pairs.values())
-            gives = (*pairs.values(), *(i for i in range(len(segment.outputs)) if i not in new))
-            functions[segment.function] = _Function(segment, takes, gives, len(pairs))
+            taken = dict(sorted(reusable[segment.function]))
+            given = set(taken.values())
+            takes = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
+            gives = (*taken.values(), *(i for i in range(len(segment.outputs)) if i not in given))
+            functions[segment.function] = _Function(segment, takes, gives, len(taken))
     return functions
 
 
