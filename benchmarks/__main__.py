@@ -14,6 +14,7 @@ FIGURES = (
     "one_rank_of_64",
     "save_initialized",
     "trace_and_lower",
+    "deep_layers",
     "time_to_first_loss",
     "loss_agreement",
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import torch
 
 from .. import timeline
 from ..capture.program import Value
