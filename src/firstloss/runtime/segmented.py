@@ -102,10 +102,8 @@ class SegmentedStep:
             if isinstance(value, int):
                 self._constants[slot] = np.uint32(value)
             elif value not in self._made:
-                never_written = value.real is None
-                self._constants[slot] = (
-                    np.zeros(value.shape, to_jax(value.dtype)) if never_written else constant(value.real)
-                )
+                never_written = torch.zeros(value.shape, dtype=value.dtype)
+                self._constants[slot] = constant(never_written if value.real is None else value.real)
         return slot
 
     # -- from calls to executables --
