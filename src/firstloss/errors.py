@@ -73,3 +73,14 @@ class MissingDependencyError(FirstlossError, ImportError):
 
 class TargetError(FirstlossError, ImportError):
     """A command's TARGET cannot be found or called."""
+
+
+class TrainerError(FirstlossError, ValueError):
+    """The Trainer was given what does not fit together, or what it cannot use."""
+
+
+class NaNLossError(FirstlossError, FloatingPointError):
+    """The loss is no longer a number. `step` is the step, `batch` the batch it came from, if it is known."""
+
+    step: int | None = None
+    batch: object = None

@@ -94,11 +94,12 @@ class Backend:
         return [p for model in self.models for p in model.parameters() if p.requires_grad]
 
 
-def backend(name: str | None = None, *, artifact_dir: str | os.PathLike = "./artifacts") -> Backend:
+def backend(name: str | Backend | None = None, *, artifact_dir: str | os.PathLike = "./artifacts") -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
     Args:
         name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
+            A backend that was made before becomes the current one again.
         artifact_dir: a folder for what is worth keeping between runs: compiled executables are cached in it.
 
     Raises:
@@ -109,6 +110,9 @@ def backend(name: str | None = None, *, artifact_dir: str | os.PathLike = "./art
         if _current is None:
             raise BackendError('there is no backend yet. Make one first: firstloss.backend("XLA").')
         return _current
+    if isinstance(name, Backend):
+        _current = name
+        return name
     kind = name.upper()
     if kind in _XLA_NAMES:
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it

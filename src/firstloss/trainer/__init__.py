@@ -1,0 +1,16 @@
+"""The Trainer: pass callables for model, optimizer and schedulers, and everything starts as early as it can.
+
+    from firstloss.trainer import Trainer, TrainingLoop
+
+`trainer.py` is the whole run from top to bottom; each other file is one idea that it uses.
+"""
+
+from .callback import Callback
+from .checkpoint import Checkpoint
+from .early_stop import EarlyStop
+from .logging import Logging
+from .loops import TrainingLoop, ValidationLoop
+from .precision import Precision
+from .trainer import Trainer
+
+__all__ = ["Callback", "Checkpoint", "EarlyStop", "Logging", "Precision", "Trainer", "TrainingLoop", "ValidationLoop"]

@@ -1,0 +1,220 @@
+"""When checkpoints are written, which are kept, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import firstloss as fl
+
+from ..errors import TrainerError
+from ..files import written_aside
+from . import storage
+from .randomness import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass
+class Checkpoint:
+    """When to save, what to keep, and whether to go on from the last one. The end of a run is always saved.
+
+    Attributes:
+        steps: save every so many steps.
+        epochs: save every so many epochs.
+        keep_last: how many of the newest to keep; None: all of them.
+        best: a metric of validation, as "val_loss": the checkpoint where it was best is kept beside them.
+        mode: "min" if smaller is better, "max" if larger is.
+        autoload_last: `fit` goes on from the run folder's last checkpoint, if there is one.
+        strict: weights from elsewhere must have the model's names, all of them and no others.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    keep_last: int | None = 3
+    best: str | None = None
+    mode: str = "min"
+    autoload_last: bool = True
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise TrainerError(f'Checkpoint: mode={self.mode!r} is not a direction. Write "min" or "max".')
+        for name in ("steps", "epochs", "keep_last"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise TrainerError(f"Checkpoint: {name}={value!r} is not above 0. Write None to do without.")
+
+    def due_after_step(self, step: int) -> bool:
+        """Whether to save after update number `step`."""
+        return self.steps is not None and step % self.steps == 0
+
+    def due_after_epoch(self, epoch: int) -> bool:
+        """Whether to save after so many epochs."""
+        return self.epochs is not None and epoch % self.epochs == 0
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Whether a metric has got better."""
+        return than is None or (value < than if self.mode == "min" else value > than)
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: `step_N` each, and `best.json` that names one of them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        names = os.listdir(self.path) if os.path.isdir(self.path) else []
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def at(self, step: int) -> str:
+        """The path of a step's checkpoint."""
+        return os.path.join(self.path, f"step_{step}")
+
+    def last(self) -> str | None:
+        """The newest checkpoint's path."""
+        steps = self.steps()
+        return self.at(steps[-1]) if steps else None
+
+    def holds(self, path: str) -> bool:
+        """Whether `path` is one of this run's own checkpoints."""
+        return os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.path) and os.path.exists(path)
+
+    def best(self) -> dict[str, Any] | None:
+        """{"step", "metric", "value"} of the best, or None."""
+        try:
+            with open(os.path.join(self.path, "best.json"), encoding="utf-8") as file:
+                return json.load(file)
+        except FileNotFoundError:
+            return None
+
+    def mark_best(self, best: dict[str, Any]) -> None:
+        """Remember the best so far, as `best` returns it."""
+        with written_aside(os.path.join(self.path, "best.json"), "w") as file:
+            json.dump(best, file)
+
+    def clear(self, keep_last: int | None) -> None:
+        """Remove what is neither among the newest nor the best."""
+        if keep_last is None:
+            return
+        best = self.best()
+        for step in self.steps()[:-keep_last]:
+            if best is None or step != best["step"]:
+                storage.remove(self.at(step))
+
+
+# -- what a checkpoint holds --
+
+
+def collect(trainer: Trainer) -> dict[str, Any]:
+    """All that a run needs to go on as if it had never stopped."""
+    assert trainer.model is not None
+    return {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict() if trainer.optimizer is not None else {},
+        "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
+        "precision": trainer.precision.state_dict(),
+        "callbacks": trainer.callbacks.state_dict(),
+        "batches": trainer.batches.state_dict() if trainer.batches is not None else {},
+        "trainer": asdict(trainer.state),
+        "random": random_state(),
+        "backend": trainer.backend.state_dict() if hasattr(trainer.backend, "state_dict") else {},
+        "versions": {"firstloss": fl.__version__, "torch": str(torch.__version__)},
+    }
+
+
+def load_model(trainer: Trainer, state: dict[str, Any]) -> None:
+    """The weights of a saved run, before the backend has the model: what is loaded need not be initialised."""
+    assert trainer.model is not None
+    try:
+        trainer.model.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise TrainerError(
+            f"the checkpoints in {trainer.folder.path} are of another model: {error} Give this run another model_dir, "
+            "or fit(ckpt_path=None) to start afresh."
+        ) from error
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """All else, once the backend has the model. The random state comes last: nothing after it may draw."""
+    assert trainer.optimizer is not None and trainer.batches is not None
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    if fl.use_cs():  # what was loaded belongs on the device, as the state that a step makes does
+        entries = trainer.optimizer.state.values()
+        trainer.backend.claim([x for entry in entries for x in entry.values() if isinstance(x, torch.Tensor)])
+    if len(state["schedulers"]) != len(trainer.schedulers):
+        raise TrainerError(
+            f"the checkpoint has {len(state['schedulers'])} schedulers, and the run {len(trainer.schedulers)}. Resume "
+            "with the same, or pass its weights alone to a new run folder as ckpt_path."
+        )
+    for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    trainer.precision.load_state_dict(state["precision"])
+    trainer.callbacks.load_state_dict(state["callbacks"])
+    trainer.batches.load_state_dict(state["batches"])
+    trainer.state = type(trainer.state)(**state["trainer"])
+    if state["backend"]:
+        trainer.backend.load_state_dict(state["backend"])
+    set_random_state(state["random"])
+
+
+def load_weights(model: torch.nn.Module, path: str, strict: bool) -> None:
+    """Give `model` the weights at `path`, and nothing else of a run."""
+    weights = storage.load_weights(path)
+    wanted = model.state_dict()
+    missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    missing = [name for name in missing if not _tied(wanted, name, weights)]
+    if strict and (missing or unexpected):
+        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too much"] * bool(unexpected)
+        raise TrainerError(
+            f"ckpt_path {path!r} {' and '.join(parts)} for this {type(model).__name__}. Give weights of the same model, "
+            "or Checkpoint(strict=False) to load what fits."
+        )
+    for name, tensor in weights.items():
+        if name in wanted and wanted[name].shape != tensor.shape:
+            raise TrainerError(
+                f"ckpt_path {path!r}: {name} has shape {list(tensor.shape)}, and this {type(model).__name__}'s has "
+                f"{list(wanted[name].shape)}. Give weights of a model of the same size."
+            )
+    model.load_state_dict(weights, strict=False)
+
+
+def _tied(wanted: Mapping[str, torch.Tensor], name: str, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a weight has another name under which it is loaded: files hold tied weights once."""
+    return any(other in weights and _same(wanted[name], tensor) for other, tensor in wanted.items() if other != name)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    stores = getattr(a, "_store", None), getattr(b, "_store", None)  # deferred: no memory to compare
+    if stores[0] is not None or stores[1] is not None:
+        return stores[0] is stores[1]
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_finite(trainer: Trainer) -> None:
+    """A checkpoint of weights that are no numbers would be of no use to anybody."""
+    assert trainer.model is not None
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.is_floating_point() and torch.isnan(parameter.detach()).any():
+            from ..errors import NaNLossError
+
+            raise NaNLossError(
+                f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update made "
+                f"it. {trainer.last_good()} Lower the learning rate, or clip gradients with "
+                "TrainingLoop(clip_grad_norm=1.0)."
+            )

@@ -1,0 +1,132 @@
+"""Model, optimizer and schedulers from what the user passed: objects, callables, or any mix that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+import firstloss as fl
+
+from ..errors import TrainerError
+
+Model = torch.nn.Module | Callable[[], torch.nn.Module]
+Optimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
+Schedulers = Iterable[Any] | Callable[[torch.optim.Optimizer], Any]
+
+_LAMBDAS = {
+    "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
+    "schedulers": "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
+}
+
+
+def check_mix(model: Any, optimizer: Any, schedulers: Any) -> None:
+    """Refuse what cannot be: an object that is tied to something that does not exist yet."""
+    if not isinstance(model, torch.nn.Module) and not callable(model):
+        raise TrainerError(f"model is {_kind(model)}. Pass an nn.Module, or a callable that makes one: model=Model.")
+    if optimizer is None and schedulers is not None:
+        raise TrainerError("schedulers were given without an optimizer. Pass optimizer=... as well.")
+    if isinstance(optimizer, type):
+        raise TrainerError(
+            f"optimizer is the class {optimizer.__name__}, which takes parameters rather than a model. Write "
+            f"optimizer=lambda model: {optimizer.__name__}(model.parameters(), lr=...)."
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(model, torch.nn.Module):
+            raise TrainerError(
+                "model is a callable, so its parameters do not exist yet, and optimizer is an object, which was made "
+                f"for other parameters. Write optimizer={_LAMBDAS['optimizer']}."
+            )
+        _check_parameters(optimizer, model)
+    elif optimizer is not None and not callable(optimizer):
+        raise TrainerError(f"optimizer is {_kind(optimizer)}. Write optimizer={_LAMBDAS['optimizer']}.")
+    if isinstance(schedulers, type):
+        raise TrainerError(f"schedulers is the class {schedulers.__name__}. Write schedulers={_LAMBDAS['schedulers']}.")
+    for scheduler in _objects(schedulers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TrainerError(
+                f"optimizer is a callable, so it does not exist yet, and the {type(scheduler).__name__} is an object, "
+                f"which was made for another. Write schedulers={_LAMBDAS['schedulers']}."
+            )
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+            raise TrainerError(
+                f"the {type(scheduler).__name__} was made for another optimizer than the one that is given. Make it "
+                "with this one."
+            )
+
+
+def make_model(model: Model, backend: Any) -> torch.nn.Module:
+    """The model; a callable is captured rather than run, where the backend can."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    with backend.device:
+        made = model()
+    if not isinstance(made, torch.nn.Module):
+        raise TrainerError(f"model={_name(model)} returned {_kind(made)} where an nn.Module was expected.")
+    return made
+
+
+def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `model`."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    made = optimizer(model)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(made)} where an Optimizer was expected.")
+    _check_parameters(made, model)
+    return made
+
+
+def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The schedulers of `optimizer`, as a list."""
+    if schedulers is None:
+        return []
+    items = [schedulers] if callable(schedulers) or hasattr(schedulers, "step") else list(schedulers)
+    made: list[Any] = []
+    for item in items:
+        result = item if hasattr(item, "step") else item(optimizer)
+        made += list(result) if isinstance(result, (list, tuple)) else [result]
+    for scheduler in made:
+        if not hasattr(scheduler, "step"):
+            raise TrainerError(
+                f"schedulers={_name(schedulers)} gave {_kind(scheduler)}, which has no step(). Write "
+                f"schedulers={_LAMBDAS['schedulers']}."
+            )
+    return made
+
+
+def make_backend(backend: Any, device: str | None) -> Any:
+    """The backend that was given, or the one that the device's name stands for; "XLA" without either."""
+    if backend is not None and device is not None:
+        raise TrainerError("device and backend say the same thing twice. Pass one of them.")
+    if backend is None or isinstance(backend, str):
+        return fl.backend(backend or device or "XLA")
+    return backend
+
+
+def _objects(schedulers: Any) -> list[Any]:
+    if hasattr(schedulers, "step"):
+        return [schedulers]
+    if schedulers is None or callable(schedulers):
+        return []
+    return [scheduler for scheduler in schedulers if hasattr(scheduler, "step")]
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    own = {id(p) for p in model.parameters()}
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in own for p in theirs)
+    if foreign:
+        raise TrainerError(
+            f"{foreign} of the optimizer's {len(theirs)} parameters are not the model's: it would train something "
+            "else. Make the optimizer from the model that is passed."
+        )
+
+
+def _kind(thing: Any) -> str:
+    return "None" if thing is None else f"an object of type {type(thing).__name__}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))

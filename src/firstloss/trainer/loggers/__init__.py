@@ -1,0 +1,13 @@
+"""Loggers: callbacks that write down the numbers of a run."""
+
+from ..callback import Callback
+from .files import CSVLogger, JSONLogger
+from .progress import ProgressLogger
+from .tensorboard import TensorBoardLogger
+
+__all__ = ["CSVLogger", "JSONLogger", "ProgressLogger", "TensorBoardLogger", "default_loggers"]
+
+
+def default_loggers() -> list[Callback]:
+    """What a Trainer has that was given no loggers: progress for people, JSON lines for programs."""
+    return [ProgressLogger(), JSONLogger()]

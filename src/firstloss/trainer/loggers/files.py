@@ -1,0 +1,108 @@
+"""Numbers as files that other programs read: JSON lines and CSV, in the run folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from typing import IO, TYPE_CHECKING, Any
+
+from ...files import written_aside
+from ..callback import Callback
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+class JSONLogger(Callback):
+    """One JSON object per line: "step" and the metrics of that step.
+
+    A run that goes on from a checkpoint takes back the lines of steps that it is about to run again.
+    """
+
+    def __init__(self, name: str = "metrics.jsonl") -> None:
+        self.name = name
+        self._file: IO[str] | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        path = os.path.join(trainer.model_dir, self.name)
+        rows = [row for row in _json_rows(path) if row["step"] <= trainer.state.step]
+        with written_aside(path, "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._file = open(path, "a", encoding="utf-8")
+
+    def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        if self._file is not None:
+            plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._file.write(json.dumps({"step": step, **plain}) + "\n")
+            self._file.flush()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class CSVLogger(Callback):
+    """A table with a column per metric; a metric that comes later gets a column of its own.
+
+    The file is whole at any moment: it is written anew when a column is added, and appended to otherwise.
+    """
+
+    def __init__(self, name: str = "metrics.csv") -> None:
+        self.name = name
+        self._columns: list[str] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        columns, rows = _csv_rows(os.path.join(trainer.model_dir, self.name))
+        self._columns = columns or ["step"]
+        self._write(trainer, [row for row in rows if int(row["step"]) <= trainer.state.step])
+
+    def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        new = [name for name in metrics if name not in self._columns]
+        if new:
+            _, rows = _csv_rows(os.path.join(trainer.model_dir, self.name))
+            self._columns = [*(self._columns or ["step"]), *new]
+            self._write(trainer, rows)
+        with open(os.path.join(trainer.model_dir, self.name), "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
+
+    def _write(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
+        with written_aside(os.path.join(trainer.model_dir, self.name), "w") as file:
+            table = csv.DictWriter(file, self._columns, lineterminator="\r\n")
+            table.writeheader()
+            table.writerows(rows)
+
+
+def _json_rows(path: str) -> list[dict[str, Any]]:
+    """The lines that are whole: the last may have been cut by a kill."""
+    rows = []
+    for line in _lines(path):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _csv_rows(path: str) -> tuple[list[str], list[dict[str, Any]]]:
+    lines = _lines(path)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    table = csv.DictReader(lines)
+    return list(table.fieldnames or []), list(table)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.readlines()
+    except FileNotFoundError:
+        return []

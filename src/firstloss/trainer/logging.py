@@ -1,0 +1,56 @@
+"""What the loggers get, and how often."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import TrainerError
+
+
+@dataclass
+class Logging:
+    """How often numbers go to the loggers.
+
+    Attributes:
+        log_steps: every so many steps. The first step and the last are always logged.
+    """
+
+    log_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.log_steps < 1:
+            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not above 0.")
+
+
+class Rates:
+    """Steps, samples and tokens per second since the last time they were asked for."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count anew: what happened in between (a compile, a validation) was no training."""
+        self._began = time.perf_counter()
+        self._steps = self._samples = self._tokens = 0
+
+    def add(self, steps: int, samples: int, tokens: int) -> None:
+        self._steps, self._samples, self._tokens = self._steps + steps, self._samples + samples, self._tokens + tokens
+
+    def take(self) -> dict[str, float]:
+        """The rates by name; empty if no step has ended in between."""
+        seconds = time.perf_counter() - self._began
+        rates = {"steps_per_second": self._steps / seconds, "samples_per_second": self._samples / seconds}
+        if self._tokens:
+            rates["tokens_per_second"] = self._tokens / seconds
+        found = rates if self._steps else {}
+        self.restart()
+        return found
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The learning rate of each group of parameters: "lr", "lr_1", ..."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    return {f"lr_{i}" if i else "lr": rate for i, rate in enumerate(rates)}

@@ -1,0 +1,411 @@
+"""The Trainer: a whole run, from top to bottom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+import firstloss as fl
+
+from ..errors import TrainerError
+from . import checkpoint as checkpoints
+from . import construct
+from .batches import Batches
+from .callback import Callback, Callbacks
+from .checkpoint import Checkpoint, CheckpointFolder
+from .interrupts import Interrupts
+from .logging import Logging, Rates, learning_rates
+from .loops import TrainingLoop, ValidationLoop
+from .pending import Pending, Started
+from .precision import Precision
+from .randomness import kept_random_state, seed_everything
+from .run_folder import RunFolder
+from .loggers import default_loggers
+from .step import Steps, counts, on_device
+from .validation import Averages
+
+Path = str | os.PathLike[str]
+
+
+@dataclass
+class State:
+    """Where a run is.
+
+    Attributes:
+        step: updates of the weights so far.
+        epoch: passes over the training loader so far.
+        samples, tokens: how many were trained on.
+        validated: the step of the last validation.
+        stopped: why the run was stopped early; empty if it was not.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    tokens: int = 0
+    validated: int = 0
+    stopped: str = ""
+
+
+class Trainer:
+    """Trains a model: everything deferred, overlapped and resident where it should be.
+
+    Pass callables for model, optimizer and schedulers, and the weights are made, bit for bit those of eager PyTorch
+    from the same seed, while the step is traced and compiled. Pass objects, and they are used as they are.
+
+    A batch goes to the model's `forward` as its signature asks for it: a dict by names, a tuple or list one by one,
+    anything else as one argument. What comes back is the loss, or holds it: `.loss`, ["loss"] or the first element.
+    Other scalars that come back by name are logged, and averaged by validation.
+
+    Args:
+        device: "XLA", "CPU" or "GPU". Default "XLA".
+        backend: a backend, or its name, instead of `device`.
+        model_dir: the run folder: checkpoints, logs, versions, the timeline. A run whose folder has a checkpoint goes
+            on from there.
+        model: an `nn.Module`, or a callable `() -> Module`.
+        optimizer: an optimizer, or `Module -> Optimizer`. Only `validate` does without.
+        schedulers: a list of schedulers, or `Optimizer -> Scheduler`. They step once per update.
+        precision: default float32.
+        loop: how long to train; a `ValidationLoop` where one only validates.
+        checkpoint: when to save and what to keep.
+        logging: how often to log.
+        callbacks: code of yours that runs at the stages of the run.
+        loggers: default a progress bar and JSON lines.
+        seed: of torch, numpy and Python, before the model is made.
+
+    Raises:
+        TrainerError: for what does not fit together, as an optimizer object with a model that does not exist yet.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        backend: Any = None,
+        model_dir: Path = "./model_dir",
+        model: construct.Model | None = None,
+        optimizer: construct.Optimizer | None = None,
+        schedulers: construct.Schedulers | None = None,
+        precision: Precision | None = None,
+        loop: TrainingLoop | ValidationLoop | None = None,
+        checkpoint: Checkpoint | None = None,
+        logging: Logging | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        loggers: Sequence[Callback] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        construct.check_mix(model, optimizer, schedulers)
+        self._given = (model, optimizer, schedulers)
+        self.model_dir = os.fspath(model_dir)
+        self.loop = loop if isinstance(loop, TrainingLoop) else None
+        self.validation = loop if isinstance(loop, ValidationLoop) else loop.validation if loop else ValidationLoop()
+        self.precision = precision or Precision()
+        self.checkpoint = checkpoint or Checkpoint()
+        self.logging = logging or Logging()
+        loggers = default_loggers() if loggers is None else loggers
+        self.callbacks = Callbacks([*(callbacks or []), *loggers, RunFolder()])
+        self.seed = seed
+        self.backend = construct.make_backend(backend, device)
+        self.folder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
+        self.state = State()
+        self.model: torch.nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.schedulers: list[Any] = []
+        self.batches: Batches | None = None
+        self._steps: Steps | None = None
+        self._interrupts = Interrupts()
+        self._rates = Rates()
+        self._pending = Pending(self._on_values, self.last_good)
+        self._saved = -1  # the step of the last checkpoint written
+        self._seen_a_loss = False
+
+    # -- what one calls --
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        val_dataloader: Iterable[Any] | None = None,
+        ckpt_path: Path | EllipsisType | None = ...,
+    ) -> None:
+        """Train until the loop's end, an early stop, a loss that is NaN, or Ctrl-C; save at the end.
+
+        Args:
+            train_dataloader: something that can be iterated anew for each epoch.
+            val_dataloader: what to validate on, when the loop says so and at the end.
+            ckpt_path: by default the run goes on from its folder's last checkpoint, if there is one. A checkpoint of
+                this folder: it goes on from that one. Weights from elsewhere (another run's checkpoint, a safetensors
+                file, a Hugging Face folder): a folder without checkpoints starts from them. None: a fresh start.
+
+        Raises:
+            NaNLossError: naming the step, the batch and the last good checkpoint.
+        """
+        if self.loop is None or self._given[1] is None:
+            missing = "an optimizer" if self._given[1] is None else "loop=TrainingLoop(max_steps=...)"
+            raise TrainerError(f"fit needs {missing}, which the Trainer was not given.")
+        again = self.batches is not None
+        self.batches = Batches(train_dataloader, epoch=self.state.epoch)
+        with self._running():
+            self._start(self._own_checkpoint(ckpt_path, again), ckpt_path)
+            self.callbacks("on_fit_start", self)
+            began = self.state.step
+            self._train(self.loop, val_dataloader)
+            if self.state.step > began:
+                self._after(val_dataloader, validate=True, save=True)
+            self.callbacks("on_fit_end", self)
+
+    def validate(self, val_dataloader: Iterable[Any], ckpt_path: Path | EllipsisType | None = ...) -> dict[str, float]:
+        """Validate once; returns the metrics, their names beginning with "val_".
+
+        Args:
+            val_dataloader: what to validate on.
+            ckpt_path: weights to validate. By default those in memory, if this Trainer has some; else those of the run
+                folder's last checkpoint. None: those in memory, trained or not.
+        """
+        with self._running():
+            path = ckpt_path
+            if isinstance(path, EllipsisType):
+                path = self.folder.last() if self.model is None else None
+            self._start(None, path)
+            return self._validate(val_dataloader)
+
+    def save(self) -> str:
+        """Write a checkpoint of the step that has been done; returns its path."""
+        path = self.folder.at(self.state.step)
+        self._pending.settle()
+        checkpoints.check_finite(self)
+        state = checkpoints.collect(self)
+        self.callbacks("on_save_start", self, state)
+        checkpoints.storage.save(state, path)
+        self._saved = self.state.step
+        self.callbacks("on_save_end", self, path)
+        self.folder.clear(self.checkpoint.keep_last)
+        return path
+
+    def stop(self, reason: str = "stop was called") -> None:
+        """End training after this step: validate, save, and return from `fit`."""
+        self.state.stopped = reason
+
+    def log(self, **metrics: float) -> None:
+        """Give numbers to the loggers, under the step that has been done."""
+        self.callbacks("on_metrics", self, metrics, self.state.step)
+
+    def last_good(self) -> str:
+        """The last checkpoint, in a sentence."""
+        last = self.folder.last()
+        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+
+    # -- before training --
+
+    def _start(self, saved: dict[str, Any] | None, weights: Path | EllipsisType | None) -> None:
+        """Make what was passed as callables, load, and give the model to the backend. The second time, only load."""
+        model, optimizer, schedulers = self._given
+        fresh = self.model is None
+        if self.model is None:
+            if self.seed is not None:
+                seed_everything(self.seed)
+            assert model is not None
+            self.model = construct.make_model(model, self.backend)
+            if optimizer is not None:
+                self.optimizer = construct.make_optimizer(optimizer, self.model)
+                self.schedulers = construct.make_schedulers(schedulers, self.optimizer)
+            self.precision.setup()
+        if saved is not None:  # before the backend has it: what is loaded need not be initialised
+            checkpoints.load_model(self, saved)
+        elif weights is not None and not isinstance(weights, EllipsisType):
+            checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
+        if fresh:
+            compiled = fl.compile(self.model, self.backend)
+            self._steps = Steps(compiled, self.optimizer, self.loop, self.validation, self.precision)
+        if saved is not None:
+            checkpoints.restore(self, saved)
+            self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
+
+    def _own_checkpoint(self, ckpt_path: Path | EllipsisType | None, again: bool) -> dict[str, Any] | None:
+        """What the run goes on from, if it does: the checkpoint that was named, or the folder's last."""
+        if ckpt_path is None:
+            return None
+        path = None if isinstance(ckpt_path, EllipsisType) else os.fspath(ckpt_path)
+        if path is None or not self.folder.holds(path):
+            path = self.folder.last() if self.checkpoint.autoload_last and not again else None
+        return None if path is None else checkpoints.storage.load(path)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held."""
+        os.makedirs(self.model_dir, exist_ok=True)
+        fl.backend(self.backend)
+        self._pending = Pending(self._on_values, self.last_good)
+        self._interrupts = Interrupts()
+        try:
+            with self._interrupts:
+                yield
+        except BaseException as error:
+            self.callbacks("on_exception", self, error)
+            if isinstance(error, _Interrupted):
+                self._interrupts.obey()
+            raise
+
+    # -- training --
+
+    def _train(self, loop: TrainingLoop, val_dataloader: Iterable[Any] | None) -> None:
+        """Steps, epochs, and what is due after each, until the loop ends."""
+        assert self.model is not None and self.batches is not None
+        self.model.train()
+        self.state.stopped = ""
+        if self.state.step and self._validation_due(loop):
+            self._after(val_dataloader, validate=True, save=False)  # the run was ended before it got to it
+        while not self._done(loop):
+            begins, step = self.batches.index == 0, self.state.step
+            if begins:
+                self.callbacks("on_epoch_start", self)
+            epoch = self.batches.rest_of_epoch()
+            while len(group := list(islice(epoch, loop.grad_accum_steps))) == loop.grad_accum_steps:
+                self._step(group)
+                due = self.checkpoint.due_after_step(self.state.step)
+                self._after(val_dataloader, loop.validates_after_step(self.state.step), save=due)
+                if self._done(loop):
+                    return
+            if begins and self.state.step == step:
+                raise TrainerError(
+                    f"an epoch has fewer batches than grad_accum_steps={loop.grad_accum_steps}, so there would never be "
+                    "an update. Make it smaller."
+                )
+            self.state.epoch = self.batches.epoch
+            self.callbacks("on_epoch_end", self)
+            due = self.checkpoint.due_after_epoch(self.state.epoch)
+            self._after(val_dataloader, loop.validates_after_epoch(self.state.epoch), save=due)
+
+    def _step(self, group: list[Any]) -> None:
+        """One update of the weights, from one batch or several."""
+        assert self.batches is not None and self.optimizer is not None
+        for number, batch in enumerate(group, start=1):
+            last = number == len(group)
+            self.callbacks("on_batch_start", self, batch)
+            if last:
+                self.callbacks("on_step_start", self)
+            outputs = self._run("update" if last else "accumulate", batch)
+            self.callbacks("on_batch_end", self, batch, outputs)
+            index = self.batches.index - len(group) + number
+            started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last)
+            if last:
+                self.state.step += 1
+                if self._logged(self.state.step):
+                    started.numbers.update(learning_rates(self.optimizer))
+                for scheduler in self.schedulers:
+                    scheduler.step()
+                self.callbacks("on_step_end", self)
+            self._pending.add(started)
+
+    def _on_values(self, started: Started, values: dict[str, float]) -> None:
+        """The numbers of a batch have come, a little after it was started."""
+        if not self._seen_a_loss:
+            self._first_loss(values["loss"])
+        samples, tokens = counts(started.batch)
+        self.state.samples += samples
+        self.state.tokens += tokens
+        self._rates.add(int(started.updates), samples, tokens)
+        if started.updates and self._logged(started.step):
+            metrics = {**values, **started.numbers, **self._rates.take()}
+            self.callbacks("on_metrics", self, metrics, started.step)
+
+    def _first_loss(self, loss: float) -> None:
+        self._seen_a_loss = True
+        clock = fl.timeline.current()
+        if clock.first_loss is None:  # an eager backend does not mark it
+            clock.mark(fl.timeline.FIRST_LOSS)
+        self.callbacks("on_first_loss", self, loss, clock.first_loss)
+
+    def _after(self, val_dataloader: Iterable[Any] | None, validate: bool, save: bool) -> None:
+        """What is due between two steps; and the end, after a checkpoint, if a signal asks for it."""
+        best = None
+        try:
+            if validate and val_dataloader is not None and self.state.validated != self.state.step:
+                best = self._best_of(self._validate(val_dataloader))
+            self._check_interrupt()
+        except _Interrupted:
+            self.save()
+            raise
+        if (save or best) and self._saved != self.state.step:
+            self.save()
+        if best:
+            self.folder.mark_best(best)
+
+    # -- validation --
+
+    def _validate(self, val_dataloader: Iterable[Any]) -> dict[str, float]:
+        """One pass over the loader in eval mode. It leaves no trace: training goes on as if it had not been."""
+        assert self.model is not None
+        self._pending.settle()
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        averages = Averages(self.validation)
+        try:
+            with kept_random_state():
+                self.callbacks("on_validation_start", self)
+                for batch in islice(iter(val_dataloader), self.validation.max_batches):
+                    outputs = self._run("evaluate", batch)
+                    averages.add(batch, outputs)
+                    self.callbacks("on_validation_batch_end", self, batch, outputs)
+                    self._check_interrupt()
+                metrics = averages.result()
+        finally:
+            for module, training in modes:
+                module.training = training
+        self.state.validated = self.state.step
+        self.callbacks("on_validation_end", self, metrics)
+        self.callbacks("on_metrics", self, metrics, self.state.step)
+        self._rates.restart()
+        return metrics
+
+    # -- both --
+
+    def _run(self, name: str, batch: Any) -> Any:
+        """Call a traced function; its first call is the one that compiles."""
+        assert self._steps is not None
+        function = getattr(self._steps, name)
+        if name in self._steps.compiled:
+            return function(on_device(batch))
+        self.callbacks("on_compile_start", self, name)
+        outputs = function(on_device(batch))
+        self._steps.compiled.add(name)
+        self.callbacks("on_compile_end", self, name)
+        self._rates.restart()
+        return outputs
+
+    def _best_of(self, metrics: dict[str, float]) -> dict[str, Any] | None:
+        """What is to be written down of this step if its checkpoint is the best so far."""
+        name = self.checkpoint.best
+        if name is None:
+            return None
+        if name not in metrics:
+            raise TrainerError(f"Checkpoint(best={name!r}): validation found no such metric, but {', '.join(metrics)}.")
+        former = self.folder.best()
+        if not self.checkpoint.better(metrics[name], former["value"] if former else None):
+            return None
+        return {"step": self.state.step, "metric": name, "value": metrics[name]}
+
+    def _validation_due(self, loop: TrainingLoop) -> bool:
+        """Whether a run that goes on from a checkpoint was ended before the validation that belongs to it."""
+        assert self.batches is not None
+        at_epoch = self.batches.index == 0 and loop.validates_after_epoch(self.state.epoch)
+        return loop.validates_after_step(self.state.step) or at_epoch
+
+    def _done(self, loop: TrainingLoop) -> bool:
+        return bool(self.state.stopped) or loop.ends_at(self.state.step, self.state.epoch)
+
+    def _logged(self, step: int) -> bool:
+        return step == 1 or step % self.logging.log_steps == 0
+
+    def _check_interrupt(self) -> None:
+        if self._interrupts.received is not None:
+            raise _Interrupted(f"{self._interrupts.received.name} at step {self.state.step}")
+
+
+class _Interrupted(BaseException):
+    """A signal has asked for the end, and the run is between two steps."""

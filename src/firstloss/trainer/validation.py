@@ -1,0 +1,80 @@
+"""What validation finds: averages of scalars over the samples, and metrics that keep their own state."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import TrainerError
+from .loops import ValidationLoop
+from .pending import AHEAD
+from .step import counts, describe
+
+_TARGETS = ("labels", "label", "targets", "target")
+
+
+class Averages:
+    """Collects the outputs of validation batches; values are read a little later than they are started."""
+
+    def __init__(self, loop: ValidationLoop) -> None:
+        self._loop = loop
+        self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, int] = {}
+        for metric in loop.metrics.values():
+            metric.reset()
+
+    def add(self, batch: Any, outputs: dict[str, Any]) -> None:
+        """A batch is under way."""
+        self._queue.append((batch, outputs))
+        if len(self._queue) > AHEAD:
+            self._read()
+
+    def _read(self) -> None:
+        batch, outputs = self._queue.popleft()
+        samples, _ = counts(batch)
+        for name, value in outputs["scalars"].items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value) * samples
+            self._weights[name] = self._weights.get(name, 0) + samples
+        if self._loop.metrics:
+            inputs = (self._loop.metric_inputs or default_inputs)(batch, outputs["outputs"])
+            on_host = pytree.tree_map(_on_host, inputs)
+            for metric in self._loop.metrics.values():
+                metric.update(*on_host)
+
+    def result(self) -> dict[str, float]:
+        """The metrics by name: averages per sample, `val_` in front, and what the metric objects computed."""
+        while self._queue:
+            self._read()
+        if not self._weights:
+            raise TrainerError("the validation loader gave no batch.")
+        found = {f"val_{name}": self._sums[name] / self._weights[name] for name in self._sums}
+        for name, metric in self._loop.metrics.items():
+            value = float(metric.compute())
+            found[name if name.startswith("val_") else f"val_{name}"] = value
+        return found
+
+
+def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
+    """(predictions, targets): the outputs' logits, and the batch's labels or its last element."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    target = None
+    if isinstance(batch, Mapping):
+        target = next((batch[name] for name in _TARGETS if name in batch), None)
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        target = batch[-1]
+    if logits is None or target is None:
+        raise TrainerError(
+            f"metrics need predictions and targets, and there are none in outputs {describe(outputs)} and batch "
+            f'{describe(batch)}. Return {{"loss": ..., "logits": ...}} from forward, or give '
+            "ValidationLoop(metric_inputs=lambda batch, outputs: (predictions, targets))."
+        )
+    return logits, target
+
+
+def _on_host(x: Any) -> Any:
+    return x.detach().clone().cpu() if isinstance(x, torch.Tensor) else x
