@@ -178,8 +178,8 @@ def load_weights(model: torch.nn.Module, path: str, strict: bool) -> None:
     if strict and (missing or unexpected):
         parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too much"] * bool(unexpected)
         raise TrainerError(
-            f"ckpt_path {path!r} {' and '.join(parts)} for this {type(model).__name__}. Give weights of the same model, "
-            "or Checkpoint(strict=False) to load what fits."
+            f"ckpt_path {path!r} {' and '.join(parts)} for this {type(model).__name__}. Give weights of the same "
+            "model, or Checkpoint(strict=False) to load what fits."
         )
     for name, tensor in weights.items():
         if name in wanted and wanted[name].shape != tensor.shape:
@@ -214,7 +214,7 @@ def check_finite(trainer: Trainer) -> None:
             from ..errors import NaNLossError
 
             raise NaNLossError(
-                f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update made "
-                f"it. {trainer.last_good()} Lower the learning rate, or clip gradients with "
+                f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update "
+                f"made it. {trainer.last_good()} Lower the learning rate, or clip gradients with "
                 "TrainingLoop(clip_grad_norm=1.0)."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -29,6 +30,8 @@ class Interrupts:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._restore()
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{self.received.name}: saving after this step (again: stop at once)\n".encode())
 
     def __exit__(self, *exception: Any) -> None:
         self._restore()

@@ -60,8 +60,8 @@ class Pending:
     def _error(self, started: Started, loss: float) -> NaNLossError:
         error = NaNLossError(
             f"the loss is {loss} at step {started.step}, batch {started.index} of epoch {started.epoch + 1} "
-            f"({describe(started.batch)}; {_suspects(started.batch)}). {self._last_good()} Lower the learning rate, clip "
-            "gradients with TrainingLoop(clip_grad_norm=1.0), or look at that batch: it is the error's .batch."
+            f"({describe(started.batch)}; {_suspects(started.batch)}). {self._last_good()} Lower the learning rate, "
+            "clip gradients with TrainingLoop(clip_grad_norm=1.0), or look at that batch: it is the error's .batch."
         )
         error.step, error.batch = started.step, started.batch
         return error

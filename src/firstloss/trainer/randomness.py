@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
 def random_state() -> dict[str, Any]:
     """The state of torch's, numpy's and Python's generators, as tensors and plain numbers."""
     version, words, cached = random.getstate()
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": [state.cpu() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else [],

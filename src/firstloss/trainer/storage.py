@@ -44,7 +44,9 @@ def remove(path: str) -> None:
 def load_weights(path: str) -> Mapping[str, torch.Tensor]:
     """A model's weights by name from a checkpoint of the Trainer's, a safetensors file, or a Hugging Face folder."""
     if not os.path.exists(path):
-        raise TrainerError(f"ckpt_path {path!r} does not exist. Give a checkpoint, a safetensors file or a model's folder.")
+        raise TrainerError(
+            f"ckpt_path {path!r} is not there. Give a checkpoint, a safetensors file or a model's folder."
+        )
     found = load(path)
     if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
         found = found["model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType
@@ -21,13 +21,13 @@ from .batches import Batches
 from .callback import Callback, Callbacks
 from .checkpoint import Checkpoint, CheckpointFolder
 from .interrupts import Interrupts
+from .loggers import default_loggers
 from .logging import Logging, Rates, learning_rates
 from .loops import TrainingLoop, ValidationLoop
 from .pending import Pending, Started
 from .precision import Precision
 from .randomness import kept_random_state, seed_everything
 from .run_folder import RunFolder
-from .loggers import default_loggers
 from .step import Steps, counts, on_device
 from .validation import Averages
 
@@ -261,21 +261,15 @@ class Trainer:
         if self.state.step and self._validation_due(loop):
             self._after(val_dataloader, validate=True, save=False)  # the run was ended before it got to it
         while not self._done(loop):
-            begins, step = self.batches.index == 0, self.state.step
-            if begins:
+            if self.batches.index == 0:
                 self.callbacks("on_epoch_start", self)
-            epoch = self.batches.rest_of_epoch()
-            while len(group := list(islice(epoch, loop.grad_accum_steps))) == loop.grad_accum_steps:
-                self._step(group)
-                due = self.checkpoint.due_after_step(self.state.step)
-                self._after(val_dataloader, loop.validates_after_step(self.state.step), save=due)
-                if self._done(loop):
-                    return
-            if begins and self.state.step == step:
-                raise TrainerError(
-                    f"an epoch has fewer batches than grad_accum_steps={loop.grad_accum_steps}, so there would never be "
-                    "an update. Make it smaller."
-                )
+            with closing(self.batches.rest_of_epoch(loop.grad_accum_steps)) as groups:
+                for group in groups:
+                    self._step(group)
+                    due = self.checkpoint.due_after_step(self.state.step)
+                    self._after(val_dataloader, loop.validates_after_step(self.state.step), save=due)
+                    if self._done(loop):
+                        return
             self.state.epoch = self.batches.epoch
             self.callbacks("on_epoch_end", self)
             due = self.checkpoint.due_after_epoch(self.state.epoch)
@@ -348,11 +342,12 @@ class Trainer:
         try:
             with kept_random_state():
                 self.callbacks("on_validation_start", self)
-                for batch in islice(iter(val_dataloader), self.validation.max_batches):
-                    outputs = self._run("evaluate", batch)
-                    averages.add(batch, outputs)
-                    self.callbacks("on_validation_batch_end", self, batch, outputs)
-                    self._check_interrupt()
+                with closing(iter(fl.utils.data.DataExecutor(val_dataloader))) as batches:
+                    for batch in islice(batches, self.validation.max_batches):
+                        outputs = self._run("evaluate", batch)
+                        averages.add(batch, outputs)
+                        self.callbacks("on_validation_batch_end", self, batch, outputs)
+                        self._check_interrupt()
                 metrics = averages.result()
         finally:
             for module, training in modes:

@@ -1,0 +1,61 @@
+"""A model, data and trainers of the size of a test."""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from firstloss.trainer import Trainer, TrainingLoop
+
+
+class Net(nn.Module):
+    """With dropout and batch norm: its runs differ if the random state or a buffer goes astray."""
+
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 4)
+        )
+
+    def forward(self, x, y):
+        logits = self.layers(x)
+        accuracy = (logits.argmax(-1) == y).float().mean()
+        return {"loss": F.cross_entropy(logits, y), "accuracy": accuracy, "logits": logits}
+
+
+def dataset(count=48):
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x[:, :4].argmax(-1))
+
+
+def loader(count=48, batch_size=8, shuffle=True, **options):
+    return DataLoader(dataset(count), batch_size, shuffle=shuffle, **options)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def decay(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+
+
+def trainer(folder, backend="CPU", **changes):
+    """A Trainer of callables; `changes` go to its constructor, those that a TrainingLoop has to its loop."""
+    loop = {name: changes.pop(name) for name in list(changes) if name in TrainingLoop.__dataclass_fields__}
+    options = {"model": Net, "optimizer": adamw, "schedulers": decay, "loggers": [], "seed": 0, **changes}
+    options.setdefault("loop", TrainingLoop(**{"max_steps": 5, **loop}))
+    return Trainer(backend=backend, model_dir=folder, **options)
+
+
+def bits(trainer):
+    """The bytes of all that training has made, as a fingerprint."""
+    digest = hashlib.sha256()
+    for tensor in trainer.model.state_dict().values():
+        digest.update(tensor.detach().clone().numpy().tobytes())
+    for entry in trainer.optimizer.state_dict()["state"].values():
+        for value in entry.values():
+            digest.update(torch.as_tensor(value).clone().numpy().tobytes())
+    return digest.hexdigest()

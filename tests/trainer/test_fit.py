@@ -1,0 +1,263 @@
+"""Training: the same numbers as a loop by hand, whatever was passed as a callable; steps, epochs, validation."""
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.trainer import Callback, EarlyStop, Trainer, TrainingLoop, ValidationLoop
+
+from .small import Net, adamw, bits, dataset, decay, loader, trainer
+
+# XLA sums in another order than PyTorch.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Losses(Callback):
+    """Keeps the numbers of every step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_metrics(self, trainer, metrics, step):
+        if "loss" in metrics:
+            self.found.append(metrics["loss"])
+
+
+def sgd(model):
+    """Adam would make a large update of the rounding noise that is the gradient of a bias before a batch norm."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hand(steps, batches, clip=None, accumulate=1):
+    """The loop that one would write, in eager PyTorch; returns the model and the last batch's loss."""
+    torch.manual_seed(0)
+    model = Net(dropout=0)
+    optimizer = sgd(model)
+    scheduler = decay(optimizer)
+    for step in range(steps):
+        for batch in batches[step * accumulate : (step + 1) * accumulate]:
+            loss = model(*batch)["loss"]
+            (loss / accumulate).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, loss.item()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}, {"grad_accum_steps": 3}])
+def test_the_numbers_are_those_of_a_loop_by_hand(options, backend, tmp_path):
+    batches = [list(batch) for batch in loader(count=96, shuffle=False)]
+    losses = Losses()
+    accumulate = options.get("grad_accum_steps", 1)
+    run = trainer(
+        tmp_path, backend, model=lambda: Net(dropout=0), optimizer=sgd, callbacks=[losses], max_steps=4, **options
+    )
+    run.logging.log_steps = 1
+    run.fit(batches)
+    model, loss = by_hand(4, batches, options.get("clip_grad_norm"), accumulate)
+    assert len(losses.found) == 4 and losses.found[-1] == pytest.approx(loss, rel=1e-4)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(run.model.state_dict()[name].clone(), tensor, **CLOSE, msg=name)
+
+
+def test_gradients_are_cut_by_value(backend, tmp_path):
+    seen = []
+
+    class Look(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(max(float(p.grad.abs().max()) for p in self.param_groups[0]["params"]))
+            super().step()
+
+    if backend.is_xla:
+        pytest.skip("a traced step has no values to look at")
+    run = trainer(
+        tmp_path, backend, optimizer=lambda m: Look(m.parameters(), lr=1.0), schedulers=None, clip_grad_value=1e-3
+    )
+    run.fit(loader())
+    assert max(seen) == pytest.approx(1e-3, rel=1e-6)
+
+
+def test_objects_and_callables_train_the_same(backend, tmp_path):
+    runs = []
+    for name in ("callables", "objects", "mixed"):
+        torch.manual_seed(0)
+        model = Net() if name != "callables" else Net
+        optimizer = adamw(model) if name == "objects" else adamw
+        schedulers = [decay(optimizer)] if name == "objects" else decay
+        # Seeded after an object was made, as by a callable: the model's draws are the same number.
+        run = trainer(tmp_path / name, backend, model=model, optimizer=optimizer, schedulers=schedulers, seed=None)
+        run.fit(loader(shuffle=False))
+        runs.append(bits(run))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_epochs_count_the_loader(backend, tmp_path):
+    run = trainer(tmp_path, backend, loop=TrainingLoop(max_epochs=2))
+    run.fit(loader(count=24))
+    assert (run.state.step, run.state.epoch, run.state.samples) == (6, 2, 48)
+
+
+def test_batches_that_make_no_whole_group_are_left_out(backend, tmp_path):
+    run = trainer(tmp_path, backend, loop=TrainingLoop(max_epochs=1, grad_accum_steps=2))
+    run.fit(loader(count=40))
+    assert run.state.step == 2
+    with pytest.raises(fl.errors.TrainerError, match="fewer than grad_accum_steps=9 batches"):
+        trainer(tmp_path / "b", backend, grad_accum_steps=9).fit(loader())
+
+
+def test_validation_is_done_when_it_is_due_and_leaves_no_trace(backend, tmp_path):
+    class Count(Callback):
+        steps: list = []
+
+        def on_validation_end(self, trainer, metrics):
+            self.steps.append(trainer.state.step)
+
+    with_validation = trainer(tmp_path / "a", backend, max_steps=7, eval_every_steps=3, callbacks=[Count()])
+    with_validation.fit(loader(), loader(count=20))
+    without = trainer(tmp_path / "b", backend, max_steps=7)
+    without.fit(loader())
+    assert Count.steps == [3, 6, 7]
+    assert bits(with_validation) == bits(without)
+    assert with_validation.model.training
+
+
+def test_validation_averages_over_samples(tmp_path):
+    run = trainer(tmp_path, loop=ValidationLoop())
+    found = run.validate(loader(count=20, batch_size=8, shuffle=False))
+    torch.manual_seed(0)
+    model = Net().eval()
+    expected = model(*dataset(20).tensors)
+    assert found["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
+    assert found["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
+
+
+def test_metric_objects_are_fed(backend, tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
+    run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
+    found = run.validate(loader(count=20))
+    assert found["val_exact"] == pytest.approx(found["val_accuracy"])
+
+
+def test_early_stop(backend, tmp_path):
+    run = trainer(tmp_path, backend, eval_every_steps=1, max_steps=50, callbacks=[EarlyStop(patience=2, min_delta=9.0)])
+    run.fit(loader(), loader(count=8))
+    assert run.state.step == 3 and "val_loss has not got better in 2 validations" in run.state.stopped
+
+
+def test_a_loss_that_is_nan_names_step_batch_and_checkpoint(backend, tmp_path):
+    batches = [list(batch) for batch in loader(shuffle=False)]
+    batches[4] = [batches[4][0].clone().fill_(float("nan")), batches[4][1]]
+    run = trainer(tmp_path, backend, max_steps=20)
+    run.checkpoint.steps = 2
+    with pytest.raises(fl.errors.NaNLossError) as caught:
+        run.fit(batches)
+    assert "the loss is nan at step 5, batch 5 of epoch 1 ((float32[8, 8], int64[8]); 64 of its values" in str(
+        caught.value
+    )
+    assert f"last good checkpoint is {tmp_path / 'checkpoints' / 'step_4'}" in str(caught.value)
+    assert caught.value.step == 5 and torch.equal(caught.value.batch[1].clone(), batches[4][1])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2", "step_4"]
+
+
+def test_weights_that_became_nan_are_not_saved(tmp_path):
+    run = trainer(
+        tmp_path, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=float("nan")), schedulers=None, max_steps=1
+    )
+    with pytest.raises(fl.errors.NaNLossError, match=r"layers.0.weight holds NaN after step 1"):
+        run.fit(loader())
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_trainer_goes_on_in_the_same_process(backend, tmp_path):
+    run = trainer(tmp_path, backend, max_steps=2)
+    run.fit(loader())
+    run.validate(loader(count=8))
+    run.loop.max_steps = 4
+    run.fit(loader())
+    assert run.state.step == 4 and run.folder.steps() == [2, 4]
+
+
+def test_two_trainers_take_turns(tmp_path):
+    first, second = (trainer(tmp_path / name, fl.backend("XLA", artifact_dir=tmp_path), max_steps=2) for name in "ab")
+    for run in (first, second):
+        run.fit(loader())
+    first.loop.max_steps = 3
+    first.fit(loader())
+    assert (first.state.step, second.state.step) == (3, 2) and first.backend is not second.backend
+
+
+class OneArgument(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, batch):
+        x = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, (tuple, list)) else batch
+        return self.layer(x).mean()
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8), torch.ones(2)], torch.ones(2, 8)])
+def test_a_forward_of_one_argument_gets_the_batch_whole(batch, backend, tmp_path):
+    trainer(tmp_path, backend, model=OneArgument, max_steps=1).fit([batch])
+
+
+def test_a_batch_that_does_not_fit_forward_is_refused(tmp_path):
+    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not take .* \{pixels: float32\[2, 8\]\}"):
+        trainer(tmp_path).fit([{"pixels": torch.ones(2, 8)}])
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path):
+    with pytest.raises(
+        fl.errors.TrainerError, match=r"Linear.forward returned float32\[2, 3\], in which there is no loss"
+    ):
+        trainer(tmp_path, model=lambda: nn.Linear(8, 3)).fit([torch.ones(2, 8)])
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"model": None}, "model is None"),
+        ({"model": Net(), "optimizer": lambda m: m}, "where an Optimizer was expected"),
+        ({"model": lambda: 3}, "where an nn.Module was expected"),
+        ({"optimizer": torch.optim.AdamW}, "optimizer=lambda model: AdamW"),
+        ({"optimizer": 3}, "optimizer is an object of type int"),
+        ({"optimizer": adamw(Net())}, "parameters do not exist yet"),
+        ({"model": Net(), "optimizer": adamw(Net())}, "are not the model's"),
+        ({"optimizer": lambda m: adamw(Net())}, "are not the model's"),
+        ({"schedulers": [decay(adamw(Net()))]}, "it does not exist yet, and the StepLR is an object"),
+        ({"schedulers": torch.optim.lr_scheduler.StepLR}, "schedulers is the class StepLR"),
+        ({"schedulers": lambda o: 3}, "has no step()"),
+        ({"optimizer": None}, "without an optimizer"),
+        ({"optimizer": None, "schedulers": None}, "fit needs an optimizer"),
+        ({"loop": ValidationLoop()}, "fit needs loop=TrainingLoop"),
+        ({"device": "CPU"}, "device and backend say the same thing"),
+        ({"callbacks": [print]}, "take objects of class firstloss.trainer.Callback"),
+    ],
+)
+def test_impossible_mixes_are_refused(options, says, tmp_path):
+    with pytest.raises(fl.errors.TrainerError, match="(?s)" + says.replace("(", r"\(").replace(")", r"\)")):
+        trainer(tmp_path, **options).fit(loader())
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
+    model = Net()
+    with pytest.raises(fl.errors.TrainerError, match="made for another optimizer"):
+        Trainer("CPU", model_dir=tmp_path, model=model, optimizer=adamw(model), schedulers=[decay(adamw(model))])
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({}, "does not know when to stop"),
+        ({"max_steps": 0}, "max_steps=0 is not above 0"),
+        ({"max_steps": 1, "clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
+    ],
+)
+def test_impossible_loops_are_refused(options, says):
+    with pytest.raises(fl.errors.TrainerError, match=says):
+        TrainingLoop(**options)
