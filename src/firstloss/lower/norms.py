@@ -168,7 +168,8 @@ def _batch_norm(input, weight, bias, running_mean, running_var, training, moment
     y = (x - _by_channel(mean, x)) * _by_channel(rstd, x)
     y = y if weight is None else y * _by_channel(weight, x)
     y = y if bias is None else y + _by_channel(bias, x)
-    saved = (mean, rstd) if training else (lax.full((0,), 0, mean.dtype),) * 2
+    # In evaluation nothing reads what is saved: PyTorch's kernel leaves it empty, its meta kernel does not.
+    saved = (mean, rstd) if training else (lax.full_like(mean, 0),) * 2
     return y, *saved, running_mean, running_var
 
 

@@ -56,6 +56,8 @@ class Executable:
             except BaseException:
                 self._undo(gradients)
                 raise
+        # Which gradients the step leaves behind or clears: at later calls no Python of the step's runs that would.
+        self._gradients = [(p, p.grad) for p in backend.parameters() if p.grad is not gradients[p]]
         self._constants = self._optimizers.constants()
         with _uncollected():
             self._compiled = self._compile()
@@ -196,6 +198,8 @@ class Executable:
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value), None
             store.resident.set(array)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
         arrays = iter(results)
         out = [result.value if isinstance(result, Kept) else _resident(next(arrays)) for result in self._results]
         for call in self._tracing.closures:

@@ -30,6 +30,9 @@ class Batches:
         self._loader: Any = loader if own else fl.utils.data.DataLoader(lambda: loader)
         self.epoch = epoch
         self.index = 0
+        self._at_end = False
+        if epoch:
+            self._loader.load_state_dict({"epoch": epoch, "batch": 0})
 
     def rest_of_epoch(self, size: int) -> Generator[list[Any], None, None]:
         """Groups of `size` batches from the position on to the end of the pass; counts batches, and then the epoch.
@@ -37,7 +40,8 @@ class Batches:
         What is left at the end and is no whole group is left out, as `drop_last=True` does with samples.
         """
         begins, given = self.index == 0, 0
-        with closing(iter(fl.utils.data.DataExecutor(self._loader))) as batches:
+        source = [] if self._at_end else fl.utils.data.DataExecutor(self._loader)
+        with closing(_iterate(source)) as batches:
             while len(group := list(islice(batches, size))) == size:
                 self.index += size
                 given += 1
@@ -49,7 +53,7 @@ class Batches:
                 "or batch_size smaller; with drop_last=True an epoch needs at least batch_size samples."
             )
         self.epoch += 1
-        self.index = 0
+        self.index, self._at_end = 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what is needed to get there again."""
@@ -58,4 +62,10 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position at the next `rest_of_epoch`."""
         self.epoch, self.index = state["epoch"], state["index"]
-        self._loader.load_state_dict(state["loader"] or {"epoch": self.epoch, "batch": 0})
+        position = state["loader"] or {"epoch": self.epoch, "batch": 0}
+        self._at_end = position["epoch"] > self.epoch  # one that looks ahead knows it at the last batch
+        self._loader.load_state_dict(position)
+
+
+def _iterate(batches: Iterable[Any]) -> Generator[Any, None, None]:
+    yield from batches

@@ -83,12 +83,12 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.all = list(callbacks)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for callback in self.all:
+            _check(callback, hooks)
         self._overriding = {
             name: [getattr(c, name) for c in self.all if getattr(type(c), name, None) is not getattr(Callback, name)]
             for name in hooks
         }
-        for callback in self.all:
-            _check(callback, hooks)
 
     def __call__(self, hook: str, *args: Any) -> None:
         for method in self._overriding[hook]:

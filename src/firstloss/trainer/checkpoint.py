@@ -75,7 +75,9 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
-        names = os.listdir(self.path) if os.path.isdir(self.path) else []
+        if not os.path.isdir(self.path):
+            return []
+        names = os.listdir(self.path)
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def at(self, step: int) -> str:
@@ -129,7 +131,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "batches": trainer.batches.state_dict() if trainer.batches is not None else {},
         "trainer": asdict(trainer.state),
         "random": random_state(),
-        "backend": trainer.backend.state_dict() if hasattr(trainer.backend, "state_dict") else {},
+        "backend": trainer.backend.state_dict(),
         "versions": {"firstloss": fl.__version__, "torch": str(torch.__version__)},
     }
 
@@ -137,13 +139,13 @@ def collect(trainer: Trainer) -> dict[str, Any]:
 def load_model(trainer: Trainer, state: dict[str, Any]) -> None:
     """The weights of a saved run, before the backend has the model: what is loaded need not be initialised."""
     assert trainer.model is not None
-    try:
-        trainer.model.load_state_dict(state["model"])
-    except RuntimeError as error:
+    wrong = _differences(trainer.model, state["model"])
+    if wrong:
         raise TrainerError(
-            f"the checkpoints in {trainer.folder.path} are of another model: {error} Give this run another model_dir, "
-            "or fit(ckpt_path=None) to start afresh."
-        ) from error
+            f"the checkpoints in {trainer.folder.path} are of another model than this {type(trainer.model).__name__}: "
+            f"{wrong}. Give this run another model_dir, or fit(ckpt_path=None) to start afresh."
+        )
+    trainer.model.load_state_dict(state["model"])
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -164,30 +166,36 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.callbacks.load_state_dict(state["callbacks"])
     trainer.batches.load_state_dict(state["batches"])
     trainer.state = type(trainer.state)(**state["trainer"])
-    if state["backend"]:
-        trainer.backend.load_state_dict(state["backend"])
+    trainer.backend.load_state_dict(state["backend"])
     set_random_state(state["random"])
 
 
 def load_weights(model: torch.nn.Module, path: str, strict: bool) -> None:
     """Give `model` the weights at `path`, and nothing else of a run."""
     weights = storage.load_weights(path)
-    wanted = model.state_dict()
-    missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    missing = [name for name in missing if not _tied(wanted, name, weights)]
-    if strict and (missing or unexpected):
-        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(unexpected)} too much"] * bool(unexpected)
+    wrong = _differences(model, weights)
+    if wrong and (strict or "shape" in wrong):
         raise TrainerError(
-            f"ckpt_path {path!r} {' and '.join(parts)} for this {type(model).__name__}. Give weights of the same "
-            "model, or Checkpoint(strict=False) to load what fits."
+            f"ckpt_path {path!r} does not fit this {type(model).__name__}: {wrong}. Give weights of the same model"
+            + (", or Checkpoint(strict=False) to load those whose names fit." if "shape" not in wrong else ".")
         )
-    for name, tensor in weights.items():
-        if name in wanted and wanted[name].shape != tensor.shape:
-            raise TrainerError(
-                f"ckpt_path {path!r}: {name} has shape {list(tensor.shape)}, and this {type(model).__name__}'s has "
-                f"{list(wanted[name].shape)}. Give weights of a model of the same size."
-            )
     model.load_state_dict(weights, strict=False)
+
+
+def _differences(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
+    """In words, how weights by name differ from those that a model has; empty if they fit."""
+    wanted = model.state_dict()
+    missing = [name for name in wanted if name not in weights and not _tied(wanted, name, weights)]
+    unexpected = [name for name in weights if name not in wanted]
+    shapes = [name for name in wanted if name in weights and wanted[name].shape != weights[name].shape]
+    parts = (
+        [f"{_some(shapes)} has shape {list(weights[shapes[0]].shape)}, not {list(wanted[shapes[0]].shape)}"]
+        if shapes
+        else []
+    )
+    parts += [f"it lacks {_some(missing)}"] if missing else []
+    parts += [f"it has {_some(unexpected)} too much"] if unexpected else []
+    return "; ".join(parts)
 
 
 def _tied(wanted: Mapping[str, torch.Tensor], name: str, weights: Mapping[str, torch.Tensor]) -> bool:

@@ -20,9 +20,16 @@ _PACKAGES = ("firstloss", "torch", "jax", "jaxlib", "numpy", "transformers", "sa
 
 
 class RunFolder(Callback):
-    """Writes `versions.json` when training begins, `timeline.json` and `timeline.png` when the first loss has come."""
+    """Writes `versions.json` when training begins, and at its end `timeline.json` and `timeline.png`.
+
+    Of a process's later runs there is no timeline: it begins with the process, and ends with its first loss.
+    """
+
+    def __init__(self) -> None:
+        self._first = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        self._first = timeline.current().first_loss is None
         with written_aside(os.path.join(trainer.model_dir, "versions.json"), "w") as file:
             json.dump({**versions(), "command": sys.argv, "seed": trainer.seed}, file, indent=1)
 
@@ -34,8 +41,9 @@ class RunFolder(Callback):
 
     def _draw(self, trainer: Trainer) -> None:
         clock = timeline.current()
-        if clock.first_loss is None:
+        if not self._first or clock.first_loss is None:
             return
+        self._first = False
         clock.to_perfetto(os.path.join(trainer.model_dir, "timeline.json"))
         try:
             clock.to_png(os.path.join(trainer.model_dir, "timeline.png"))

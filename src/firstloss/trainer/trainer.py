@@ -233,7 +233,7 @@ class Trainer:
         path = None if isinstance(ckpt_path, EllipsisType) else os.fspath(ckpt_path)
         if path is None or not self.folder.holds(path):
             path = self.folder.last() if self.checkpoint.autoload_last and not again else None
-        return None if path is None else checkpoints.storage.load(path)
+        return None if path is None else fl.load(path)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

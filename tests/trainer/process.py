@@ -1,0 +1,32 @@
+"""A run of its own process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY`; prints its bits."""
+
+import sys
+
+import firstloss as fl
+from firstloss.trainer import Callback, Checkpoint
+
+from .small import bits, loader, trainer
+
+
+class Slow(Callback):
+    """Long enough for somebody to kill it."""
+
+    def on_step_end(self, trainer):
+        import time
+
+        time.sleep(0.01)
+
+
+def main():
+    folder, backend, steps, every = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    backend = fl.backend(backend, artifact_dir=f"{folder}/artifacts")
+    run = trainer(folder, backend, max_steps=steps, checkpoint=Checkpoint(steps=every), callbacks=[Slow()])
+    run.fit(loader())
+    print(bits(run))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

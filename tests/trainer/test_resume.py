@@ -1,0 +1,176 @@
+"""A run that was stopped, killed or interrupted comes to the same bits as one that never was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import firstloss as fl
+from firstloss.trainer import Callback, Checkpoint, EarlyStop, TrainingLoop
+
+from .small import Net, bits, loader, trainer
+
+
+def fresh(backend):
+    return fl.backend(backend.name, artifact_dir=backend.artifact_dir)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 8])
+def test_resumed_training_is_bit_identical(stop, backend, tmp_path):
+    """Shuffling, dropout, batch norm, schedule, optimizer: in the middle of an epoch (of 6 batches) and at its end."""
+    whole = trainer(tmp_path / "whole", fresh(backend), max_steps=9)
+    whole.fit(loader(), loader(count=8))
+    trainer(tmp_path / "parts", fresh(backend), max_steps=stop).fit(loader(), loader(count=8))
+    resumed = trainer(tmp_path / "parts", fresh(backend), max_steps=9)
+    resumed.fit(loader(), loader(count=8))
+    assert bits(resumed) == bits(whole)
+    assert resumed.state == whole.state
+
+
+def test_accumulation_and_objects_resume(tmp_path):
+    options = {"grad_accum_steps": 2}
+    whole = trainer(tmp_path / "whole", max_steps=5, **options)
+    whole.fit(loader())
+    trainer(tmp_path / "parts", max_steps=2, **options).fit(loader())
+    import torch
+
+    from .small import adamw, decay
+
+    model = Net()
+    optimizer = adamw(model)
+    torch.randn(3)  # wherever the generators stand
+    resumed = trainer(
+        tmp_path / "parts", model=model, optimizer=optimizer, schedulers=[decay(optimizer)], max_steps=5, **options
+    )
+    resumed.fit(loader())
+    assert bits(resumed) == bits(whole)
+
+
+class Until(Callback):
+    """Raises after a step, as anything might."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer):
+        if trainer.state.step == self.step:
+            raise OSError("the disk has gone")
+
+
+def test_callbacks_keep_their_state(tmp_path):
+    early = EarlyStop(patience=3, min_delta=9.0)
+    run = trainer(
+        tmp_path, callbacks=[early, Until(3)], eval_every_steps=1, max_steps=9, checkpoint=Checkpoint(steps=1)
+    )
+    with pytest.raises(OSError, match="disk has gone"):
+        run.fit(loader(), loader(count=8))
+    again = EarlyStop(patience=3, min_delta=9.0)
+    resumed = trainer(tmp_path, callbacks=[again], **options)
+    resumed.fit(loader(), loader(count=8))
+    assert resumed.state.step == 4 and again.best == early.best
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    class Worse(Callback):
+        """Validation finds the step's distance from 2."""
+
+        def on_validation_end(self, trainer, metrics):
+            metrics["val_far"] = abs(trainer.state.step - 2)
+
+    keep = Checkpoint(steps=1, keep_last=2, best="val_far")
+    run = trainer(tmp_path, callbacks=[Worse()], eval_every_steps=1, max_steps=6, checkpoint=keep)
+    run.fit(loader(), loader(count=8))
+    assert run.folder.steps() == [2, 5, 6]
+    assert run.folder.best() == {"step": 2, "metric": "val_far", "value": 0}
+
+
+def test_ckpt_path(backend, tmp_path):
+    first = trainer(tmp_path / "first", backend, max_steps=4, checkpoint=Checkpoint(steps=2))
+    first.fit(loader())
+    # another run starts from the weights alone
+    other = trainer(tmp_path / "other", backend, loop=TrainingLoop(max_steps=4))
+    found = other.validate(loader(count=16), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
+    assert found == first.validate(loader(count=16))
+    assert other.state.step == 0
+    # a checkpoint of its own is gone on from, exactly
+    back = trainer(tmp_path / "first", fresh(backend), max_steps=4)
+    back.fit(loader(), ckpt_path=tmp_path / "first" / "checkpoints" / "step_2")
+    assert bits(back) == bits(first)
+    # None starts afresh; a folder with checkpoints goes on, whatever weights it had begun from
+    anew = trainer(tmp_path / "first", fresh(backend), max_steps=1)
+    anew.fit(loader(), ckpt_path=None)
+    assert anew.state.step == 1
+    # a Trainer that has not trained validates the folder's last checkpoint
+    fl.save(first.model.state_dict(), tmp_path / "weights.safetensors")
+    third = trainer(tmp_path / "first", fresh(backend))
+    assert third.validate(loader(count=16)) == third.validate(
+        loader(count=16), ckpt_path=tmp_path / "weights.safetensors"
+    )
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    weights = dict(Net().state_dict())
+    weights["head.weight"] = weights.pop("layers.4.weight")
+    fl.save(weights, tmp_path / "w.safetensors")
+    with pytest.raises(fl.errors.TrainerError, match="this Net: it lacks layers.4.weight; it has head.weight too much"):
+        trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "w.safetensors")
+    with pytest.raises(fl.errors.CheckpointMissingError, match="no checkpoint at"):
+        trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "nowhere")
+
+
+def test_checkpoints_of_another_model_are_refused(tmp_path):
+    import torch
+
+    trainer(tmp_path).fit(loader())
+    with pytest.raises(fl.errors.TrainerError, match="are of another model than this Linear: .*another model_dir"):
+        trainer(tmp_path, model=lambda: torch.nn.Linear(2, 2)).fit(loader())
+    with pytest.raises(fl.errors.TrainerError, match="has 1 schedulers, and the run 0"):
+        trainer(tmp_path, schedulers=None, max_steps=9).fit(loader())
+
+
+def start(folder, backend="CPU", steps=400, every=3, **options):
+    """A run in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.process", str(folder), backend, str(steps), str(every)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def wait_for_checkpoint(folder, step, process):
+    from firstloss.trainer.checkpoint import CheckpointFolder
+
+    while (CheckpointFolder(str(folder / "checkpoints")).steps() or [0])[-1] < step:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_signals_save_and_end(number, status, tmp_path):
+    process = start(tmp_path, steps=10**6, every=5)
+    wait_for_checkpoint(tmp_path, 5, process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == status and f"{number.name}: saving after this step" in said
+    run = trainer(tmp_path, max_steps=10**6)
+    assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
+    assert run.folder.steps()[-1] >= 5 and os.path.exists(tmp_path / "versions.json")
+
+
+def test_killed_runs_end_with_the_same_bits(tmp_path):
+    """`benchmarks/trainer_resume.py` does this twenty times at random moments; here twice, at two."""
+    whole = start(tmp_path / "whole", steps=40)
+    expected = whole.communicate(timeout=240)[0]
+    assert expected.strip()
+    for step in (6, 20):
+        killed = start(tmp_path / "killed", steps=40)
+        wait_for_checkpoint(tmp_path / "killed", step, killed)
+        killed.kill()
+        killed.communicate()
+    last = start(tmp_path / "killed", steps=40)
+    assert last.communicate(timeout=240)[0] == expected
