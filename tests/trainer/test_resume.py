@@ -62,9 +62,8 @@ class Until(Callback):
 
 def test_callbacks_keep_their_state(tmp_path):
     early = EarlyStop(patience=3, min_delta=9.0)
-    run = trainer(
-        tmp_path, callbacks=[early, Until(3)], eval_every_steps=1, max_steps=9, checkpoint=Checkpoint(steps=1)
-    )
+    options = {"eval_every_steps": 1, "max_steps": 9}
+    run = trainer(tmp_path, callbacks=[early, Until(3)], checkpoint=Checkpoint(steps=1), **options)
     with pytest.raises(OSError, match="disk has gone"):
         run.fit(loader(), loader(count=8))
     again = EarlyStop(patience=3, min_delta=9.0)
