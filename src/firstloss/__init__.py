@@ -24,6 +24,7 @@ _WHERE = {
     "use_cs": ".runtime.backend",
     "compile": ".runtime.compiled",
     "trace": ".runtime.trace",
+    "Pad": ".runtime.shapes",
     "step_closure": ".runtime.closures",
     "checkpoint_closure": ".runtime.closures",
     "current_executor": ".utils.data.executor",

@@ -43,6 +43,18 @@ class TraceError(FirstlossError, RuntimeError):
     """A step cannot be traced."""
 
 
+class GraphChangedError(TraceError):
+    """A traced step would do something else now than when it was traced."""
+
+
+class GraphChangeWarning(UserWarning):
+    """A traced step does something else than before, or has met a new kind of batch: it is traced or compiled anew."""
+
+
+class ShapeError(TraceError, ValueError):
+    """A traced step was given a batch of other shapes than it is meant to take."""
+
+
 class ValueReadError(TraceError):
     """A step asked for the value of a traced tensor; there is none until the step runs."""
 

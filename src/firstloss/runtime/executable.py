@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
+from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
 from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor, Store
@@ -29,6 +30,14 @@ from .optimizers import Optimizers
 from .segmented import SegmentedStep
 
 
+class Surroundings(Protocol):
+    """What an executable asks of the Python around a step; see `watch.py`."""
+
+    def carry(self) -> None: ...
+
+    def tensors(self) -> Iterable[torch.Tensor]: ...
+
+
 class Kept(NamedTuple):
     """A returned value that is no tensor: the same at each step."""
 
@@ -42,8 +51,24 @@ class Executable:
     updated in place; and the rest: weights that are only read, the batch, numbers such as the learning rate.
     """
 
-    def __init__(self, step: Callable[..., Any], leaves: list[Any], spec: Any, backend: Backend) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        leaves: list[Any],
+        spec: Any,
+        backend: Backend,
+        around: Surroundings | None = None,
+        find: Callable[[Executable], Executable | None] = lambda traced: None,
+    ) -> None:
+        """Trace and compile `step`.
+
+        Args:
+            around: the Python values that the step may read and rebind.
+            find: given this, traced and not yet compiled, an earlier one that computes the same, whose compiled step
+                will do.
+        """
         self._backend = backend
+        self._around = around
         self._name = getattr(step, "__name__", "step")
         self._tracing = StepTrace()
         self._optimizers = Optimizers(self._tracing)
@@ -53,6 +78,7 @@ class Executable:
             try:
                 result = self._trace(step, leaves, spec)
                 self._settle(result)
+                same = find(self)
             except BaseException:
                 self._undo(gradients)
                 raise
@@ -60,8 +86,8 @@ class Executable:
         self._gradients = [(p, p.grad) for p in backend.parameters() if p.grad is not gradients[p]]
         self._constants = self._optimizers.constants()
         with _uncollected():
-            self._compiled = self._compile()
-        self._ran = False
+            self._compiled: Any = self._compile() if same is None else same._compiled
+        self._ran = same is not None
 
     # -- from Python to a Program --
 
@@ -78,6 +104,8 @@ class Executable:
                     arguments.append(made)
             args, kwargs = pytree.tree_unflatten(traced, spec)
             result = step(*args, **kwargs)
+            if self._around is not None:
+                self._around.carry()
         for argument in arguments:
             node = argument._store.value.node
             if node is not None:
@@ -95,7 +123,7 @@ class Executable:
         leaves, self._result_spec = pytree.tree_flatten(result)
         self._results: list[str | Kept] = []
         for i, leaf in enumerate(leaves):
-            if is_traced(leaf, tracing):
+            if is_traced(leaf, tracing):  # else it was there before, and is given back as it is then
                 outputs[f"out{i}"] = leaf._ref()
                 self._results.append(f"out{i}")
             elif type(leaf) is DeferredTensor and not leaf.is_leaf:  # a view of a weight, which shows it as it will be
@@ -105,9 +133,15 @@ class Executable:
         self._changed: dict[Value, Store | torch.Tensor] = {}
         for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = _whole(new)
-            self._changed[value] = tracing.inputs[value]
+            home = tracing.inputs[value]
+            if isinstance(home, torch.Tensor) and _nobody_elses(home):
+                # It lives on the backend from now on: each step would have to be waited for otherwise.
+                self._backend.claim([home])
+                home = tracing.inputs[value] = home._store  # type: ignore[attr-defined]
+            self._changed[value] = home
         self._made: list[Store] = []
-        for tensor in _reachable(self._backend, self._optimizers.seen):
+        around = [] if self._around is None else self._around.tensors()
+        for tensor in (*_reachable(self._backend, self._optimizers.seen), *around):
             if is_traced(tensor, tracing) and not any(store is tensor._store for store in self._made):
                 outputs[f"made{len(self._made)}"] = _whole(tensor._store.value)
                 self._made.append(tensor._store)
@@ -120,6 +154,17 @@ class Executable:
             needed.update(ref.value for ref in node.refs())
             needed.update(ref.value for ref in node.writes)
         self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
+
+    def signature(self) -> tuple:
+        """What goes in and comes out, beside the Program: if both are the same, so is the compiled step."""
+        order = {value: i for i, value in enumerate(self._tracing.inputs)}
+        return (
+            [order[v] for v in self._changed],
+            [order[v] for v in self._read],
+            len(self._made),
+            [name for name in self._results if isinstance(name, str)],
+            self._arguments,
+        )
 
     def _undo(self, gradients: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """A step that could not be traced leaves nothing behind."""
@@ -236,6 +281,15 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _nobody_elses(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` alone holds its memory: no view, no array of numpy's."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference() or not owned_by_torch(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.itemsize and tensor.is_contiguous()
+    return whole and torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's own, and `storage`
 
 
 def _whole(value: Value) -> Ref:

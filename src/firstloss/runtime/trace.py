@@ -6,31 +6,68 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from ..capture.program import Program
 from ..errors import TraceError
 from .backend import Backend, current_backend
+from .changes import Changes
+from .shapes import Pad, Shapes
 
 
-def trace(step: Callable[..., Any]) -> Callable[..., Any]:
+def trace(
+    step: Callable[..., Any] | None = None,
+    *,
+    shapes: str | Pad = "recompile",
+    changes: str = "recompile",
+    check: bool = True,
+) -> Callable[..., Any]:
     """Make `step` a traced step: traced and compiled at its first call, executed at every call.
 
     Everything that the step does to tensors, forward, backward and optimizer, becomes one executable; weights and
     optimizer state stay on the device and are updated in place. Calls return as soon as the work is under way; a
     returned tensor's value is waited for when it is read. On the "CPU" and "GPU" backends the step just runs.
+
+    Use it as `@fl.trace`, or with options as `@fl.trace(shapes="refuse")`.
+
+    Args:
+        shapes: what to do about a batch of new shapes. "recompile": compile the step for it as well, with a
+            `GraphChangeWarning`; "refuse": a `ShapeError`; `fl.Pad(...)`: pad it to a shape that is there already.
+        changes: what to do when the Python values that the step reads have changed so that it would do something else.
+            "recompile": that, with a `GraphChangeWarning` that names values and lines; "refuse": a `GraphChangedError`.
+        check: trace again now and then (at the second call, and for less than 1% of the time after that), to find
+            changes that cannot be seen from outside, which are a `GraphChangedError`.
+
+    Raises:
+        TraceError: for options that are none of these.
     """
-    return TracedStep(step)
+    if changes not in ("recompile", "refuse"):
+        raise TraceError(f"changes={changes!r}: write 'recompile' or 'refuse'.")
+    if step is None:
+        return lambda step: TracedStep(step, shapes, changes, check)
+    return TracedStep(step, shapes, changes, check)
 
 
 class TracedStep:
-    """A step and its executables, one for each kind of batch it has met."""
+    """A step and its executables, one for each kind of batch that it has met."""
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        shapes: str | Pad = "recompile",
+        changes: str = "recompile",
+        check: bool = True,
+    ) -> None:
         self._step = step
-        self._executables: dict[Any, Any] = {}
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._shapes = Shapes(self._name, shapes)
+        self._refuse = changes == "refuse"
+        self._check = check
+        self._executables: dict[Any, Changes] = {}
+        self._latest: Changes | None = None
         functools.update_wrapper(self, step)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """In a class, a step is a method."""
+        return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = current_backend()
@@ -38,31 +75,24 @@ class TracedStep:
             return self._step(*args, **kwargs)
         from .executable import Executable  # here, because it brings JAX
 
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (id(backend), spec, tuple(_kind(leaf) for leaf in leaves), _grads(backend))
-        executable = self._executables.get(key)
-        if executable is None or executable.outdated():
-            executable = self._executables[key] = Executable(self._step, leaves, spec, backend)
+        leaves, spec, kind = self._shapes.admit(args, kwargs)
+        key = (id(backend), spec, kind, _grads(backend))
+        known = self._executables.get(key)
+        if known is None:
+            known = self._executables[key] = Changes(self._name, self._refuse, self._check)
+
+        def trace(around: Any, find: Any) -> Executable:
+            return Executable(self._step, leaves, spec, backend, around, find)
+
+        executable = known.executable(trace, (self._step, *backend.models))
+        self._latest = known
         return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
     def program(self) -> Program:
-        """The Program traced last."""
-        if not self._executables:
-            raise TraceError(f"{self._step.__name__} has not been called yet, so there is no Program.")
-        return list(self._executables.values())[-1].program
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError:
-        raise TraceError(
-            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "
-            "dicts, or constants."
-        ) from None
-    return (type(leaf), leaf)
+        """The Program executed last."""
+        if self._latest is None:
+            raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
+        return self._latest.latest().program
 
 
 def _grads(backend: Backend) -> tuple:

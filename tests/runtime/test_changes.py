@@ -1,0 +1,441 @@
+"""A step whose Python changes is noticed, and gives what eager PyTorch would give, or an error."""
+
+import inspect
+import itertools
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
+
+X = torch.tensor([1.0, 2.0])
+counter = 0
+scale = 1.0
+table = [1.0]
+outside = torch.zeros(())
+
+
+def line_of(function, text):
+    """The place, as "file:line", of the line of `function` that contains `text`."""
+    lines, begin = inspect.getsourcelines(function)
+    return f"{__file__}:{next(begin + i for i, line in enumerate(lines) if text in line)}"
+
+
+def values(step, *arguments, count=1):
+    return [step(*arguments).clone().tolist() for _ in range(count)]
+
+
+def quiet(step, *arguments, count=1):
+    """As `values`, where nothing may be said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphChangeWarning)
+        return values(step, *arguments, count=count)
+
+
+def traces(step):
+    """How many distinct compiled steps there are."""
+    return sum(len({id(k.executable._compiled) for k in c._known}) for c in step._executables.values())
+
+
+@pytest.fixture(autouse=True)
+def _reset(backend):
+    global counter, scale, outside
+    counter, scale, outside = 0, 1.0, torch.zeros(())
+    table[:] = [1.0]
+
+
+# -- the reference's own ----------------------------------------------------------------------------------------------
+
+
+def bad_function(input1: torch.Tensor, input2: torch.Tensor) -> torch.Tensor:
+    global counter  # regular python int. global is bad for other reasons, but ignore that
+    counter += 1
+    if counter < 4:
+        return input1
+    else:
+        return input2
+
+
+def better_function(input1: torch.Tensor, input2: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    step += 1
+    output = torch.where(step < 4, input1, input2)
+    return output
+
+
+def test_a_counter_in_a_branch_is_noticed_and_not_frozen():
+    step = fl.trace(lambda x: bad_function(x * 2, x * 3))
+    with pytest.warns(GraphChangeWarning) as told:
+        assert values(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
+    first, parted = [str(w.message) for w in told]
+    assert "the global counter" in first and "(1, now 2)" in first and "traced at each call" in first
+    for text in (first, parted):
+        assert line_of(bad_function, "if counter < 4") in text  # where it is read
+        assert line_of(bad_function, "counter += 1") in text
+        assert "torch.where" in text
+    assert "compiled anew" in parted
+    assert counter == 6 and traces(step) == 2
+
+
+def test_it_can_be_refused():
+    step = fl.trace(lambda x: bad_function(x * 2, x * 3), changes="refuse")
+    with pytest.warns(GraphChangeWarning):
+        assert values(step, X, count=3) == [[2.0, 4.0]] * 3
+    with pytest.raises(GraphChangedError, match=r"the global counter .*2, now 3.*torch.where"):
+        step(X)
+
+
+def test_the_way_with_torch_where_is_traced_once():
+    number = torch.zeros((), dtype=torch.int64)
+    step = fl.trace(lambda x: better_function(x * 2, x * 3, number))
+    assert quiet(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
+    assert number.item() == 6 and traces(step) == 1
+
+
+# -- where Python keeps what a step reads -----------------------------------------------------------------------------
+
+
+class Settings:
+    def __init__(self):
+        self.factor = 1.0
+        self.nested = {"flag": False}
+
+
+class Layer(nn.Module):
+    """Reads a number from each kind of place."""
+
+    default = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.own = 1.0
+        self.settings = Settings()
+        self.numbers = [1.0]
+        self.function = torch.sin
+        self.register_buffer("table", torch.ones(()))
+        self.child = nn.Identity()
+
+    def forward(self, x):
+        x = self.child(self.function(x) * self.own * self.default * self.settings.factor * self.numbers[0])
+        return -x if self.settings.nested["flag"] else x * self.helper() * self.table
+
+    def helper(self):
+        return scale * table[0]
+
+
+def _set(name, value):
+    return lambda layer: setattr(layer, name, value)
+
+
+EDITS = {
+    "attribute": _set("own", 2.0),
+    "attribute of another object": lambda layer: setattr(layer.settings, "factor", 3.0),
+    "another object": _set("settings", type("Other", (), {"factor": 4.0, "nested": {"flag": False}})()),
+    "in a dict of another object": lambda layer: layer.settings.nested.update(flag=True),
+    "in a list": lambda layer: layer.numbers.__setitem__(0, 5.0),
+    "class attribute": lambda layer: setattr(Layer, "default", 6.0),
+    "function": _set("function", torch.cos),
+    "global": lambda layer: globals().update(scale=7.0),
+    "list in a global": lambda layer: table.__setitem__(0, 8.0),
+    "another buffer": _set("table", torch.full((), 9.0)),
+    "another submodule": _set("child", nn.Softmax(-1)),
+    "a method of the class": lambda layer: setattr(Layer, "helper", lambda self: 10.0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("after", [1, 3])
+def test_what_is_changed_from_outside_counts_from_the_next_call_on(edit, after, backend, monkeypatch):
+    monkeypatch.setattr(Layer, "default", 1.0)
+    monkeypatch.setattr(Layer, "helper", Layer.helper)
+    layer = Layer()
+    compiled = fl.compile(layer, backend)
+    step = fl.trace(lambda x: compiled(x))
+    before = quiet(step, X, count=after)
+    torch.testing.assert_close(torch.tensor(before[0]), layer(X).clone())
+    EDITS[edit](layer)
+    expected = layer(X).clone()
+    assert not torch.allclose(expected, torch.tensor(before[0]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = values(step, X, count=3)
+    assert got[0] == got[1] == got[2]
+    torch.testing.assert_close(torch.tensor(got[0]), expected)
+    assert len([w for w in told if w.category is GraphChangeWarning]) == (edit != "another buffer")
+
+
+def test_a_variable_of_an_enclosing_function():
+    factor = 1.0
+
+    @fl.trace
+    def step(x):
+        return x * factor
+
+    assert quiet(step, X) == [[1.0, 2.0]]
+    factor = 2.0
+    with pytest.warns(GraphChangeWarning, match="the variable factor"):
+        assert values(step, X) == [[2.0, 4.0]]
+
+
+def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(1.0))
+    compiled = fl.compile(model, backend)
+    step = fl.trace(lambda x: compiled(x))
+    x = torch.randn(4, 2)
+    for mode in (False, True, False, True, True, False):
+        model.train(mode)
+        out = step(x).clone()
+        assert bool((out == 0).all()) == mode
+    assert traces(step) == 2
+
+
+# -- what changes and does not matter ---------------------------------------------------------------------------------
+
+
+def test_a_counter_that_decides_nothing_costs_nothing(backend):
+    calls, log = 0, []
+
+    class Counting(nn.Module):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return x
+
+    model = Counting()
+
+    @fl.trace(check=False)
+    def step(x):
+        nonlocal calls
+        calls += 1
+        log.append(x.shape)
+        return model(x)
+
+    quiet(step, X, count=5)
+    assert calls == len(log) == model.count == 1
+
+
+def test_a_number_that_is_made_by_the_first_step_settles(backend):
+    class Lazy(nn.Module):
+        size = None
+
+        def forward(self, x):
+            if self.size is None:
+                self.size = len(x)
+            return x * self.size
+
+    model = Lazy()
+    runs = []
+
+    @fl.trace(check=False)
+    def step(x):
+        runs.append(1)
+        return model(x)
+
+    assert quiet(step, X, count=5) == [[2.0, 4.0]] * 5
+    assert len(runs) == 2
+
+
+# -- tensors that are bound anew --------------------------------------------------------------------------------------
+
+
+class Rebinding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.previous = torch.zeros(())
+        self.current = torch.ones(())
+        self.made = None
+
+    def forward(self, x):
+        self.count = self.count + 1
+        self.previous, self.current = self.current, self.previous + self.current
+        self.made = x.sum()
+        return self.current * 1
+
+
+def test_a_name_that_is_bound_to_another_tensor_is_state(backend):
+    model, reference = Rebinding(), Rebinding()
+    compiled = fl.compile(model, backend)
+    step = fl.trace(lambda x: compiled(x))
+    for i in range(8):
+        assert step(X + i).item() == reference(X + i).item()
+        for name in ("count", "previous", "current", "made"):
+            assert getattr(model, name).item() == getattr(reference, name).item(), (i, name)
+    assert traces(step) == 1
+
+
+def test_so_is_a_global_and_a_variable():
+    inner = torch.zeros(())
+
+    @fl.trace
+    def step(x):
+        global outside
+        nonlocal inner
+        outside = outside + 1
+        inner = outside + inner
+        return inner * x
+
+    assert values(step, X, count=4) == [[n, 2 * n] for n in (1.0, 3.0, 6.0, 10.0)]
+    assert outside.item() == 4 and inner.item() == 10
+
+
+def test_a_tensor_that_grows_is_traced_anew(backend):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cache = torch.zeros(0)
+
+        def forward(self, x):
+            self.cache = torch.cat([self.cache, x])
+            return self.cache.sum()
+
+    model = Growing()
+    step = fl.trace(lambda x: model(x))
+    with pytest.warns(GraphChangeWarning):
+        assert [step(X).item() for _ in range(3)] == [3.0, 6.0, 9.0]
+    assert model.cache.tolist() == [1.0, 2.0] * 3
+
+
+# -- what cannot be seen ----------------------------------------------------------------------------------------------
+
+
+def test_an_iterator_is_found_at_the_second_call():
+    numbers = itertools.count(1)
+    step = fl.trace(lambda x: x * next(numbers))
+    assert quiet(step, X) == [[1.0, 2.0]]
+    with pytest.raises(GraphChangedError, match=r"aten.mul.* before, aten.mul.* now.*torch.where"):
+        step(X)
+
+
+def test_and_later_as_time_permits(monkeypatch):
+    flag = iter([False] * 2 + [True] * 9)
+    step = fl.trace(lambda x: -x if next(flag) else x)
+    assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
+    from firstloss.runtime import changes
+
+    monkeypatch.setattr(changes, "_CHECKING", 1e9)  # all the time there is
+    with pytest.raises(GraphChangedError, match="4 steps ago"):
+        step(X)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: random.gauss(0, 1)])
+def test_numbers_from_generators_of_python_are_drawn_anew(draw):
+    seed = 1 if draw is not random.random else 2
+
+    def seeded():
+        random.seed(seed)
+        np.random.seed(seed)
+
+    seeded()
+    expected = [1.0 if draw() < 0.5 else 2.0 for _ in range(8)]
+    assert len(set(expected)) == 2
+    seeded()
+    step = fl.trace(lambda x: x.sum() * (1.0 if draw() < 0.5 else 2.0))
+    with pytest.warns(GraphChangeWarning, match="random generator"):
+        assert [step(X).item() / 3 for _ in range(8)] == expected
+    assert traces(step) == 2
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def rows(n, width=3):
+    return {"x": torch.arange(float(n * width)).reshape(n, width), "labels": torch.zeros(n, dtype=torch.long)}
+
+
+def loss(batch):
+    return nn.functional.cross_entropy(batch["x"], batch["labels"], reduction="sum")
+
+
+def test_a_new_shape_is_compiled_with_a_notice():
+    step = fl.trace(loss)
+    quiet(step, rows(4), count=2)
+    with pytest.warns(GraphChangeWarning, match=r"x float32\[2, 3\] \(before: float32\[4, 3\]\)"):
+        assert step(rows(2)).item() == pytest.approx(loss(rows(2)).item())
+    quiet(step, rows(4))
+    quiet(step, rows(2))
+
+
+def test_a_new_shape_is_refused():
+    step = fl.trace(shapes="refuse")(loss)
+    quiet(step, rows(4), count=2)
+    with pytest.raises(ShapeError, match=r"labels int64\[2\] \(before: int64\[4\]\).*drop_last=True"):
+        step(rows(2))
+    quiet(step, rows(4))
+
+
+def test_a_new_shape_is_padded():
+    step = fl.trace(shapes=fl.Pad(values={"labels": -100}, multiple_of=4))(loss)
+    for n in (4, 3, 1, 4):
+        torch.testing.assert_close(torch.tensor(quiet(step, rows(n))[0]), loss(rows(n)))
+    assert traces(step) == 1
+    with pytest.warns(GraphChangeWarning, match="anew"):
+        torch.testing.assert_close(step(rows(6)).clone(), loss(rows(6)))
+    for n in (8, 5, 3):  # 6 was rounded up to 8
+        torch.testing.assert_close(torch.tensor(quiet(step, rows(n))[0]), loss(rows(n)))
+    assert traces(step) == 2
+
+
+def test_a_number_as_an_argument_is_named():
+    step = fl.trace(lambda x, *, factor: x * factor)
+    assert quiet(lambda: step(X, factor=2)) == [[2.0, 4.0]]
+    with pytest.warns(GraphChangeWarning, match="factor 3 .before: 2.*as a tensor"):
+        assert step(X, factor=3).tolist() == [3.0, 6.0]
+
+
+@pytest.mark.parametrize("options", [{"shapes": "pad"}, {"changes": "ignore"}])
+def test_options_that_are_none(options):
+    with pytest.raises(fl.errors.TraceError, match=next(iter(options.values()))):
+        fl.trace(**options)(loss)
+
+
+# -- reading values in a step -----------------------------------------------------------------------------------------
+
+
+def raise_if(x):
+    if x.max() < 0:
+        raise ValueError("input1 must have positive elements!")
+
+
+READS = {
+    "branch": raise_if,
+    "print": lambda x: print(x),
+    "format": lambda x: f"{x.sum():.3f}",
+    "assert": lambda x: _assert(x),
+    "to cpu": lambda x: x.to("cpu").tolist(),
+    "cpu": lambda x: x.cpu().numpy(),
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: int(x.sum()),
+    "range": lambda x: range(x.long().sum()),
+    "index": lambda x: [1, 2][x.long()[0]],
+    "equal": lambda x: torch.equal(x, x + 1),
+    "allclose": lambda x: torch.allclose(x, x + 1),
+    "while": lambda x: next(iter(x.unique())),
+}
+
+
+def _assert(x):
+    assert x.sum() > 0
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_reading_a_value_in_a_step_names_the_line(kind, capsys):
+    @fl.trace
+    def step(x):
+        READS[kind](x)
+        return x
+
+    if kind == "print":  # what eager would print is not known yet; what is printed says so, and does no harm
+        assert step(X).tolist() == X.tolist()
+        assert "traced tensor" in capsys.readouterr().out
+        return
+    with pytest.raises(fl.errors.ValueReadError) as caught:
+        step(X)
+    assert f"{__file__}:" in str(caught.value) and "torch.where" in str(caught.value)
