@@ -102,7 +102,6 @@ class _Same:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
     with torch._C._DisableTorchDispatch():
-        a, b = (t.contiguous().view(torch.uint8) if t.numel() and t.dim() else t.reshape(1).view(torch.uint8)
-                for t in (a, b))  # fmt: skip
-        return torch.equal(a, b)
+        return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
