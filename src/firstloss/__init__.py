@@ -32,6 +32,7 @@ _WHERE = {
     "distributed": ".distributed",
     "save": ".runtime.checkpoint",
     "load": ".runtime.checkpoint",
+    "register_lowering": ".lower.registry",
     "errors": ".errors",
     "timeline": ".timeline",
 }

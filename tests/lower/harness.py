@@ -136,9 +136,11 @@ class Check:
         overload, self.args, self.kwargs, self.expected = call
         self.overload, self.kwargs = functional(overload), without_out(overload, self.kwargs)
         self.problem: str | None = None
-        # Some have the tag for what they do not always do: attention for its dropout, RReLU for training.
+        # Some have the tag for what they do not always do: attention for its dropout, RReLU (whose key may be left out)
+        # for training.
         rule = RULES.get(self.overload)
-        draws = rule is None or "rng_key" in inspect.signature(rule).parameters
+        key = rule and inspect.signature(rule).parameters.get("rng_key")
+        draws = rule is None or key is not None and key.default is key.empty
         random = torch.Tag.nondeterministic_seeded in overload.tags and draws
         if self.overload is not overload and self.overload in RULES and not random:
             with torch.no_grad():
@@ -169,6 +171,8 @@ class Check:
         try:
             assert len(results) == len(expected), f"{len(results)} results for {len(expected)}"
             for position, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+                if "batch_norm" in str(self.overload) and theirs.shape == (0,):
+                    continue  # evaluation saves nothing, which PyTorch's kernel and its meta kernel say in two ways
                 wanted = tolerance_of(self.overload, position, theirs)
                 if wanted == "any":
                     assert tuple(ours.shape) == tuple(theirs.shape)

@@ -19,13 +19,13 @@ from .call import Call
 from .constants import ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
-from .program import Node, Ref, Value
+from .program import Node, Ref, Value, dense_count
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer
 from .source import here
-from .special import SPECIAL, resize
+from .special import SPECIAL, contiguous_stride, resize
 from .tensor import DeferredTensor, Hooks, Store
 from .traits import traits
 from .values import check_kept, read_and_run, run_for_real, run_on_resident, run_to_find_out
@@ -146,6 +146,8 @@ def _record(call: Call) -> Any:
                 made.append(None)
                 continue
             size, stride, offset, dtype = one
+            if trace is not None and (offset or dense_count(size, stride) is None):
+                stride, offset = contiguous_stride(size), 0  # views to their kernel (unsafe_split), apart to the graph
             value = Value(size, stride, dtype, device, node)
             store = Store(value)
             store.trace = trace

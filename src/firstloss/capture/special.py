@@ -91,6 +91,39 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return out
 
 
+# Factories that write their numbers into `out`: in its dtype, which only the twin without `out` can be told.
+_INTO_OUT = {
+    getattr(packet, name): getattr(packet, twin)
+    for packet, name, twin in (
+        (aten.arange, "out", "default"),
+        (aten.arange, "start_out", "start_step"),
+        (aten.eye, "out", "default"),
+        (aten.eye, "m_out", "m"),
+        (aten.full, "out", "default"),
+        (aten.zeros, "out", "default"),
+        (aten.ones, "out", "default"),
+        *((packet, "out", "default") for packet in (aten.linspace, aten.logspace)),
+        *(
+            (packet, f"{kind}_out", kind)
+            for packet in (aten.linspace, aten.logspace)
+            for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+        ),
+    )
+}
+
+
+def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    out = kwargs["out"]
+    if type(out) is not DeferredTensor and session.trace is None:
+        with torch._C._DisableTorchDispatch():
+            return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
+    made = Hooks.dispatch(_INTO_OUT[op], args, {"dtype": out.dtype, "device": out.device})
+    if out.shape != made.shape and type(out) is DeferredTensor:
+        resize(out, tuple(made.shape))
+    Hooks.dispatch(aten.copy_.default, (out, made), {})
+    return out
+
+
 def _is_meta(call: Call) -> bool:
     return call.kwargs.get("device") is None and any(t.is_meta for t in call.real)
 
@@ -193,6 +226,7 @@ def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
 
 SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     **dict.fromkeys(_LIKE, _like),
+    **dict.fromkeys(_INTO_OUT, _into_out),
     aten.native_batch_norm.default: _normalize,
     aten._local_scalar_dense.default: _read_scalar,
     aten.equal.default: _equal,
@@ -203,6 +237,7 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
     aten.resize_.default: _resize,
+    aten._has_compatible_shallow_copy_type.default: lambda op, args, kwargs: type(args[0]) is type(args[1]),
     aten._assert_async.default: _not_here,
     aten._assert_async.msg: _not_here,
     **dict.fromkeys(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import torch
 from jax import lax
 
@@ -109,12 +110,13 @@ def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
 
 
 @rule(aten.rrelu_with_noise_functional.default)
-def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=False):
-    if training:
-        raise NotImplementedError(
-            "torch.nn.RReLU draws slopes in training. Write torch.where(x > 0, x, x * slope) with a slope of your own."
-        )
-    return leaky_relu(self, (lower + upper) / 2), noise
+def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=False, rng_key=None):
+    """In training, each element that is not positive has a slope drawn for it, and the noise holds the slopes."""
+    if not training:
+        return leaky_relu(self, (lower + upper) / 2), noise
+    (x,) = operands(self)
+    slopes = where(x > 0, 1, jax.random.uniform(rng_key, x.shape, x.dtype, lower, upper))
+    return x * slopes, slopes
 
 
 @rule(aten.rrelu_with_noise_backward.default)

@@ -19,6 +19,7 @@ from jax import lax
 
 from ..capture.program import Node, Program, Ref, Value
 from ..errors import LoweringError
+from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional
 from .rules import RULES
@@ -84,6 +85,8 @@ class Call(NamedTuple):
                 f"{self.node.source}: {self.node.op} is given a traced value for a number on which its very "
                 "computation depends. Pass a Python number, or write the formula with tensor operations."
             ) from None
+        except (NotImplementedError, TypeError, ValueError) as error:  # a rule's own refusal, or what JAX refuses
+            raise LoweringError(f"{self.node.source}: {self.node.op} cannot be lowered: {error}") from error
 
 
 def call_of(node: Node) -> Call:
@@ -122,10 +125,10 @@ def run_calls(calls: Iterable[Call], arrays: dict[Value, Any], key_of: Callable[
 
 
 def unsupported(program: Program) -> dict[str, list[Node]]:
-    """The operations in `program` that have no rule, each with its nodes."""
+    """The operations in `program` that have neither rule nor decomposition, each with its nodes."""
     missing: dict[str, list[Node]] = {}
     for node in program.nodes:
-        if functional(node.op) not in RULES and node.op not in RULES:
+        if functional(node.op) not in RULES and node.op not in RULES and not decomposition(node.op):
             missing.setdefault(str(node.op), []).append(node)
     return missing
 
@@ -193,7 +196,7 @@ def view_of(ref: Ref) -> View | None:
 @functools.lru_cache(maxsize=8192)
 def _function(template: Template) -> Callable[..., tuple]:
     op = functional(template.op)
-    rule = RULES.get(op) or RULES.get(template.op)
+    rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op)
     if rule is None:
         raise LoweringError(
             f"{template.op} has no lowering to StableHLO. Write the line with other operations, or give it one: "
@@ -238,6 +241,11 @@ def _function(template: Template) -> Callable[..., tuple]:
     return jax.jit(call)
 
 
+def forget_functions() -> None:
+    """Lower nodes anew from here on: a rule has changed."""
+    _function.cache_clear()
+
+
 def _flatten(results: Any) -> Any:
     if isinstance(results, (list, tuple)):
         for r in results:
@@ -266,6 +274,8 @@ def _order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
+    if 0 in shape:  # strides of what is empty say nothing
+        return True
     expected = 1
     for d in reversed(order):
         if shape[d] == 1:

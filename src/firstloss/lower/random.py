@@ -7,12 +7,15 @@ none of; their distributions are.
 
 from __future__ import annotations
 
+import math
+
 import jax
+import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, opmath, to_jax
+from .dtypes import cast, floating, operands, opmath, to_jax
 from .registry import rule
 
 aten = torch.ops.aten
@@ -68,9 +71,38 @@ def normal(self, mean=0.0, std=1.0, *, rng_key):
     return _normal(rng_key, self.shape, self.dtype, mean, std)
 
 
+@rule(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+def normal_around(mean, std=1.0, *, rng_key):
+    mean, std = operands(mean, std)
+    return _normal(rng_key, mean.shape, mean.dtype) * std + mean
+
+
+@rule(aten.normal.float_float)
+def normal_float_float(mean, std, size, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key):
+    return _normal(rng_key, size, _result_dtype(dtype), mean, std)
+
+
 @rule(aten.exponential.default)
 def exponential(self, lambd=1.0, *, rng_key):
     return cast(jax.random.exponential(rng_key, self.shape, opmath(self.dtype)) / lambd, self.dtype)
+
+
+@rule(aten.cauchy.default)
+def cauchy(self, median=0.0, sigma=1.0, *, rng_key):
+    return cast(jax.random.cauchy(rng_key, self.shape, opmath(self.dtype)) * sigma + median, self.dtype)
+
+
+@rule(aten.log_normal.default)
+def log_normal(self, mean=1.0, std=2.0, *, rng_key):
+    return cast(jnp.exp(_normal(rng_key, self.shape, opmath(self.dtype), mean, std)), self.dtype)
+
+
+@rule(aten.geometric.default)
+def geometric(self, p, *, rng_key):
+    """The number of trials up to the first success, from 1."""
+    wide = opmath(floating(self.dtype))
+    u = jax.random.uniform(rng_key, self.shape, wide)  # from 0 up to, and without, 1
+    return cast(jnp.ceil(jnp.maximum(jnp.log1p(-u) / cast(math.log1p(-p), wide), jnp.finfo(wide).tiny)), self.dtype)
 
 
 @rule(aten.rand.default)
@@ -81,6 +113,26 @@ def rand(size, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key
 @rule(aten.randn.default)
 def randn(size, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key):
     return _normal(rng_key, size, _result_dtype(dtype))
+
+
+@rule(aten.rand_like.default)
+def rand_like(self, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None, rng_key):
+    return _uniform(rng_key, self.shape, to_jax(dtype) if dtype else self.dtype)
+
+
+@rule(aten.randn_like.default)
+def randn_like(self, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None, rng_key):
+    return _normal(rng_key, self.shape, to_jax(dtype) if dtype else self.dtype)
+
+
+@rule(aten.randint_like.default)
+def randint_like(self, high, *, dtype=None, rng_key, **_):
+    return jax.random.randint(rng_key, self.shape, 0, high, jnp.int64)
+
+
+@rule(aten.randint_like.low_dtype)
+def randint_like_low(self, low, high, *, dtype=None, rng_key, **_):
+    return jax.random.randint(rng_key, self.shape, low, high, jnp.int64)
 
 
 @rule(aten.randint.default)
@@ -96,3 +148,57 @@ def randint_low(low, high, size, *, dtype=None, layout=None, device=None, pin_me
 @rule(aten.randperm.default)
 def randperm(n, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key):
     return cast(jax.random.permutation(rng_key, n), to_jax(dtype or torch.int64))
+
+
+# How far whole numbers go in each dtype without a gap: PyTorch's `random_` draws below it.
+_WHOLE = {np.dtype(np.float64): 1 << 53, np.dtype(np.float32): 1 << 24, np.dtype(np.float16): 1 << 11}
+
+
+@rule(aten.random.default)
+def random(self, *, rng_key):
+    dtype = self.dtype
+    high = 2 if dtype.kind == "b" else jnp.iinfo(dtype).max if dtype.kind in "iu" else _WHOLE.get(dtype, 1 << 8)
+    return cast(jax.random.randint(rng_key, self.shape, 0, high, jnp.int64), dtype)
+
+
+@rule(getattr(aten.random, "from"))
+def random_from(self, low, high=None, *, rng_key):
+    top = jnp.iinfo(self.dtype).max if self.dtype.kind in "iu" else _WHOLE.get(self.dtype, 1 << 8)
+    return jax.random.randint(rng_key, self.shape, low, top if high is None else high, jnp.int64)
+
+
+@rule(aten.random.to)
+def random_to(self, to, *, rng_key):
+    return jax.random.randint(rng_key, self.shape, 0, to, jnp.int64)
+
+
+@rule(aten.multinomial.default)
+def multinomial(self, num_samples, replacement=False, *, rng_key):
+    """Without replacement, the largest of log-weights with Gumbel noise (Vieira, 2014)."""
+    logits = jnp.log(cast(self, opmath(self.dtype)))
+    rows = self.shape[:-1]
+    if replacement:
+        drawn = jax.random.categorical(rng_key, logits, axis=-1, shape=(num_samples, *rows))
+        return jnp.moveaxis(drawn, 0, -1)
+    return lax.top_k(logits + jax.random.gumbel(rng_key, logits.shape, logits.dtype), num_samples)[1]
+
+
+@rule(aten.poisson.default)
+def poisson(self, *, rng_key):
+    return jax.random.poisson(rng_key, cast(self, opmath(self.dtype)), self.shape, jnp.int64)
+
+
+@rule(aten.binomial.default)
+def binomial(count, prob, *, rng_key):
+    count, prob = operands(count, prob)
+    return jax.random.binomial(rng_key, count, prob, count.shape, count.dtype)
+
+
+@rule(aten._standard_gamma.default)
+def _standard_gamma(self, *, rng_key):
+    return jax.random.gamma(rng_key, cast(self, opmath(self.dtype)))
+
+
+@rule(aten._sample_dirichlet.default)
+def _sample_dirichlet(self, *, rng_key):
+    return jax.random.dirichlet(rng_key, cast(self, opmath(self.dtype)))

@@ -189,7 +189,8 @@ class Executable:
             raise LoweringError(
                 "the step uses operations that have no lowering to StableHLO: "
                 + "; ".join(lines)
-                + ". Write those lines with other operations, or run on backend 'CPU'."
+                + ". Write those lines with other operations, give an operation of your own a lowering with "
+                "firstloss.register_lowering, or run on backend 'CPU'."
             )
         program, draws = self.program, self._tracing.draws
         changed, read, made = list(self._changed), self._read, len(self._made)

@@ -1,0 +1,100 @@
+"""Operations that have no rule, through what PyTorch says they are made of.
+
+Three sources: an operation's own composite kernel (`torch.library`'s "CompositeImplicitAutograd"); the table that
+`torch._decomp.register_decomposition` fills; and, of the operations that torch itself makes with `custom_op` (cross
+entropy by chunks), the Python that they are made from, which of a user's may be anything. The decomposition's Python is
+captured as a step is, and lowered in the operation's place; nodes alike share what was lowered, like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from ..capture.program import Program, Ref, Value
+from ..capture.recorder import DeferredTensor
+from ..capture.step import StepTrace
+from ..errors import LoweringError
+from .dtypes import to_torch
+
+_under_way: list[OpOverload] = []
+
+
+def decomposition(op: OpOverload) -> Callable | None:
+    """What computes `op` by other operations, or None."""
+    if op._can_decompose():
+        return op.decompose
+    if op.namespace == "torch_nn":
+        from torch._library.custom_ops import OPDEFS
+
+        return OPDEFS[op._schema.name]._init_fn
+    from torch._decomp import decomposition_table  # here, because it is slow to import and seldom needed
+
+    return decomposition_table.get(op)
+
+
+def rule_of(op: OpOverload) -> Callable | None:
+    """A rule for `op` made from its decomposition; None if it has none."""
+    function = decomposition(op)
+    if function is None:
+        return None
+
+    def rule(*args: Any, rng_key: Any = None, **kwargs: Any) -> list[Any]:
+        from .program import lower  # which asks this module for rules
+
+        if op in _under_way:
+            raise LoweringError(f"the decomposition of {op} calls {op} again")
+        _under_way.append(op)
+        try:
+            program, arrays = _capture(op, function, args, kwargs)
+            return list(lower(program, arrays, rng_key).values())
+        except LoweringError as error:
+            raise LoweringError(f"{error} (in the decomposition of {op})") from error
+        finally:
+            _under_way.pop()
+
+    return rule
+
+
+def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> tuple[Program, dict[Value, Any]]:
+    """The decomposition as a Program, and its inputs' arrays; outputs: new tensors first, then those written to."""
+    flat, spec = tree_flatten((args, kwargs))
+    arrays: dict[Value, Any] = {}
+    outputs: dict[str, Ref] = {}
+    tracing = StepTrace()
+    with tracing.active(), torch.no_grad():
+        leaves = []
+        for leaf in flat:
+            if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+                like = torch.empty(leaf.shape, dtype=to_torch(leaf.dtype), device="meta")
+                made = tracing.new_input(like, f"in{len(arrays)}")
+                arrays[made._store.value] = leaf
+                leaf = made
+            leaves.append(leaf)
+        args, kwargs = spec.unflatten(leaves)
+        result = function(*args, **kwargs)
+        written = _written(op, args, kwargs)
+        fresh = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and not any(x is w for w in written)]
+        for i, x in enumerate([*fresh, *written]):
+            x = x if type(x) is DeferredTensor else torch.ops.aten.clone(x)
+            outputs[f"out{i}"] = x._ref()
+    if tracing.draws and torch.Tag.nondeterministic_seeded not in op.tags:
+        raise LoweringError(f"the decomposition of {op} draws random numbers, for which it has no key")
+    for value, home in tracing.inputs.items():
+        if value not in arrays:  # a real tensor that the decomposition holds: a constant
+            assert isinstance(home, torch.Tensor)
+            value.real = home.detach().clone()
+    return Program({v.label or "in": v for v in arrays}, outputs), arrays
+
+
+def _written(op: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = []
+    for i, spec in enumerate(op._schema.arguments):
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            arg = kwargs.get(spec.name) if spec.kwarg_only or i >= len(args) else args[i]
+            out.extend(x for x in tree_leaves(arg) if isinstance(x, torch.Tensor))
+    return out

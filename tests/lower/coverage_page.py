@@ -1,0 +1,146 @@
+"""docs/operations.md: what the sweep of `coverage` found, as tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firstloss.lower.rules import RULES
+
+from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, GOOD, LEFT_OUT, PASSES, REFUSED
+
+CORE = {
+    getattr(getattr(torch.ops.aten, name), overload or "default")
+    for name, _, overload in (
+        n[6:].partition(".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")
+    )
+    if torch.Tag.core in getattr(getattr(torch.ops.aten, name), overload or "default").tags
+}
+
+# Core overloads that are no lowering's business, and why.
+ELSEWHERE = {
+    "aten.atan2.out": "functional graphs have no out; lowered as `aten.atan2`",
+    "aten.resize_.default": "capture gives the tensor another geometry; functional graphs have aten.resize",
+    "aten.sym_stride.int": "strides are known at capture",
+    "aten.sym_storage_offset.default": "known at capture",
+    "aten.sym_is_contiguous.default": "known at capture",
+}
+
+HEAD = """# Operations
+
+<!-- Written by `python -m tests.lower.coverage`. -->
+
+Every operation that PyTorch tests itself (`op_db`), on PyTorch's own samples: captured as a step is, lowered, compiled
+and run, outputs and gradients compared with eager PyTorch's. In-place and out variants are among the samples, for
+float32 and int64.
+
+- **passes**: within the tolerance that PyTorch's own tests allow the operation. In parentheses, how many of those are
+  *as exact*: outside that tolerance element by element, but within it of the result in float64 when measured against
+  the largest element, or no more than twice as far from it as eager is. Both are sums of the same terms in another
+  order.
+- **drawn**: random; shape and dtype are compared, the distributions in `tests/lower/test_random.py`.
+- **dynamic**: the shape of the result, or whether there is an error, depends on values: refused with an error at the
+  user's line that says what to write instead.
+- **refused**: refused with an error that names the operation and the reason.
+- **absent**: there is no lowering, and no decomposition: an error that names the operation and the user's line.
+- **differs**: another value than eager's, and why.
+"""
+
+
+def write_page(outcomes: dict[str, dict[str, Any]], path: Path) -> None:
+    """Write the page to `path`."""
+    lines = [HEAD, *_totals(outcomes), *_core(outcomes), *_operations(outcomes)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _total(outcome: dict[str, Any], *verdicts: str) -> int:
+    return sum(counts.get(v, 0) for counts in outcome["dtypes"].values() for v in verdicts)
+
+
+def _totals(outcomes: dict[str, dict[str, Any]]) -> list[str]:
+    rows = {v: sum(_total(o, v) for o in outcomes.values()) for v in (*GOOD, DYNAMIC, REFUSED, ABSENT, DIFFERS)}
+    every = sum(rows.values())
+    lines = [
+        f"{every:,} samples of {len(outcomes)} operations:",
+        "",
+        "| outcome | samples | |",
+        "| --- | ---: | ---: |",
+    ]
+    lines += [f"| {verdict} | {count:,} | {count / every:.2%} |" for verdict, count in rows.items()]
+    return [*lines, ""]
+
+
+def _core(outcomes: dict[str, dict[str, Any]]) -> list[str]:
+    used: dict[str, list[int]] = {}
+    for outcome in outcomes.values():
+        for overload, (good, every) in outcome["overloads"].items():
+            found = used.setdefault(overload, [0, 0])
+            found[0] += good
+            found[1] += every
+    lines = [
+        f"## The {len(CORE)} overloads of Core ATen",
+        "",
+        "Samples: those whose captured Program has the overload in it, good ones of all.",
+        "",
+        "| overload | lowering | samples |",
+        "| --- | --- | ---: |",
+    ]
+    for overload in sorted(CORE, key=str):
+        name = str(overload)
+        where = (
+            f"`{RULES[overload].__module__.rpartition('.')[2]}.py`"
+            if overload in RULES
+            else ELSEWHERE.get(name, "absent")
+        )
+        good, every = used.get(name, (0, 0))
+        lines.append(f"| {name} | {where} | {f'{good} of {every}' if every else ''} |")
+    return [*lines, ""]
+
+
+def _cell(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return ""
+    good, every = sum(counts.get(v, 0) for v in GOOD), sum(n for v, n in counts.items() if v != LEFT_OUT)
+    exact = f" ({counts[AS_EXACT]})" if counts.get(AS_EXACT) else ""
+    if counts.get(DRAWN) and not counts.get(PASSES):
+        return f"{good} drawn" if good == every else f"{good} of {every} drawn"
+    return f"{good}{exact}" if good == every else f"**{good}**{exact} of {every}"
+
+
+def _operations(outcomes: dict[str, dict[str, Any]]) -> list[str]:
+    names = [str(d).removeprefix("torch.") for d in DTYPES]
+    lines = [
+        "## Operations",
+        "",
+        "Samples that pass, by dtype; the number alone where all do.",
+        "",
+        f"| operation | {' | '.join(names)} | otherwise |",
+        f"| --- |{' ---: |' * len(names)} --- |",
+    ]
+    for name in sorted(outcomes):
+        outcome = outcomes[name]
+        cells = " | ".join(_cell(outcome["dtypes"].get(dtype)) for dtype in names)
+        lines.append(f"| {name} | {cells} | {_remark(outcome)} |")
+    return lines
+
+
+def _remark(outcome: dict[str, Any]) -> str:
+    parts = []
+    for verdict in (DIFFERS, ABSENT, REFUSED, DYNAMIC):
+        whys = outcome["why"].get(verdict)
+        if whys:
+            text = max(whys, key=lambda why: whys[why])
+            parts.append(f"{sum(whys.values())} {verdict}: {_short(text)}")
+    return "; ".join(parts)
+
+
+def _short(text: str) -> str:
+    """One reason, without the places in files of this sweep."""
+    text = re.sub(r"/\S+:\d+: ", "", text)
+    asks = re.search(r"asks for (.*?) \((\S+)\)", text)
+    if asks:
+        text = f"{text.partition(':')[0]}: {asks[2]} asks for {asks[1]}"
+    return text.replace("|", "\\|")[:160]
