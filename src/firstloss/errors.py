@@ -96,3 +96,11 @@ class NaNLossError(FirstlossError, FloatingPointError):
 
     step: int | None = None
     batch: object = None
+
+
+class ScheduleError(FirstlossError, ValueError):
+    """A schedule that cannot be: arguments that contradict each other, or nothing to set."""
+
+
+class OptimizerError(FirstlossError, ValueError):
+    """An optimizer's arguments make no sense."""

@@ -18,6 +18,7 @@ import torch
 from ..errors import TraceError
 from . import session
 from .call import Call
+from .constants import ref_of
 from .program import Ref
 from .source import here
 from .tensor import DeferredTensor, Hooks
@@ -122,6 +123,40 @@ class Number:
     __str__ = __repr__ = guard_int = guard_float = guard_bool = bool_ = _refuse
 
 
+class Hyperparameter(Number):
+    """A number in an optimizer's parameter group that changes from step to step.
+
+    Against zero it compares as a positive number does: PyTorch's optimizers leave out what a zero makes vanish
+    (`if weight_decay != 0`), and computing it is right for zero, too.
+    """
+
+    def bool_(self) -> bool:
+        return True
+
+    def ne(self, other: Number) -> Number:
+        return self._against_zero(other, True)
+
+    gt = ge = ne
+
+    def eq(self, other: Number) -> Number:
+        return self._against_zero(other, False)
+
+    lt = le = eq
+
+    def _against_zero(self, other: Number, answer: bool) -> Number:
+        return Known(answer) if isinstance(other.what, (int, float)) and other.what == 0 else self._refuse()
+
+
+class Known(Number):
+    """The answer to a comparison."""
+
+    def bool_(self) -> bool:
+        return self.what
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.what
+
+
 def number_of(tensor: DeferredTensor) -> Any:
     """The number that a traced tensor decays to."""
     assert session.trace is not None
@@ -140,7 +175,7 @@ def is_symbolic(arg: Any) -> bool:
     return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
 
 
-def tensor_of(number: Any) -> DeferredTensor:
+def tensor_of(number: Any) -> Tensor:
     """The traced tensor behind a symbolic number."""
     return number.node.what
 
@@ -166,8 +201,10 @@ _PLACES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Ten
 
 def number_ref(number: Any) -> Ref:
     """What an operation's node holds in the place of the number."""
-    tensor = tensor_of(number)
     trace = session.trace
-    if trace is None or tensor._store.trace is not trace:
-        number.node._refuse()
-    return tensor._ref()
+    if trace is None:
+        return number.node._refuse()
+    tensor = tensor_of(number)
+    if type(tensor) is DeferredTensor and tensor._store.trace is not trace:
+        trace.adopt(tensor._store)
+    return ref_of(tensor)

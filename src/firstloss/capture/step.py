@@ -172,6 +172,10 @@ def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
     return type(tensor) is DeferredTensor and tensor._store.trace is trace
 
 
+class FirstStepDiffers(Exception):
+    """An optimizer makes its state from values that only its first step has."""
+
+
 def find_new_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any]
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
@@ -179,6 +183,9 @@ def find_new_state(
 
     `step` is run once as a rehearsal: what it does to weights and state is forgotten, the tensors that it puts into
     `optimizer.state` stay there, each as it was when it was made.
+
+    Raises:
+        FirstStepDiffers: if the state starts from a weight's or a gradient's value; `optimizer.state` is as before.
     """
     had = {(p, k) for p, entries in optimizer.state.items() for k in entries}
     counters = {
@@ -204,12 +211,27 @@ def find_new_state(
                 continue
             store = entry._store
             if _reads_inputs(store.first, rehearsal):
-                first = _initial_of_first_use(optimizer, entry)
+                if not _linear_from_zeros(optimizer):
+                    _forget(optimizer, rehearsal)
+                    raise FirstStepDiffers
+                first = _zeros(store.value)
             else:
-                first = store.first
-            store.value, store.trace = first, None
+                # `torch.tensor(0.0)` is a constant to the recorder; what changes from step to step must not be.
+                first = store.first if store.first.real is None else _copy(store.first)
+            store.value = first
             found[parameter, key] = entry
+    for entry in found.values():
+        entry._store.trace = None
     return found
+
+
+def _forget(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
+    """Take out of the optimizer's state what `trace` put there."""
+    for parameter, entries in list(optimizer.state.items()):
+        for key in [k for k, entry in entries.items() if is_traced(entry, trace)]:
+            del entries[key]
+        if not entries:
+            del optimizer.state[parameter]
 
 
 def _reads_inputs(value: Value, trace: StepTrace) -> bool:
@@ -218,15 +240,17 @@ def _reads_inputs(value: Value, trace: StepTrace) -> bool:
     return any(v in trace.inputs for node in slice_for([value]) for v in node.reads()) or value in trace.inputs
 
 
-def _initial_of_first_use(optimizer: torch.optim.Optimizer, entry: DeferredTensor) -> Value:
-    """State that starts as a copy of the first gradient: the same from zeros, where the update is linear."""
-    damped = any(group.get("dampening", 0) for group in optimizer.param_groups)
-    if not isinstance(optimizer, torch.optim.SGD) or damped:
-        raise TraceError(
-            f"{type(optimizer).__name__} makes its state in step() from the first gradient, so its first step is "
-            "another computation than the ones after it. Make the state before the first step, as zeros."
-        )
-    like = entry._store.value
+def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether state that starts as a copy of the first gradient may as well start from zeros: SGD's momentum."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(g.get("dampening") for g in optimizer.param_groups)
+
+
+def _copy(constant: Value) -> Value:
+    tensor = DeferredTensor.wrap(Store(constant), constant.shape, constant.stride, 0, constant.dtype)
+    return recorder.dispatch(aten.clone.default, (tensor,), {})._store.value
+
+
+def _zeros(like: Value) -> Value:
     made = recorder.dispatch(
         aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
     )

@@ -84,7 +84,6 @@ class Executable:
                 raise
         # Which gradients the step leaves behind or clears: at later calls no Python of the step's runs that would.
         self._gradients = [(p, p.grad) for p in backend.parameters() if p.grad is not gradients[p]]
-        self._constants = self._optimizers.constants()
         with _uncollected():
             self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
@@ -113,7 +112,7 @@ class Executable:
                     f"{node.source}: the step edits its argument in place, and the caller's tensor would not see it. "
                     "Edit a clone of it, or return it."
                 )
-        self._backend.claim(self._optimizers.new_state)
+        self._backend.claim([*self._optimizers.new_state, *self._optimizers.schedule_state])
         return result
 
     def _settle(self, result: Any) -> None:
@@ -138,7 +137,7 @@ class Executable:
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 self._backend.claim([home])
                 home = tracing.inputs[value] = home._store  # type: ignore[attr-defined]
-            self._changed[value] = home
+            self._changed[value] = home._store if type(home) is DeferredTensor else home  # moved since, by claim
         self._made: list[Store] = []
         around = [] if self._around is None else self._around.tensors()
         for tensor in (*_reachable(self._backend, self._optimizers.seen), *around):
@@ -173,12 +172,13 @@ class Executable:
         new = self._optimizers.new_state
         for optimizer in self._optimizers.seen:
             for entries in optimizer.state.values():
-                for key in [k for k, v in entries.items() if any(v is n for n in new)]:
+                dead = [k for k, v in entries.items() if any(v is n for n in new) or is_traced(v, self._tracing)]
+                for key in dead:
                     del entries[key]
 
     def outdated(self) -> bool:
-        """Whether a number that is baked into the executable has been changed since."""
-        return self._optimizers.constants() != self._constants
+        """Whether a number that is baked into the executable has been changed since, or it was for a first step."""
+        return self._optimizers.first_step_only and self._ran or self._optimizers.outdated()
 
     # -- from a Program to an executable --
 

@@ -2,92 +2,211 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..capture.step import StepTrace, find_new_state
+from ..capture.recorder import DeferredTensor
+from ..capture.scalars import Hyperparameter as TracedHyperparameter
+from ..capture.step import FirstStepDiffers, StepTrace, find_new_state
 from ..errors import TraceError
+from ..optim.adafactor import without_reads
+from ..optim.optimizer import Optimizer
+from ..optim.schedule import schedules_of
 from .reload import load_in_place
 
+# What these do cannot be one fixed computation on dense tensors.
+_REFUSED = {
+    "LBFGS": "evaluates the model as often as its line search likes. Use AdamW, or run LBFGS on backend 'CPU'",
+    "SparseAdam": "takes sparse gradients, which XLA does not have. Use Adam, with an embedding of sparse=False",
+}
 
-class Hyperparameter:
-    """A number in a parameter group that a step reads anew each time."""
+# For an optimizer, the numbers in its groups that have been seen to change: (group, key).
+_varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: dict[str, Any], key: str) -> None:
-        self.group = group
-        self.key = key
+
+class Hyperparameter(NamedTuple):
+    """A number in a parameter group that a step reads anew each time; `place` is its index, where the group has a tuple
+    such as betas."""
+
+    group: dict[str, Any]
+    key: str
+    place: int | None
 
     def read(self) -> float:
         """The number as it is now."""
-        return float(self.group[self.key])
+        value = self.group[self.key]
+        return float(value if self.place is None else value[self.place])
 
 
 class Optimizers:
-    """The optimizers that step inside one trace."""
+    """The optimizers that step inside one trace.
+
+    Attributes:
+        seen: those that have stepped.
+        new_state: the state that their first step would make, made before it.
+        schedule_state: the tensors of `firstloss.optim` schedules.
+        hyperparameters: the inputs of the step that are numbers in parameter groups.
+        first_step_only: an optimizer's first step is another computation than the ones after it, and was traced.
+    """
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
         self.seen: list[torch.optim.Optimizer] = []
         self.new_state: list[torch.Tensor] = []
+        self.schedule_state: list[torch.Tensor] = []
         self.hyperparameters: dict[Any, Hyperparameter] = {}
-        self._restore: list[tuple[dict[str, Any], str, Any]] = []
+        self.first_step_only = False
+        self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._rehearsing = False
+        self._baked: dict[tuple[int, int, str], Any] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Prepare every optimizer just before its first step in the block; afterwards their groups are as before."""
         handle = register_optimizer_step_pre_hook(self._before_step)
+        changed: list[str] = []
         try:
-            yield
+            with without_reads():
+                yield
         finally:
             handle.remove()
-            for group, key, value in reversed(self._restore):
-                group[key] = value
+            for group, key, before, ours in reversed(self._restore):
+                if group[key] is not ours or _written(ours):
+                    changed.append(key)
+                group[key] = before
+        if changed:
+            raise TraceError(
+                f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only "
+                "once, while it is traced. Call the scheduler's step() outside of the traced step, or use a schedule "
+                "from firstloss.optim.lr_scheduler, which is a function of a step tensor."
+            )
+        self._baked = self._constants()
 
-    def constants(self) -> tuple:
-        """What is baked into the trace: all numbers in the groups but those that are inputs."""
+    def outdated(self) -> bool:
+        """Whether the executable is right no longer: a number baked into it has been changed since. What changes once
+        may change again, so it will be an input of the next one."""
+        now = self._constants()
+        for place, value in now.items():
+            number, group, key = place
+            if self._baked.get(place) != value and _may_vary(self.seen[number], value):
+                _varying.setdefault(self.seen[number], set()).add((group, key))
+        return now != self._baked
+
+    def _constants(self) -> dict[tuple[int, int, str], Any]:
+        """What is baked into the trace: all in the groups but the weights and the inputs. A tensor that the step reads
+        is known by which it is; one that a step itself puts there is not compared."""
         inputs = {(id(h.group), h.key) for h in self.hyperparameters.values()}
-        return tuple(
-            (key, value)
-            for optimizer in self.seen
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key != "params" and (id(group), key) not in inputs and not isinstance(value, torch.Tensor)
-        )
+        found: dict[tuple[int, int, str], Any] = {}
+        for number, optimizer in enumerate(self.seen):
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key == "params" or (id(group), key) in inputs or _is_dead(value):
+                        continue
+                    found[number, i, key] = id(value) if isinstance(value, torch.Tensor) else value
+        return found
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._rehearsing:
+        if self._rehearsing or any(seen is optimizer for seen in self.seen):
             return
+        name = type(optimizer).__name__
+        if name in _REFUSED:
+            raise TraceError(f"{name} cannot be traced: it {_REFUSED[name]}.")
         if kwargs.get("closure") is not None or len(args) > 1 and callable(args[1]):
             raise TraceError(
-                f"{type(optimizer).__name__}.step(closure) runs forward and backward as often as it likes, which a "
+                f"{name}.step(closure) runs forward and backward as often as it likes, which a "
                 "traced step cannot. Compute the loss first, then call step() without a closure."
             )
-        if any(seen is optimizer for seen in self.seen):
-            return
         self.seen.append(optimizer)
         load_in_place(optimizer)
+        for schedule in schedules_of(optimizer):
+            self.schedule_state.extend(schedule.use_tensors())
         for group in optimizer.param_groups:
-            for key in ("capturable", "foreach"):
-                # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight
-                if key in group and not group.get("fused") and not group.get("differentiable"):
-                    self._set(group, key, True)
-            if isinstance(group.get("lr"), (int, float)):
-                label = f"lr{len(self.hyperparameters)}"
-                made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-                self.hyperparameters[made._store.value] = Hyperparameter(group, "lr")
-                self._set(group, "lr", made)
+            # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
+            # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
+            for key, value in (("capturable", True), ("foreach", True), ("fused", False)):
+                if key in group and not group.get("differentiable"):
+                    self._set(group, key, value)
+        for group in optimizer.param_groups:
+            for key, value in list(group.items()):
+                if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
+                    self._make_symbolic(group, key, value)
         self._rehearsing = True
         try:
-            found = find_new_state(optimizer, optimizer.step)
+            self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer)).values())
+        except FirstStepDiffers:
+            self.first_step_only = True
         finally:
             self._rehearsing = False
-        self.new_state.extend(found.values())
+        for i, group in enumerate(optimizer.param_groups):
+            for key in list(group):
+                self._make_input(optimizer, i, key)
+
+    def _make_symbolic(self, group: dict[str, Any], key: str, value: Any) -> None:
+        """A schedule's tensor stands where the optimizer expects a number."""
+        if isinstance(value, torch.Tensor):
+            self._set(group, key, _symbolic(value))
+        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            self._set(group, key, tuple(map(_symbolic, value)))
+
+    def _make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
+        """The learning rate, and what changes besides, is read anew at each step."""
+        group = optimizer.param_groups[index]
+        value = group[key]
+        if key == "lr" and _is_number(value):
+            self._set(group, key, self._input(group, key))
+        elif (index, key) in _varying.get(optimizer, ()):
+            if _is_number(value) or isinstance(value, torch.Tensor):
+                self._set(group, key, _symbolic(self._input(group, key)))
+            else:
+                self._set(group, key, tuple(_symbolic(self._input(group, key, i)) for i in range(len(value))))
+        elif "max_momentum" in group and _may_vary(optimizer, value):  # OneCycleLR and CyclicLR leave it there
+            if key == "momentum":
+                self._set(group, key, _symbolic(self._input(group, key)))
+            elif key == "betas":
+                self._set(group, key, (_symbolic(self._input(group, key, 0)), *value[1:]))
+
+    def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
+        label = f"{key}{len(self.hyperparameters)}"
+        made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
+        self.hyperparameters[made._store.value] = Hyperparameter(group, key, place)
+        return made
 
     def _set(self, group: dict[str, Any], key: str, value: Any) -> None:
-        self._restore.append((group, key, group[key]))
+        self._restore.append((group, key, group[key], value))
         group[key] = value
+
+
+def _first_step(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize:
+        optimizer.preinitialize()
+    optimizer.step()
+
+
+def _symbolic(number: Any) -> Any:
+    return torch.SymFloat(TracedHyperparameter(number)) if isinstance(number, torch.Tensor) else number
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
+    a zero makes vanish; what others do is not known, and they are traced anew."""
+    if not type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim")):
+        return False
+    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(_is_number, value))
+
+
+def _written(value: Any) -> bool:
+    """Whether the step has written to the tensor that stands for a number in a group."""
+    return type(value) is DeferredTensor and value._store.value.node is not None
+
+
+def _is_dead(value: Any) -> bool:
+    return type(value) is DeferredTensor and value._store.trace is not None and value._store.resident is None

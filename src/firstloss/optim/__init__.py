@@ -1,0 +1,44 @@
+"""Optimizers whose state can be made before the first step, and schedules that are functions of a step tensor.
+
+Any `torch.optim.Optimizer` and any `torch.optim.lr_scheduler` works in a traced step as well.
+"""
+
+from . import lr_scheduler
+from .lamb import Lamb
+from .lion import Lion
+from .optimizer import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+__all__ = [
+    "ASGD",
+    "SGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "NAdam",
+    "Optimizer",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "lr_scheduler",
+]

@@ -1,0 +1,70 @@
+"""PyTorch's Adafactor without reading values: what it decides in Python, on numbers that it fetches, here tensors do.
+
+`torch.optim.Adafactor` (Shazeer and Stern, 2018) limits the rate, the root mean square of a weight and that of an
+update by `min` and `max` of Python numbers, for which it waits for every weight. In a traced step there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import _adafactor
+
+Tensor = torch.Tensor
+
+
+@contextmanager
+def without_reads() -> Iterator[None]:
+    """Inside, `torch.optim.Adafactor.step` computes by `update`."""
+    names = ("_single_tensor_adafactor", "_multi_tensor_adafactor")
+    before = [getattr(_adafactor, name) for name in names]
+    for name in names:
+        setattr(_adafactor, name, update)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(_adafactor, name, function)
+
+
+def update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    row_vars: list[Tensor],
+    col_vars: list[Tensor],
+    variances: list[Tensor],
+    state_steps: list[Tensor],
+    *unused: Any,
+    d: float,
+    lr: Any,
+    beta2_decay: float,
+    weight_decay: float,
+    eps1: float | None,
+    eps2: float,
+    maximize: bool,
+    **unused_too: Any,
+) -> None:
+    """One step of each weight, in the order of PyTorch's own."""
+    for p, grad, row, column, variance, step in zip(
+        params, grads, row_vars, col_vars, variances, state_steps, strict=True
+    ):
+        least = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        grad = -grad if maximize else grad
+        step.add_(1)
+        fading = step**beta2_decay
+        rate = torch.minimum(step.rsqrt(), torch.as_tensor(lr, dtype=step.dtype))
+        rate = rate * (p.norm(2) / p.numel() ** 0.5).clamp(min=eps2)
+        if weight_decay != 0:
+            p.mul_(1 - lr * weight_decay)
+        if grad.dim() > 1:
+            row.lerp_(grad.norm(dim=-1, keepdim=True).square() / grad.size(-1), fading)
+            column.lerp_(grad.norm(dim=-2, keepdim=True).square() / grad.size(-2), fading)
+            estimate = (row @ column) / row.mean(dim=-2, keepdim=True).clamp(min=least)
+        else:
+            variance.lerp_(grad * grad, fading)
+            estimate = variance
+        change = estimate.clamp(min=least * least).rsqrt() * grad
+        p.sub_(change * (rate / (change.norm(2) / (change.numel() ** 0.5 * d)).clamp(min=1.0)))

@@ -1,0 +1,122 @@
+"""Schedules made of schedules. The parts are formulas only: they set nothing, and their own steps stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ScheduleError
+from .schedule import Schedule
+
+Tensor = torch.Tensor
+
+
+class SequentialLR(Schedule):
+    """One schedule after another, each from its own step 0: the first until `milestones[0]`, and so on.
+
+    Args:
+        schedulers: schedules of `optimizer`, one more than milestones.
+        milestones: the steps at which the next schedule takes over, rising.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Schedule], milestones: Sequence[int], **where: Any
+    ) -> None:
+        self.schedulers = list(schedulers)
+        self.milestones = check_milestones(milestones, len(self.schedulers))
+        _take_parts(self, optimizer, self.schedulers, where)
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        out = self.schedulers[0].value(step)
+        for begin, schedule in zip(self.milestones, self.schedulers[1:], strict=True):
+            # Before its time a schedule is asked for its step 0, so that no formula meets a negative one.
+            out = torch.where(step < begin, out, schedule.value((step - begin).clamp(min=0)))
+        return out
+
+
+class PiecewiseConstantLR(Schedule):
+    """`learning_rates[i]` from the i-th milestone on, counting the beginning as the 0-th; one more than milestones."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        learning_rates: Sequence[float],
+        milestones: Sequence[int],
+        **where: Any,
+    ) -> None:
+        self.learning_rates = list(learning_rates)
+        self.milestones = check_milestones(milestones, len(self.learning_rates))
+        super().__init__(optimizer, **where)
+
+    @property
+    def initial_learning_rate(self) -> float:
+        return self.learning_rates[0]
+
+    def value(self, step: Tensor) -> Tensor:
+        out = torch.full_like(step, self.learning_rates[0], dtype=torch.float64)
+        for begin, rate in zip(self.milestones, self.learning_rates[1:], strict=True):
+            out = torch.where(step < begin, out, rate)
+        return out
+
+
+class ChainedLR(Schedule):
+    """The first schedule, times what each of the others has become of its initial rate: PyTorch's `ChainedScheduler`,
+    for schedules that multiply."""
+
+    def __init__(self, schedulers: Sequence[Schedule], **where: Any) -> None:
+        self.schedulers = list(schedulers)
+        if not self.schedulers:
+            raise ScheduleError("ChainedLR takes at least one schedule.")
+        optimizer = self.schedulers[0].optimizer
+        _take_parts(self, optimizer, self.schedulers, where)
+        for schedule in self.schedulers[1:]:
+            if not getattr(schedule, "initial_learning_rate", 0):
+                raise ScheduleError(
+                    f"ChainedLR multiplies by what {type(schedule).__name__} has become of its initial rate, which it "
+                    "has to have and which must not be 0. Use SequentialLR for one after another."
+                )
+        super().__init__(optimizer, **where)
+
+    @property
+    def initial_learning_rate(self) -> float:
+        return getattr(self.schedulers[0], "initial_learning_rate", 0)
+
+    def value(self, step: Tensor) -> Tensor:
+        out = self.schedulers[0].value(step)
+        for schedule in self.schedulers[1:]:
+            out = out * (schedule.value(step) / schedule.initial_learning_rate)  # type: ignore[attr-defined]
+        return out
+
+
+def check_milestones(milestones: Sequence[int], parts: int) -> list[int]:
+    """The milestones between `parts` parts, as a list.
+
+    Raises:
+        ScheduleError: if they are not whole, do not rise, or are too many or too few.
+    """
+    found = [int(m) for m in milestones]
+    if found != list(milestones) or any(a >= b for a, b in zip(found, found[1:], strict=False)):
+        raise ScheduleError(f"milestones are whole numbers that rise, and not {list(milestones)}.")
+    if parts != len(found) + 1:
+        raise ScheduleError(f"{parts} parts have {parts - 1} milestones between them, and not {len(found)}.")
+    return found
+
+
+def _take_parts(
+    whole: Schedule, optimizer: torch.optim.Optimizer, parts: Sequence[Schedule], where: dict[str, Any]
+) -> None:
+    """The whole sets what its parts have set until now."""
+    for part in parts:
+        if part.optimizer is not optimizer:
+            raise ScheduleError(f"{type(whole).__name__} is given a {type(part).__name__} of another optimizer.")
+        if (part.param_group_key, part.param_group_tags) != (parts[0].param_group_key, parts[0].param_group_tags):
+            raise ScheduleError(
+                f"the parts of a {type(whole).__name__} have to set the same number in the same groups."
+            )
+    where.setdefault("param_group_key", parts[0].param_group_key)
+    where.setdefault("param_group_tags", parts[0].param_group_tags)
+    for part in parts:
+        part.detach()

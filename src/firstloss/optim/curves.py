@@ -1,0 +1,332 @@
+"""Schedules that are one formula each. In the formulas, t is the step: 0 until `step()` is first called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ScheduleError
+from .schedule import Schedule
+
+Tensor = torch.Tensor
+
+
+def cosine(start: float, end: float, t: Tensor) -> Tensor:
+    """Half a cosine from `start` at t = 0 to `end` at t = 1."""
+    return end + (start - end) * (1 + torch.cos(math.pi * t)) / 2
+
+
+def positive(name: str, number: Any) -> Any:
+    if not number > 0:
+        raise ScheduleError(f"{name} has to be positive, and is {number!r}.")
+    return number
+
+
+class ConstantLR(Schedule):
+    """`learning_rate` at every step. `total_iters` is how long it is meant to last, in a composition; not used here."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, learning_rate: float, total_iters: int | None = None, **where: Any
+    ) -> None:
+        self.learning_rate = learning_rate
+        self.total_iters = total_iters
+        super().__init__(optimizer, **where)
+
+    @property
+    def initial_learning_rate(self) -> float:
+        return self.learning_rate
+
+    def value(self, step: Tensor) -> Tensor:
+        return torch.full_like(step, self.learning_rate, dtype=torch.float64)
+
+
+class PolynomialLR(Schedule):
+    """(initial - end) (1 - t / total_iters)^power + end; from `total_iters` on, end.
+
+    Args:
+        cycle: instead, start again: `total_iters` is taken times max(1, ceil(t / total_iters)), as Keras'
+            `PolynomialDecay` does.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        end_learning_rate: float,
+        total_iters: int,
+        power: float = 1.0,
+        cycle: bool = False,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.end_learning_rate = end_learning_rate
+        self.total_iters = positive("total_iters", total_iters)
+        self.power = power
+        self.cycle = cycle
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        t = step.double() / self.total_iters
+        t = t / t.ceil().clamp(min=1) if self.cycle else t.clamp(max=1)
+        return (self.initial_learning_rate - self.end_learning_rate) * (1 - t) ** self.power + self.end_learning_rate
+
+
+class LinearLR(PolynomialLR):
+    """From initial to end in a straight line of `total_iters` steps, and end from there on; `cycle` as in
+    `PolynomialLR`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        end_learning_rate: float,
+        total_iters: int,
+        cycle: bool = False,
+        **where: Any,
+    ) -> None:
+        super().__init__(optimizer, initial_learning_rate, end_learning_rate, total_iters, 1.0, cycle, **where)
+
+
+class ExponentialLR(Schedule):
+    """initial * decay_rate^(t / total_iters); with `staircase`, the exponent is rounded down. PyTorch's has
+    total_iters 1."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        total_iters: int,
+        decay_rate: float,
+        staircase: bool = False,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.total_iters = positive("total_iters", total_iters)
+        self.decay_rate = decay_rate
+        self.staircase = staircase
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        exponent = step.double() / self.total_iters
+        return self.initial_learning_rate * self.decay_rate ** (exponent.floor() if self.staircase else exponent)
+
+
+class InverseExponentialTimeDecayLR(Schedule):
+    """initial / (1 + decay_rate * t^step_exponent / total_iters), as Keras' `InverseTimeDecay`, which has exponent 1;
+    with `staircase`, t^step_exponent / total_iters is rounded down."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        step_exponent: float,
+        total_iters: int,
+        decay_rate: float,
+        staircase: bool = False,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.step_exponent = step_exponent
+        self.total_iters = positive("total_iters", total_iters)
+        self.decay_rate = decay_rate
+        self.staircase = staircase
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        time = step.double() ** self.step_exponent / self.total_iters
+        return self.initial_learning_rate / (1 + self.decay_rate * (time.floor() if self.staircase else time))
+
+
+class InverseSquareRootDecayLR(Schedule):
+    """initial * scale / sqrt(max(t, warmup_steps))."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float = 1.0,
+        scale: float = 1.0,
+        warmup_steps: int = 1,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.scale = scale
+        self.warmup_steps = positive("warmup_steps", warmup_steps)
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        return self.initial_learning_rate * self.scale / step.double().clamp(min=self.warmup_steps).sqrt()
+
+
+class CosineDecayLR(Schedule):
+    """Half a cosine from initial to end in `total_iters` steps, and end from there on, as Keras' `CosineDecay`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        end_learning_rate: float,
+        total_iters: int,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.end_learning_rate = end_learning_rate
+        self.total_iters = positive("total_iters", total_iters)
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        t = (step.double() / self.total_iters).clamp(max=1)
+        return cosine(self.initial_learning_rate, self.end_learning_rate, t)
+
+
+class CosineAnnealingLR(Schedule):
+    """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, for ever: SGDR without the restarts (Loshchilov and
+    Hutter, 2017)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        T_max: int,
+        eta_min: float = 0.0,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.T_max = positive("T_max", T_max)
+        self.eta_min = eta_min
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        return cosine(self.initial_learning_rate, self.eta_min, step.double() / self.T_max)
+
+
+class CosineAnnealingWarmRestartsLR(Schedule):
+    """Half a cosine from initial to `eta_min`, again and again (SGDR, Loshchilov and Hutter, 2017).
+
+    Args:
+        T_0: how many steps the first takes.
+        T_mult: how many times as long each takes as the one before; a whole number.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        T_0: int,
+        T_mult: int = 1,
+        eta_min: float = 0.0,
+        **where: Any,
+    ) -> None:
+        if T_mult < 1 or T_mult != int(T_mult):
+            raise ScheduleError(f"T_mult is a whole number of at least 1, and not {T_mult}.")
+        self.initial_learning_rate = initial_learning_rate
+        self.T_0 = int(positive("T_0", T_0))
+        self.T_mult = int(T_mult)
+        self.eta_min = eta_min
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        if self.T_mult == 1:
+            t = (step % self.T_0).double() / self.T_0
+        else:
+            # Lengths and beginnings grow as powers, so that a short table holds all that a step can reach: no logarithm
+            # has to be right at the boundaries.
+            lengths: list[int] = []
+            begins: list[int] = []
+            begin = 0
+            while begin < 2**53:
+                lengths.append(self.T_0 * self.T_mult ** len(lengths))
+                begins.append(begin)
+                begin += lengths[-1]
+            begun = step[..., None] >= torch.tensor(begins, device=step.device)
+            last = torch.where(begun, torch.tensor(begins, device=step.device), 0).amax(-1)
+            length = torch.where(begun, torch.tensor(lengths, device=step.device), 0).amax(-1)
+            t = (step - last).double() / length
+        return cosine(self.initial_learning_rate, self.eta_min, t)
+
+
+class StepLR(Schedule):
+    """initial * gamma^floor(t / step_size)."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, initial_learning_rate: float, step_size: int, gamma: float, **where: Any
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.step_size = positive("step_size", step_size)
+        self.gamma = gamma
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        return self.initial_learning_rate * self.gamma ** (step.double() / self.step_size).floor()
+
+
+class MultiStepLR(Schedule):
+    """initial * gamma^(how many milestones t has reached)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        gamma: float,
+        milestones: Sequence[int],
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self.gamma = gamma
+        self.milestones = list(milestones)
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        reached = sum(((step >= milestone).double() for milestone in self.milestones), torch.zeros_like(step).double())
+        return self.initial_learning_rate * self.gamma**reached
+
+
+class LambdaLR(Schedule):
+    """initial * lr_lambda(t), the function one of float64 tensors; several are multiplied.
+
+    A subclass may define `set_value_lambda(self)` instead, which returns a list of functions.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        lr_lambda: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
+        **where: Any,
+    ) -> None:
+        self.initial_learning_rate = initial_learning_rate
+        self._lambdas = [lr_lambda] if callable(lr_lambda) else list(lr_lambda or ())
+        super().__init__(optimizer, **where)
+
+    def set_value_lambda(self) -> list[Callable[[Tensor], Any]]:
+        """The functions whose product is taken."""
+        if not self._lambdas:
+            raise ScheduleError("LambdaLR needs a function: pass lr_lambda=lambda step: ..., of tensors.")
+        return self._lambdas
+
+    def value(self, step: Tensor) -> Tensor:
+        out = torch.full_like(step, self.initial_learning_rate, dtype=torch.float64)
+        for function in self.set_value_lambda():
+            out = out * function(step.double())
+        return out
+
+
+class MultiplicativeLR(Schedule):
+    """initial * coefficient^t."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, initial_learning_rate: float, coefficient: float, **where: Any
+    ) -> None:
+        if callable(coefficient):
+            raise ScheduleError(
+                "MultiplicativeLR takes a number: a product of as many factors as there have been steps is no function "
+                "of the step. Write the product as a formula, and give it to LambdaLR."
+            )
+        self.initial_learning_rate = initial_learning_rate
+        self.coefficient = coefficient
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        return self.initial_learning_rate * self.coefficient ** step.double()

@@ -1,0 +1,206 @@
+"""A schedule: a number in an optimizer's parameter groups, as a function of a step tensor.
+
+The step (`last_epoch`, int64) and the number of now (float64) are tensors. In a traced step both are state like the
+weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is compiled anew. In eager PyTorch
+the groups hold plain Python numbers, as they do under `torch.optim.lr_scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import ScheduleError
+
+Tensor = torch.Tensor
+
+
+def schedules_of(optimizer: torch.optim.Optimizer) -> list[Schedule]:
+    """The schedules that set numbers in the groups of `optimizer`; parts of a composed schedule are not among them."""
+    return optimizer.__dict__.setdefault("_firstloss_schedules", [])
+
+
+class Schedule:
+    """The base of all schedules. A subclass defines `value`, and calls this constructor last.
+
+    As `torch.optim.lr_scheduler.LRScheduler`, but the number is a function of the step alone: whatever else has written
+    to the group since is overwritten.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        param_group_key: which number of the groups, such as "lr" or "weight_decay"; a pair such as ("betas", 0) names
+            an element of a tuple.
+        param_group_tags: set it only in the groups whose "tags" have one of these; None among them means groups without
+            tags. By default all groups.
+
+    Attributes:
+        last_epoch: how many times `step` has been called; int64, no dimensions.
+
+    Raises:
+        ScheduleError: if there is nothing to set.
+    """
+
+    param_group_key: str | tuple[str, int] = "lr"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        param_group_key: str | tuple[str, int] | None = None,
+        param_group_tags: str | None | Iterable[str | None] = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ScheduleError(
+                f"{type(self).__name__} takes a torch.optim.Optimizer, not an object of type "
+                f"{type(optimizer).__name__}."
+            )
+        self.optimizer = optimizer
+        if param_group_key is not None:
+            self.param_group_key = param_group_key
+        self.param_group_tags = None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
+        self.last_epoch = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._value = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._in_tensors = False
+        if not any(True for _ in self._groups()):
+            raise ScheduleError(self._nothing_to_set())
+        self._value.copy_(self.value(self.last_epoch))
+        self._attach()
+        self._put()
+
+    def value(self, step: Tensor) -> Tensor:
+        """The number at `step`.
+
+        Args:
+            step: whole numbers of any shape: so `schedule.value(torch.arange(1000))` is the curve.
+
+        Returns:
+            float64, of the shape of `step`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has to define value(step)")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Go one step further: call it after `optimizer.step()`."""
+        self._check_alone()
+        self.last_epoch.add_(1)
+        self._value.copy_(self.value(self.last_epoch))
+        if torch.compiler.is_compiling():
+            self._in_tensors = True
+        if not self._in_tensors:
+            self._put()
+
+    def get_last_lr(self) -> list[Any]:
+        """The number of now, for each group that is set; in a traced step, as tensors."""
+        now = self._value.clone() if torch.compiler.is_compiling() else float(self._value)
+        return [now for _ in self._groups()]
+
+    get_last_value = get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is; what it is, its constructor says."""
+        return {"last_epoch": self.last_epoch}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to where another schedule, of PyTorch's as well, was.
+
+        Raises:
+            ScheduleError: if `state_dict` says no step.
+        """
+        if "last_epoch" not in state_dict:
+            raise ScheduleError(f"a schedule's state has the step as 'last_epoch', and this has {sorted(state_dict)}.")
+        self.last_epoch.copy_(torch.as_tensor(state_dict["last_epoch"]))
+        self._value.copy_(self.value(self.last_epoch))
+        self._put()
+
+    def detach(self) -> None:
+        """Set nothing from now on, as a part of a composed schedule does."""
+        schedules_of(self.optimizer)[:] = [s for s in schedules_of(self.optimizer) if s is not self]
+
+    # -- for the runtime --
+
+    def use_tensors(self) -> list[Tensor]:
+        """From here on the groups hold the tensor itself, so that whoever changes it need not tell them.
+
+        Returns:
+            The schedule's state.
+        """
+        self._check_alone()
+        self._in_tensors = True
+        self._put()
+        return [self.last_epoch, self._value]
+
+    # -- the groups --
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        key = self.param_group_key if isinstance(self.param_group_key, str) else self.param_group_key[0]
+        for group in self.optimizer.param_groups:
+            tags = group.get("tags") or (None,)
+            wanted = self.param_group_tags is None or not self.param_group_tags.isdisjoint(_as_tags(tags))
+            if wanted and key in group:
+                yield group
+
+    def _put(self) -> None:
+        number = self._value if self._in_tensors else float(self._value)
+        for group in self._groups():
+            if isinstance(self.param_group_key, str):
+                group[self.param_group_key] = number
+            else:
+                key, place = self.param_group_key
+                group[key] = (*group[key][:place], number, *group[key][place + 1 :])
+
+    def _attach(self) -> None:
+        others = schedules_of(self.optimizer)
+        if not others:
+            self.optimizer.register_state_dict_post_hook(_as_numbers)
+            self.optimizer.register_load_state_dict_post_hook(_put_again)
+        others.append(self)
+
+    def _check_alone(self) -> None:
+        mine = {id(group) for group in self._groups()}
+        for other in schedules_of(self.optimizer):
+            if other is self or other.param_group_key != self.param_group_key:
+                continue
+            if any(id(group) in mine for group in other._groups()):
+                raise ScheduleError(
+                    f"{type(self).__name__} and {type(other).__name__} both set {self.param_group_key!r} in the same "
+                    "parameter group. Compose them, with SequentialLR or ChainedLR; or detach() the one that has ended."
+                )
+
+    def _nothing_to_set(self) -> str:
+        keys = sorted({key for group in self.optimizer.param_groups for key in group if key != "params"})
+        tags = sorted({str(t) for group in self.optimizer.param_groups for t in _as_tags(group.get("tags") or (None,))})
+        return (
+            f"{type(self).__name__} finds no parameter group with {self.param_group_key!r}"
+            + (f" and one of the tags {sorted(map(str, self.param_group_tags))}" if self.param_group_tags else "")
+            + f". The optimizer's groups have {', '.join(keys)}; their tags are {', '.join(tags)}."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.param_group_key!r} for {type(self.optimizer).__name__}>"
+
+
+def _as_tags(tags: Any) -> tuple:
+    return (tags,) if tags is None or isinstance(tags, str) else tuple(tags)
+
+
+def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict has numbers in its groups, whatever the groups themselves have: eager PyTorch loads
+    it."""
+    values = [schedule._value for schedule in schedules_of(optimizer)]
+
+    def number(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(number(e) for e in entry)
+        return float(entry) if any(entry is value for value in values) else entry
+
+    groups = [{k: v if k == "params" else number(v) for k, v in g.items()} for g in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def _put_again(optimizer: torch.optim.Optimizer) -> None:
+    """What is loaded into the groups is overwritten: a schedule's number is a function of its step."""
+    for schedule in schedules_of(optimizer):
+        schedule._put()
