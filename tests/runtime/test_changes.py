@@ -439,3 +439,22 @@ def test_reading_a_value_in_a_step_names_the_line(kind, capsys):
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X)
     assert f"{__file__}:" in str(caught.value) and "torch.where" in str(caught.value)
+
+
+def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):
+    """It is a tensor of the host's when it is first met, before the weights, and the backend's ever after."""
+    model = nn.Linear(2, 2)
+    compiled, count = fl.compile(model, backend), torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fl.trace
+    def step(x):
+        count.add_(1)
+        loss = compiled(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    quiet(step, torch.ones(1, 2), count=4)
+    assert traces(step) == 1 and count.item() == 4

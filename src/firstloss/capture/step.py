@@ -150,9 +150,10 @@ class StepTrace(recorder._Tracing):
                 store.trace = trace
 
     def _stores(self) -> list[tuple[Value, Store]]:
-        out = [(v, s) for v, s in self.inputs.items() if isinstance(s, Store)]
-        out += [(store.first, store) for _, store in self._real.values()]
-        return out
+        """The inputs that may be written to, in the order in which the step met them, wherever they live."""
+        real = {store.first: store for _, store in self._real.values()}
+        stores = ((v, home if isinstance(home, Store) else real.get(v)) for v, home in self.inputs.items())
+        return [(value, store) for value, store in stores if store is not None]
 
 
 aten = torch.ops.aten
