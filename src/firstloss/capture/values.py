@@ -98,19 +98,27 @@ def run_on_resident(call: Call) -> Any:
     if call.traits.view:
         views = [DeferredTensor.wrap(call.deferred[0]._store, *g) for g in infer(call).geometry]
         return views[0] if call.returns_one() else views
-    for t in call.written():
-        if type(t) is not DeferredTensor:
-            continue
+    written = [t for t in call.written() if type(t) is DeferredTensor]
+    for t in written:
         if t._store.resident is None:
             raise CaptureError(
                 f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
                 "Call firstloss.materialize_tensor on the first."
             )
-        if call.op is aten.copy_.default and t._ref().whole:  # load_state_dict: what was there need not be read
-            t._store.resident.replace(content(call.args[1]))
-            return t
-        t._store.resident.edit()  # from here on its host copy may be written, and goes back before the next step
-    result = _call(call, *_real_arguments(call))
+    fresh = []
+    for t in written:
+        # From here on its host copy may be written, and goes back before the next step.
+        others = sum(other._store is t._store for other in call.deferred) > 1
+        if t._store.resident.edit(whole=call.traits.fill and t._ref().covers and not others):
+            fresh.append(t._store.resident)
+    try:
+        result = _call(call, *_real_arguments(call))
+    except BaseException:
+        for cell in fresh:
+            cell.leave()
+        raise
+    for t in written:
+        t._store.resident.edited()
     for where in call.traits.returns:
         if where is not None:
             return call.argument(where)

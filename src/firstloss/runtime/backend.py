@@ -13,6 +13,7 @@ import torch
 from .. import timeline
 from ..capture.deferred import deferred
 from ..errors import BackendError
+from .at_once import moved_at_once
 from .keys import Keys
 
 _XLA_NAMES = ("XLA", "CSX")
@@ -27,7 +28,8 @@ class DeviceConfig:
 
     Attributes:
         lazy_initialization: capture constructors under `with backend.device`, and materialize beside the compile.
-            False: constructors run eagerly, and `compile` moves what they made.
+            False: constructors run eagerly, and each weight is moved as soon as its module is made, so that host memory
+            holds those of one module at a time.
     """
 
     lazy_initialization: bool = True
@@ -44,7 +46,7 @@ class Device:
     def __enter__(self) -> Device:
         if self._backend.is_xla:
             context: AbstractContextManager = (
-                deferred() if self.config.lazy_initialization else timeline.span("construct")
+                deferred() if self.config.lazy_initialization else moved_at_once(self._backend)
             )
         else:
             context = torch.device(self._backend.torch_device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -29,6 +30,8 @@ class Cell:
     has is what counts, and goes to the device before the next step.
     """
 
+    _last_edited: Callable[[], Cell | None] = staticmethod(lambda: None)
+
     def __init__(self, value: Value, array: jax.Array | None = None, pending: Future | None = None) -> None:
         self.value = value  # for its geometry
         self._array = array
@@ -40,7 +43,7 @@ class Cell:
         """The content as an array of `value.shape`; waits for the materialization under way."""
         if self._edited:
             assert self._host is not None
-            self._array, self._edited = to_device(self._host), False
+            self._array, self._host, self._edited = to_device(self._host), None, False
         elif self._array is None:
             assert self._pending is not None
             self._array = self._pending.result()[self.value]
@@ -80,12 +83,30 @@ class Cell:
             self._host = self.read()
         return self._host
 
-    def edit(self) -> None:
-        """The host is about to write to `host()`."""
-        if not self._edited:
-            host = self.host()
-            self._host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype).copy_(host)
-            self._edited = True
+    def edit(self, whole: bool = False) -> bool:
+        """The host is about to write to `host()`; if to all of it (`whole`), what was there need not be read.
+
+        Returns whether it was not: `leave` then undoes this, if nothing was written after all.
+        """
+        if self._edited:
+            return False
+        value = self.value
+        new = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+        self._host = new if whole else new.copy_(self.host())
+        self._edited = True
+        return whole
+
+    def leave(self) -> None:
+        """Of a whole edit that failed: what was there counts."""
+        self._host, self._edited = None, False
+
+    def edited(self) -> None:
+        """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""
+        last = Cell._last_edited()
+        if last is not self:
+            if last is not None:
+                last.array()
+            Cell._last_edited = weakref.ref(self)
 
 
 def laid_out(logical: torch.Tensor, value: Value) -> torch.Tensor:
