@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -224,8 +225,7 @@ class Executable:
 
     def __call__(self, leaves: list[Any]) -> Any:
         with x64():
-            state = tuple(self._array(value, leaves) for value in self._changed)
-            rest = tuple(self._array(value, leaves) for value in self._read)
+            state, rest = self._arrays(self._changed, leaves), self._arrays(self._read, leaves)
             seed = self._backend.keys.next() if self._tracing.draws else np.zeros(2, np.uint32)
             begin = timeline.current().now()
             new, made, results = self._compiled(state, rest, seed)
@@ -254,6 +254,12 @@ class Executable:
         if loop is not None:
             loop.dispatched(results)
         return pytree.tree_unflatten(out, self._result_spec)
+
+    def _arrays(self, values: Iterable[Value], leaves: list[Any]) -> tuple:
+        """What stands for the inputs `values`. The first time, a step in segments asks for each when it needs it."""
+        if isinstance(self._compiled, SegmentedStep) and not self._ran:
+            return tuple(functools.partial(self._array, value, leaves) for value in values)
+        return tuple(self._array(value, leaves) for value in values)
 
     def _array(self, value: Value, leaves: list[Any]) -> Any:
         """What stands for an input `value` at this step."""

@@ -72,6 +72,7 @@ class SegmentedStep:
         with x64():
             self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
         self._compiled = self._compile(functions)
+        self._ran = False
         self._reuse = {n for n, function in functions.items() if function.reused}
 
     @property
@@ -155,22 +156,36 @@ class SegmentedStep:
     # -- a step --
 
     def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
-        """The Program's outputs, in the groups of `outputs`."""
+        """The Program's outputs, in the groups of `outputs`.
+
+        In `state` and `rest` a function stands for an array that may not be there yet: it is called when the first
+        segment needs it. So the forward pass begins while the optimizer's state is still being made.
+        """
         seed = jax.device_put(seed)
         slots: list[Any] = [*state, *rest, *[None] * (len(self._slots) - self._given)]
         for slot, array in self._constants.items():
             slots[slot] = array
         del state, rest
-        safe = False
+        committed = self._ran
         for turn in self._turns:
-            if not safe and turn.function in self._reuse:
-                safe = bool(self.executables)  # none fails any more: from here on there is no way back
-            results = self._compiled[turn.function].result()(seed, *[slots[i] for i in turn.reads])
+            if not committed and turn.function in self._reuse:
+                # What could fail, fails now: from here on the old state is overwritten.
+                committed = bool(self.executables)
+                slots = [_there(array) for array in slots]
+            function = self._compiled[turn.function].result()
+            given = [slots[i] for i in turn.reads] if committed else [_there(slots[i]) for i in turn.reads]
+            results = function(seed, *given)
+            del given
             for slot, array in zip(turn.fills, results, strict=True):
                 slots[slot] = array
             for slot in turn.frees:
                 slots[slot] = None
-        return tuple(tuple(slots[i] for i in group) for group in self._results)
+        self._ran = True
+        return tuple(tuple(_there(slots[i]) for i in group) for group in self._results)
+
+
+def _there(array: Any) -> Any:
+    return array() if callable(array) else array
 
 
 def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:
