@@ -47,3 +47,12 @@ def test_a_step_that_draws_nothing_takes_no_number(backend):
 def test_a_state_that_is_none_is_refused(backend, state):
     with pytest.raises(fl.errors.CheckpointError, match="seed"):
         backend.load_state_dict(state)
+
+
+def test_the_same_seed_again_begins_anew(backend):
+    step = dropout_step(backend)
+    x = torch.ones(100)
+    torch.manual_seed(3)
+    first = step(x).clone()
+    torch.manual_seed(3)
+    assert torch.equal(step(x), first)

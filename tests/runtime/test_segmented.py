@@ -132,7 +132,7 @@ def train(case, folder, steps=3):
     torch.manual_seed(1)
     results = [run(batches()) for _ in range(steps)]
     torch.set_rng_state(generator_state)
-    (executable,) = run._executables.values()
+    executable = run._latest.latest()
     state = {**model.state_dict(), **{f"{n}.{k}": v for n, s in enumerate(optim.state.values()) for k, v in s.items()}}
     return executable, results, state
 
@@ -189,8 +189,7 @@ class Captured:
                 run(tokens())
         finally:
             Executable._compile = compile_step
-        (executable,) = run._executables.values()
-        self.program = executable.program
+        self.program = run.program()
 
 
 def test_weights_are_updated_in_place(tmp_path, monkeypatch):

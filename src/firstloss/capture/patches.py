@@ -16,6 +16,7 @@ from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of
 _original_make_subclass = torch.Tensor._make_subclass
 _original_materialize = UninitializedTensorMixin.materialize
 _original_get_rng_state = torch.random.get_rng_state
+_original_manual_seed = torch.random.manual_seed
 
 
 def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -30,6 +31,12 @@ def get_rng_state() -> torch.Tensor:
     if session.depth and session.trace is None:
         session.generators.load(torch.default_generator)
     return _original_get_rng_state()
+
+
+def manual_seed(seed: Any) -> torch.Generator:
+    """As `torch.manual_seed`; counted, since a generator does not tell that it was given the seed that it had."""
+    session.seedings += 1
+    return _original_manual_seed(seed)
 
 
 def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
@@ -51,6 +58,7 @@ def install() -> None:
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
+        module.manual_seed = manual_seed  # type: ignore[attr-defined]
 
 
 install()

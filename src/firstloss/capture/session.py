@@ -29,6 +29,7 @@ class Tracing:
 
 trace: Tracing | None = None
 depth = 0  # how many `deferred` contexts are open
+seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()
 # Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
 constants: dict[int, tuple[torch.Tensor, int, Value]] = {}

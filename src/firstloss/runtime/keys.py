@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..capture import session
 from ..errors import CheckpointError
 
 
 class Keys:
     """The random key of each step that draws: the run's seed and the step's number among those that draw.
 
-    The seed is `torch.initial_seed()` when the first step draws; another `torch.manual_seed` later begins anew. A step
+    The seed is `torch.initial_seed()` when the first step draws; a `torch.manual_seed` later begins anew. A step
     that draws nothing takes no number, so that validation in between leaves training's numbers alone.
     """
 
     def __init__(self) -> None:
         self._seed: int | None = None
         self._steps = 0
-        self._seen: int | None = None  # torch's seed when ours was taken or loaded
+        self._seen: tuple[int, int] | None = None  # torch's seed when ours was taken or loaded
 
     def next(self) -> np.ndarray:
         """The key of the next step: two uint32, of which `jax.random` makes the rest."""
@@ -44,9 +45,14 @@ class Keys:
         """
         if set(state) != {"seed", "steps"} or not all(type(number) is int for number in state.values()):
             raise CheckpointError(f"a backend's random state has a whole 'seed' and 'steps', not {state!r}.")
-        self._seed, self._steps, self._seen = state["seed"], state["steps"], torch.initial_seed()
+        self._seed, self._steps, self._seen = state["seed"], state["steps"], _seeding()
 
     def _follow_torch(self) -> None:
-        seed = torch.initial_seed()
-        if seed != self._seen:
-            self._seed, self._steps, self._seen = seed, 0, seed
+        seeding = _seeding()
+        if seeding != self._seen:
+            self._seed, self._steps, self._seen = seeding[0], 0, seeding
+
+
+def _seeding() -> tuple[int, int]:
+    """Torch's seed, and how often it has been set: the same one set again begins anew as well."""
+    return torch.initial_seed(), session.seedings
