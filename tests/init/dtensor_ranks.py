@@ -387,7 +387,7 @@ def collectives_are_refused():
 
 def nothing_whole():
     """No rank makes a whole weight, and each draws about its own part."""
-    from firstloss.init.pen import Pen
+    from firstloss.capture.pen import Pen
 
     world = dist.get_world_size()
     drawn = 0

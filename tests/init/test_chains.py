@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import firstloss as fl
+from firstloss.capture.program import slice_for
 from firstloss.init import chains
+from firstloss.rng import native
 from tests.capture.same import assert_same_as_eager, bytes_of
 
 aten = torch.ops.aten
@@ -68,3 +73,44 @@ def test_a_chain_whose_middle_is_seen():
         return [weight, middle, turned, viewed]
 
     assert_same_as_eager(build)
+
+
+@pytest.mark.skipif(not native.available(), reason="there are no native kernels for this machine")
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 15),
+    st.integers(0, 200),
+    st.floats(-4, 4, width=32),
+    st.floats(-4, 4, width=32),
+    st.floats(-3, 3, width=32),
+    st.floats(-3, 3, width=32),
+    st.sampled_from([8, 16]),
+)
+def test_the_native_end_of_a_chain(offset, count, factor, term, low, high, width):
+    source = torch.cat([torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-44]), torch.randn(200)])[:count]
+    expected = source.clone().mul_(factor).add_(term).clamp_(low, high)
+    room = torch.full((250,), 7.0)
+    found = room[offset : offset + len(source)]
+    finish = (found.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
+    native.finish(*finish, width=min(width, native.lanes()))
+    assert bytes_of(found) == bytes_of(expected)
+    assert (room[:offset] == 7).all() and (room[offset + len(source) :] == 7).all()
+
+
+def test_what_ends_a_chain():
+    def chain(fn):
+        tensor = fl.deferred_init(lambda: fn(torch.empty(300, 300).uniform_()))
+        return [node for node in slice_for([tensor._store.value]) if node.op in chains._EDITS], tensor
+
+    whole, _kept = chain(lambda t: t.erfinv_().mul_(3).add_(0.5).clamp_(max=2))
+    assert chains.split_finish(whole) == (whole[:1], chains.Finish(3, 0.5, high=2))
+    for fn, end in (
+        (lambda t: t.mul_(0.5), chains.Finish(factor=0.5)),
+        (lambda t: t.add_(0.5).mul_(2), chains.Finish(factor=2)),
+        (lambda t: t.add_(0.5).erfinv_(), None),
+        (lambda t: t.mul_(float("inf")), None),
+        (lambda t: t.add_(1, alpha=2), None),
+        (lambda t: t.mul_(2).clamp_(-1, 1), chains.Finish(2, low=-1, high=1)),
+    ):
+        found, _kept = chain(fn)
+        assert chains.split_finish(found)[1] == end

@@ -14,6 +14,7 @@ import torch
 from ..errors import ConstantChangedError, MaterializeError
 from ..rng.counter_stream import CounterStream
 from . import counter_draw
+from .pen import draw
 from .program import Node, Ref, Value
 
 # Values up to this size are kept once they have been computed, so that reading one element after another of a
@@ -133,21 +134,6 @@ class Replay:
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
-
-
-def draw(op: Any, args: list, kwargs: dict, generator: torch.Generator) -> Any:
-    """Call a random operation with `generator` in the place of its own, or of the global one."""
-    if any(a.name == "generator" for a in op._schema.arguments):
-        return op(*args, **{**kwargs, "generator": generator})
-    # The overload has no generator argument (torch.rand and friends): its twin with one draws the same.
-    twin = getattr(op.overloadpacket, "generator", None)
-    if twin is not None and op._overloadname == "default":
-        return twin(*args, **{**kwargs, "generator": generator})
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.set_state(generator.get_state())
-        result = op(*args, **kwargs)
-        generator.set_state(torch.default_generator.get_state())
-    return result
 
 
 def compute(refs: list[Ref]) -> list[torch.Tensor]:

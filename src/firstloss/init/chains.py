@@ -6,9 +6,14 @@ piece the weight goes through memory once instead of five times, and every core 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from ..capture.program import Node, Ref, Value
+from ..rng import native
 
 aten = torch.ops.aten
 
@@ -58,6 +63,53 @@ def _is_edit(node: Node, shown: Ref) -> bool:
     target = node.writes[0]
     numbers = all(isinstance(a, (int, float, type(None))) for a in (*node.args[1:], *node.kwargs.values()))
     return numbers and target[1:] == shown[1:]
+
+
+class Finish(NamedTuple):
+    """The end of a chain, for which there is a native kernel: times, plus, between; each may be there or not."""
+
+    factor: float = 1.0
+    term: float = -0.0  # what changes no number when it is added, not even the sign of zero
+    low: float = -math.inf
+    high: float = math.inf
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Write the finished `source` to `target`: float32, contiguous, as long."""
+        native.finish(target.data_ptr(), source.data_ptr(), source.numel(), *self)
+
+
+def split_finish(chain: list[Node]) -> tuple[list[Node], Finish | None]:
+    """A chain without its end, and its end; None where it does not end so."""
+    found = Finish()
+    rest = list(chain)
+    for kinds, read in _ENDS:
+        if rest and rest[-1].op in kinds:
+            numbers = read(rest[-1])
+            if numbers is not None:
+                found, _ = found._replace(**numbers), rest.pop()
+    return rest, found if len(rest) < len(chain) else None
+
+
+def _number(name: str) -> Callable[[Node], dict[str, float] | None]:
+    def read(node: Node) -> dict[str, float] | None:
+        number = node.args[1] if len(node.args) == 2 and not node.kwargs else None
+        return {name: number} if isinstance(number, (int, float)) and math.isfinite(number) else None
+
+    return read
+
+
+def _bounds(node: Node) -> dict[str, float] | None:
+    given = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+    numbers = {place: given[name] for place, name in (("low", "min"), ("high", "max")) if given.get(name) is not None}
+    return numbers if all(math.isfinite(number) for number in numbers.values()) else None
+
+
+# From the last to the first.
+_ENDS: tuple[tuple[set, Callable[[Node], dict[str, float] | None]], ...] = (
+    ({aten.clamp_.default}, _bounds),
+    ({aten.add_.Tensor, aten.add_.Scalar}, _number("term")),
+    ({aten.mul_.Tensor, aten.mul_.Scalar}, _number("factor")),
+)
 
 
 def apply(chain: list[Node], piece: torch.Tensor) -> None:

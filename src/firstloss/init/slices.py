@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..capture.pen import Pen
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous
 from ..capture.replay import check_constant, look
 from ..rng import draws
 from ..rng.stream import Position
 from .cuts import cover, row_blocks
-from .pen import Pen
 
 aten = torch.ops.aten
 

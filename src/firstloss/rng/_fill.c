@@ -35,6 +35,8 @@ int firstloss_lanes(void) {
 
 #else
 
+#include <immintrin.h>
+
 enum {
     N = 624,            /* words in a block */
     M = 397,            /* the recurrence's middle term */
@@ -208,6 +210,41 @@ FOR_16 static void uniform_16(struct cursor *cursor, float *out, int64_t count, 
     fill_uniform(cursor, out, count, low, high);
 }
 
+/* What is left to do to a fill, from one level of cache to memory that nobody reads soon: times, plus, between. Each is
+ * rounded by itself; a NaN stays what it is. Stores go round the cache, which would read the memory first. */
+INLINE float finished(float x, float factor, float term, float low, float high) {
+    x = x * factor;
+    x = x + term;
+    x = x < low ? low : x;
+    return x > high ? high : x;
+}
+
+#define FINISH(LANES, VECTOR, PREFIX)                                                                                  \
+    int64_t i = 0;                                                                                                     \
+    for (; i < count && ((uintptr_t)(to + i) & (LANES * sizeof(float) - 1)); i++)                                      \
+        to[i] = finished(from[i], factor, term, low, high);                                                            \
+    for (; i + LANES <= count; i += LANES) {                                                                           \
+        VECTOR x = PREFIX##_loadu_ps(from + i);                                                                        \
+        x = PREFIX##_add_ps(PREFIX##_mul_ps(x, PREFIX##_set1_ps(factor)), PREFIX##_set1_ps(term));                     \
+        x = PREFIX##_max_ps(PREFIX##_set1_ps(low), x); /* the second where one is no number */                         \
+        PREFIX##_stream_ps(to + i, PREFIX##_min_ps(PREFIX##_set1_ps(high), x));                                        \
+    }                                                                                                                  \
+    for (; i < count; i++)                                                                                             \
+        to[i] = finished(from[i], factor, term, low, high);                                                            \
+    _mm_sfence();
+
+FOR_8 static void finish_8(
+    float *to, const float *from, int64_t count, float factor, float term, float low, float high
+) {
+    FINISH(8, __m256, _mm256)
+}
+
+FOR_16 static void finish_16(
+    float *to, const float *from, int64_t count, float factor, float term, float low, float high
+) {
+    FINISH(16, __m512, _mm512)
+}
+
 /* The widest vectors that this machine has, of those that the kernels are compiled for: 16, 8, or 0 for none. */
 int firstloss_lanes(void) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
@@ -223,6 +260,13 @@ EXPORT void firstloss_normal(
     struct cursor *cursor, float *out, int64_t count, double mean, double std, int lanes
 ) {
     (lanes == 16 ? normal_16 : normal_8)(cursor, out, count, (float)mean, (float)std);
+}
+
+/* What `mul_(factor).add_(term).clamp_(low, high)` makes of `count` float32 elements, written elsewhere. */
+EXPORT void firstloss_finish(
+    float *to, const float *from, int64_t count, float factor, float term, float low, float high, int lanes
+) {
+    (lanes == 16 ? finish_16 : finish_8)(to, from, count, factor, term, low, high);
 }
 
 /* What `uniform_(low, high)` makes of a contiguous float32 tensor of `count` elements. */

@@ -49,6 +49,14 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int,
             )
             kernel.restype = None
+        library.firstloss_finish.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            *[ctypes.c_float] * 4,
+            ctypes.c_int,
+        )
+        library.firstloss_finish.restype = None
     return library
 
 
@@ -61,6 +69,18 @@ def lanes() -> int:
 def available() -> bool:
     """Whether there are kernels for this machine."""
     return lanes() > 0
+
+
+def finish(
+    to: int, source: int, count: int, factor: float, term: float, low: float, high: float, width: int | None = None
+) -> None:
+    """What `mul_(factor).add_(term).clamp_(low, high)` makes of `count` float32 elements at the address `source`.
+
+    They are written to the address `to`, past the cache.
+    """
+    library = _library()
+    assert library is not None
+    library.firstloss_finish(to, source, count, factor, term, low, high, lanes() if width is None else width)
 
 
 class Cursor:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ..capture import counter_draw
-from ..capture.replay import draw
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
+from . import counter_draw
 from .native_check import trusted
 
 aten = torch.ops.aten
@@ -104,3 +103,18 @@ def _numbers(
     else:
         valid = -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
     return (first, second) if valid else None
+
+
+def draw(op: Any, args: list, kwargs: dict, generator: torch.Generator) -> Any:
+    """Call a random operation with `generator` in the place of its own, or of the global one."""
+    if any(a.name == "generator" for a in op._schema.arguments):
+        return op(*args, **{**kwargs, "generator": generator})
+    # The overload has no generator argument (torch.rand and friends): its twin with one draws the same.
+    twin = getattr(op.overloadpacket, "generator", None)
+    if twin is not None and op._overloadname == "default":
+        return twin(*args, **{**kwargs, "generator": generator})
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(generator.get_state())
+        result = op(*args, **kwargs)
+        generator.set_state(torch.default_generator.get_state())
+    return result

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.init import native_check, pen
+from firstloss.capture import native_check, pen
 from firstloss.rng import Position, Stream, native
 
 aten = torch.ops.aten

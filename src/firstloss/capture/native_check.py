@@ -42,4 +42,19 @@ def trusted() -> bool:
             getattr(theirs, f"{kind}_")(first, second, generator=generator)
             if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
                 return False
-        return cursor.state().tobytes() == generator.get_state().numpy().tobytes()
+        return cursor.state().tobytes() == generator.get_state().numpy().tobytes() and _finishes_alike()
+
+
+def _finishes_alike() -> bool:
+    """Whether `native.finish` makes what PyTorch's operations make, of any numbers and of what is none."""
+    options = {"dtype": torch.float32, "device": "cpu"}  # whatever the context says
+    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]
+    source = torch.cat([torch.tensor(special, **options), torch.arange(2000.0, **options) / 777 - 1])
+    for factor, term, low, high in ((0.3, 0.1, -0.2, 0.25), (1.0, -0.0, -2.0, 0.0), (0.0, 1e-3, float("-inf"), 2.0)):
+        theirs = source.clone().mul_(factor).add_(term).clamp_(low, high)
+        for offset in (0, 1):  # aligned, and not
+            ours = torch.empty(len(source) + 1, **options)[offset : offset + len(source)]
+            native.finish(ours.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
+            if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
+                return False
+    return True
