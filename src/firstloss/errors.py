@@ -104,3 +104,7 @@ class ScheduleError(FirstlossError, ValueError):
 
 class OptimizerError(FirstlossError, ValueError):
     """An optimizer's arguments make no sense."""
+
+
+class ConfigError(FirstlossError, ValueError):
+    """A run's configuration file, or what overrides it, is wrong."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FirstlossError
-from . import demo, init, inspect, verify
+from . import demo, fit, init, inspect, validate, verify
 
-COMMANDS = (demo, inspect, init, verify)
+COMMANDS = (demo, inspect, init, verify, fit, validate)
 
 # Where a missing library comes from, for those who installed the bare package.
 _EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}
@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     With FIRSTLOSS_DEBUG=1 in the environment, errors come with their traceback.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, args.overrides = parser.parse_known_args(argv)
+    if args.overrides and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -75,5 +78,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, passes_on=getattr(command, "PASSES_ON", False))
     return parser

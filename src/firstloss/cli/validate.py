@@ -1,0 +1,32 @@
+"""`firstloss validate CONFIG.yaml`: validate a checkpoint of the run that a file describes."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import output
+
+NAME = "validate"
+HELP = "validate the last checkpoint of the run that a YAML file describes, or the one given by --ckpt_path"
+EXAMPLE = "firstloss validate config.yaml --ckpt_path=run/checkpoints/step_100"
+PASSES_ON = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run: trainer, val_dataloader, ...")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..errors import ConfigError
+    from . import config
+
+    given = config.instantiate(*config.read("validate", args.config, args.overrides))
+    if given.val_dataloader is None:
+        raise ConfigError("val_dataloader is missing.")
+    found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path or ...)
+    if args.json:
+        output.print_json(found)
+    else:
+        for name, value in found.items():
+            print(f"{name} {value:.6g}")
+    return 0
