@@ -1,0 +1,48 @@
+"""Fine-tune a Hugging Face model from a folder that `firstloss init` made (or that from_pretrained could read).
+
+    python -c "from transformers import LlamaConfig; LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=352, \\
+        num_hidden_layers=2, num_attention_heads=4, architectures=['LlamaForCausalLM']).save_pretrained('start')"
+    firstloss init start/config.json -o start
+    python examples/finetune_hf.py start
+
+The model is constructed deferred and its weights are read from the folder: none of them is ever initialised.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from examples.byte_lm import StandardLibrary
+from firstloss.trainer import Trainer, TrainingLoop
+
+
+def labelled(pieces):
+    """Hugging Face models compute their loss where the batch has labels."""
+    text = torch.stack(pieces)
+    return {"input_ids": text, "labels": text}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", help="config.json and safetensors")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="XLA")
+    parser.add_argument("--out", default="runs/finetune")
+    args = parser.parse_args(argv)
+    config = AutoConfig.from_pretrained(args.folder)
+    trainer = Trainer(
+        device=args.device,
+        model_dir=args.out,
+        model=lambda: AutoModelForCausalLM.from_config(config),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
+        loop=TrainingLoop(max_steps=args.steps, grad_accum_steps=2),
+        seed=0,
+    )
+    data = StandardLibrary(length=64, validation=False)
+    trainer.fit(torch.utils.data.DataLoader(data, 8, shuffle=True, collate_fn=labelled), ckpt_path=args.folder)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
