@@ -1,7 +1,7 @@
 """A byte-level language model, trained on the source of Python's own standard library: real data, no download.
 
-    python examples/byte_lm.py --steps 200
-    firstloss fit examples/byte_lm.yaml --trainer.loop.max_steps=200
+python examples/byte_lm.py --steps 200
+firstloss fit examples/byte_lm.yaml --trainer.loop.max_steps=200
 """
 
 import argparse
@@ -75,7 +75,7 @@ def batches(length: int = 128, batch_size: int = 16, validation: bool = False) -
     return DataLoader(data, batch_size, shuffle=not validation, drop_last=True)
 
 
-def schedule(optimizer):
+def schedule(optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """A short warm-up, then constant."""
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20)
 

@@ -1,9 +1,7 @@
 """Fine-tune a Hugging Face model from a folder that `firstloss init` made (or that from_pretrained could read).
 
-    python -c "from transformers import LlamaConfig; LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=352, \\
-        num_hidden_layers=2, num_attention_heads=4, architectures=['LlamaForCausalLM']).save_pretrained('start')"
-    firstloss init start/config.json -o start
-    python examples/finetune_hf.py start
+    firstloss init CONFIG.json -o start && cp CONFIG.json start/config.json
+    python -m examples.finetune_hf start
 
 The model is constructed deferred and its weights are read from the folder: none of them is ever initialised.
 """

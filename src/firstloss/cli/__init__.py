@@ -23,9 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     With FIRSTLOSS_DEBUG=1 in the environment, errors come with their traceback.
     """
     parser = _parser()
-    args, args.overrides = parser.parse_known_args(argv)
-    if args.overrides and not args.passes_on:
-        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
+    args, overrides = parser.parse_known_args(argv)
+    if overrides and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    args.overrides = overrides
     try:
         return args.run(args)
     except KeyboardInterrupt:

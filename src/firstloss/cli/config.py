@@ -34,7 +34,9 @@ class ConfiguredTrainer(Trainer):
         self,
         model: Callable[[], torch.nn.Module],
         optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
-        schedulers: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        schedulers: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+        | Callable[[torch.optim.Optimizer], fl.optim.lr_scheduler.Schedule]
+        | None = None,
         loop: TrainingLoop | None = None,
         device: str = "XLA",
         artifact_dir: str = "./artifacts",
@@ -140,7 +142,13 @@ def in_words(message: str, options: Sequence[str] = ()) -> str:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
         return f"{owner} has no {name!r}: {hint}"
+    function = re.search(r"Expected '([\w.]+)' to be a function that returns <class '(\w+)'>", message)
+    if function:
+        return f"{function[1]} does not say what it returns. Write -> {function[2]} in its definition."
     keys = re.findall(r'Parser key "([\w.]+)"', message)
+    reason = re.search(r"expects a function or a callable class: (.*?)\. Got value", message)
+    if keys and reason:
+        return f"{keys[0]}: {reason[1]}."
     expected = re.findall(r"Expected a <class '([\w.]+)'>", message)
     given = re.findall(r"Given value: (.*)", message)
     if keys and expected and given:

@@ -28,11 +28,9 @@ class Batches:
             )
         own = isinstance(loader, fl.utils.data.DataLoader)
         self._loader: Any = loader if own else fl.utils.data.DataLoader(lambda: loader)
-        self.epoch = epoch
-        self.index = 0
-        self._at_end = False
+        self.epoch, self.index, self._at_end = epoch, 0, False
         if epoch:
-            self._loader.load_state_dict({"epoch": epoch, "batch": 0})
+            self.load_state_dict({"epoch": epoch, "index": 0, "loader": None})
 
     def rest_of_epoch(self, size: int) -> Generator[list[Any], None, None]:
         """Groups of `size` batches from the position on to the end of the pass; counts batches, and then the epoch.

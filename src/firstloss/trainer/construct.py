@@ -96,6 +96,11 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
     return made
 
 
+def is_traced(scheduler: Any) -> bool:
+    """Whether it is a function of a step tensor, and steps in the traced step; PyTorch's own step beside it."""
+    return isinstance(scheduler, fl.optim.lr_scheduler.Schedule)
+
+
 def make_backend(backend: Any, device: str | None) -> Any:
     """The backend that was given, or the one that the device's name stands for; "XLA" without either."""
     if backend is not None and device is not None:

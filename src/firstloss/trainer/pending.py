@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Started:
     batch: Any
     scalars: dict[str, torch.Tensor]
     updates: bool  # whether it ended in an update of the weights
-    numbers: dict[str, float] = field(default_factory=dict)  # what else is to be logged with it
+    numbers: dict[str, float]  # what else is to be logged with it
 
 
 class Pending:

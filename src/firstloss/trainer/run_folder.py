@@ -44,9 +44,14 @@ class RunFolder(Callback):
         if not self._first or clock.first_loss is None:
             return
         self._first = False
-        clock.to_perfetto(os.path.join(trainer.model_dir, "timeline.json"))
+        road = timeline.Timeline()  # up to the first loss: what came after would only make the picture small
+        for span in clock.spans:
+            if span.start <= clock.first_loss:
+                road.add(span.name, span.start, span.end, span.track)
+        road.mark(timeline.FIRST_LOSS, clock.first_loss)
+        road.to_perfetto(os.path.join(trainer.model_dir, "timeline.json"))
         try:
-            clock.to_png(os.path.join(trainer.model_dir, "timeline.png"))
+            road.to_png(os.path.join(trainer.model_dir, "timeline.png"))
         except ImportError:  # matplotlib comes with the extra "cli"; ui.perfetto.dev draws the other file
             pass
 

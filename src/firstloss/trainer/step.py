@@ -23,13 +23,15 @@ class Steps:
 
     `accumulate(batch)` adds to the gradients; `update(batch)` does so and updates the weights; both return the scalars
     that the model returned, the loss among them. `evaluate(batch)` returns the same without gradients, and whatever
-    else the model returned where there are metrics to be fed.
+    else the model returned where there are metrics to be fed. `schedules` are functions of a step tensor, and
+    step with the weights.
     """
 
     def __init__(
         self,
         model: Any,
         optimizer: torch.optim.Optimizer | None,
+        schedules: list[Any],
         loop: TrainingLoop | None,
         validation: ValidationLoop,
         precision: Precision,
@@ -60,6 +62,8 @@ class Steps:
             if loop.clip_grad_value is not None:
                 torch.nn.utils.clip_grad_value_(_trained(optimizer), loop.clip_grad_value)
             precision.step(optimizer)
+            for schedule in schedules:
+                schedule.step()
             optimizer.zero_grad()
             return found
 

@@ -221,7 +221,8 @@ class Trainer:
             checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
         if fresh:
             compiled = fl.compile(self.model, self.backend)
-            self._steps = Steps(compiled, self.optimizer, self.loop, self.validation, self.precision)
+            schedules = [s for s in self.schedulers if construct.is_traced(s)]
+            self._steps = Steps(compiled, self.optimizer, schedules, self.loop, self.validation, self.precision)
         if saved is not None:
             checkpoints.restore(self, saved)
             self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
@@ -281,18 +282,20 @@ class Trainer:
         for number, batch in enumerate(group, start=1):
             last = number == len(group)
             self.callbacks("on_batch_start", self, batch)
+            numbers = {}
             if last:
                 self.callbacks("on_step_start", self)
+                if self._logged(self.state.step + 1):
+                    numbers = learning_rates(self.optimizer)
             outputs = self._run("update" if last else "accumulate", batch)
             self.callbacks("on_batch_end", self, batch, outputs)
             index = self.batches.index - len(group) + number
-            started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last)
+            started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last, numbers)
             if last:
                 self.state.step += 1
-                if self._logged(self.state.step):
-                    started.numbers.update(learning_rates(self.optimizer))
                 for scheduler in self.schedulers:
-                    scheduler.step()
+                    if not construct.is_traced(scheduler):
+                        scheduler.step()
                 self.callbacks("on_step_end", self)
             self._pending.add(started)
 

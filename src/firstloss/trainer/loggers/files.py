@@ -66,13 +66,18 @@ class CSVLogger(Callback):
         self._write(trainer, [row for row in rows if int(row["step"]) <= trainer.state.step])
 
     def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        if not self._columns:  # `validate` alone: no run is being logged
+            return
         new = [name for name in metrics if name not in self._columns]
         if new:
             _, rows = _csv_rows(os.path.join(trainer.model_dir, self.name))
-            self._columns = [*(self._columns or ["step"]), *new]
+            self._columns += new
             self._write(trainer, rows)
         with open(os.path.join(trainer.model_dir, self.name), "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerow({"step": step, **metrics})
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._columns = []
 
     def _write(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
         with written_aside(os.path.join(trainer.model_dir, self.name), "w") as file:

@@ -1,0 +1,57 @@
+"""The examples, in short form, on real data."""
+
+import json
+import sys
+
+import pytest
+
+from firstloss.cli import main
+
+
+def test_digits_are_read(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    from examples import digits
+
+    monkeypatch.chdir(tmp_path)
+    assert digits.main(["--epochs", "6", "--out", str(tmp_path / "run")])["val_accuracy"] > 0.97
+
+
+def test_the_byte_model_learns_from_its_file(tmp_path, capsys):
+    """From uniform bytes (8 bits) to below 5 in thirty steps of a small one."""
+    small = ["--trainer.model.init_args.width=64", "--trainer.model.init_args.layers=2"]
+    short = ["--trainer.loop.max_steps=30", "--trainer.loop.validation.max_batches=2"]
+    folders = [f"--trainer.model_dir={tmp_path / 'run'}", f"--trainer.artifact_dir={tmp_path / 'artifacts'}"]
+    arguments = ["--trainer.optimizer.init_args.lr=0.003", "--train_dataloader.init_args.batch_size=4"]
+    assert main(["fit", "examples/byte_lm.yaml", *small, *short, *folders, *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 30
+    assert main(["validate", str(tmp_path / "run" / "config.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_bits_per_byte"] < 5.5
+
+
+def test_a_hugging_face_folder_is_fine_tuned(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from examples import finetune_hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "start")
+    assert main(["init", str(tmp_path / "start" / "config.json"), "-o", str(tmp_path / "start"), "--json"]) == 0
+    start = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "start").state_dict()
+    monkeypatch.chdir(tmp_path)
+    trainer = finetune_hf.main([str(tmp_path / "start"), "--steps", "1", "--out", str(tmp_path / "run")])
+    now = trainer.model.state_dict()
+    # One step of AdamW with this rate moves no weight further: it began from the folder's weights.
+    for name, tensor in start.items():
+        assert 0 < (now[name].clone() - tensor).abs().max() <= 3.1e-4, name
+    assert not torch.equal(now["lm_head.weight"].clone(), start["lm_head.weight"])
+
+
+@pytest.fixture(autouse=True)
+def modules_of_the_examples():
+    yield
+    for name in [name for name in sys.modules if name.startswith("examples.")]:
+        del sys.modules[name]

@@ -1,0 +1,145 @@
+"""Callbacks and loggers: when they are called, and what they leave behind."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.trainer import Callback, Checkpoint
+from firstloss.trainer.callback import Callbacks
+from firstloss.trainer.loggers import CSVLogger, JSONLogger, ProgressLogger, TensorBoardLogger
+
+from .small import loader, trainer
+
+
+class Diary(Callback):
+    """Writes down each hook that is called."""
+
+    def __init__(self):
+        self.lines = []
+
+
+for name in [name for name in vars(Callback) if name.startswith("on_")]:
+    setattr(Diary, name, lambda self, trainer, *args, _name=name: self.lines.append(_name[3:]))
+
+
+def test_hooks_come_in_order(backend, tmp_path):
+    diary = Diary()
+    run = trainer(tmp_path, backend, max_steps=2, callbacks=[diary], checkpoint=Checkpoint(steps=1))
+    run.fit(loader(), loader(count=8))
+    step = ["batch_start", "step_start", "batch_end", "step_end"]
+    first = [*step[:2], "compile_start", "compile_end", *step[2:]]
+    validation = ["validation_start", "compile_start", "compile_end", "validation_batch_end", "validation_end"]
+    assert diary.lines == (
+        ["fit_start", "epoch_start", *first, "first_loss", "metrics", "save_start", "save_end"]
+        + [*step, "save_start", "save_end", *validation, "metrics", "fit_end"]
+    )
+
+
+def test_groups_of_batches(tmp_path):
+    diary = Diary()
+    trainer(tmp_path, max_steps=1, grad_accum_steps=2, callbacks=[diary]).fit(loader())
+    assert [line for line in diary.lines if "batch" in line or "step" in line] == [
+        "batch_start", "batch_end", "batch_start", "step_start", "batch_end", "step_end"
+    ]  # fmt: skip
+
+
+def test_an_error_reaches_them(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            raise ValueError("mine")
+
+    diary = Diary()
+    with pytest.raises(ValueError, match="mine"):
+        trainer(tmp_path, callbacks=[Fails(), diary]).fit(loader())
+    assert diary.lines[-1] == "exception" and "fit_end" not in diary.lines
+
+
+def test_a_misspelt_hook_is_refused():
+    class Typo(Callback):
+        def on_step_ends(self, trainer):
+            pass
+
+    with pytest.raises(fl.errors.TrainerError, match=r"Typo.on_step_ends is no hook.* Did you mean 'on_step_end'\?"):
+        Callbacks([Typo()])
+
+
+def test_what_is_added_to_a_checkpoint_comes_back(tmp_path):
+    class Notes(Callback):
+        back = None
+
+        def on_save_start(self, trainer, state):
+            state["notes"] = {"mine": torch.arange(3)}
+
+        def on_load_end(self, trainer, path, state):
+            self.back = state["notes"]["mine"]
+
+    trainer(tmp_path, callbacks=[Notes()], max_steps=1).fit(loader())
+    notes = Notes()
+    trainer(tmp_path, callbacks=[notes], max_steps=2).fit(loader())
+    assert notes.back.tolist() == [0, 1, 2]
+
+
+class Stops(Callback):
+    def on_step_end(self, trainer):
+        if trainer.state.step == 5:
+            raise OSError("gone")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_files_hold_each_step_once(killed, tmp_path):
+    """Also when the run was cut off between a checkpoint and the next."""
+    loggers = lambda: [JSONLogger(), CSVLogger()]  # noqa: E731
+    options = {"max_steps": 6, "checkpoint": Checkpoint(steps=3)}
+    if killed:
+        cut = trainer(tmp_path, callbacks=[Stops()], loggers=loggers(), **options)
+        cut.logging.log_steps = 1
+        with pytest.raises(OSError):
+            cut.fit(loader())
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 5, "lo')
+    run = trainer(tmp_path, loggers=loggers(), **options)
+    run.logging.log_steps = 1
+    run.fit(loader(), loader(count=8))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]
+    assert "loss" in lines[0] and "val_loss" in lines[-1] and "lr" in lines[0]
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6, 6]
+    assert float(rows[-1]["val_loss"]) == lines[-1]["val_loss"] and rows[0]["val_loss"] == ""
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trainer(tmp_path, loggers=[TensorBoardLogger()], max_steps=3)
+    run.logging.log_steps = 1
+    run.fit(loader())
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+
+
+def test_progress_off_a_terminal_is_lines(tmp_path, capsys):
+    trainer(tmp_path, loggers=[ProgressLogger()], max_steps=1).fit(loader(), loader(count=8))
+    said = capsys.readouterr().err
+    assert "first loss 1." in said and "step 1  loss 1." in said and "val_loss" in said and "steps/s" in said
+
+
+def test_progress_on_a_terminal_is_a_bar(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    trainer(tmp_path, loggers=[ProgressLogger()], max_steps=2).fit(loader())
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_the_run_folder_tells_what_ran(tmp_path, monkeypatch):
+    with fl.timeline.record():
+        trainer(tmp_path, max_steps=1, loggers=[]).fit(loader())
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert versions["torch"] and versions["seed"] == 0
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
