@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss.init import materialize
 from tests.capture.same import assert_same, deferred, eager, tensors_of
 
 
@@ -194,3 +195,27 @@ def test_gradients_through_what_a_constructor_computed_are_an_error_and_not_lost
     with torch.no_grad():
         module.twice.add_(1)
     assert torch.equal(module.twice, eager.twice + 1)
+
+
+def test_what_is_converted_is_made_in_batches(monkeypatch):
+    monkeypatch.setattr(materialize, "_BATCH_BYTES", 1000)
+    batches, told = [], []
+    real = materialize.run_recipes
+    monkeypatch.setattr(materialize, "run_recipes", lambda values, *a: batches.append(len(values)) or real(values, *a))
+    expected, _ = eager(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
+    made, _ = deferred(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
+    fl.materialize_module(made, dtype=torch.bfloat16, progress=lambda *at: told.append(at))
+    assert batches == [4, 1, 1]
+    assert_same(expected.bfloat16(), made)
+    sizes = [done for done, _ in told]
+    assert sizes == sorted(sizes) and told[-1] == (told[-1][1],) * 2
+
+
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(materialize, "run_recipes", lambda *a: pytest.fail("made"))
+    module = fl.deferred_init(nn.Linear, 3, 3)
+    with pytest.raises(
+        fl.errors.MaterializeError, match=r"test_materialize.py:\d+: .* device 'cuda:99'.*still deferred"
+    ):
+        fl.materialize_module(module, device="cuda:99")
+    assert fl.is_deferred(module)

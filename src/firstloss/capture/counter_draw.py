@@ -49,6 +49,11 @@ _RULES: dict[Any, Callable[[Any, Any], _Fill]] = {
 }
 
 
+def has_rule(op: Any) -> bool:
+    """Whether the operation can be drawn on any device."""
+    return op in _RULES
+
+
 def words_of(numel: int, dtype: torch.dtype) -> int:
     """Words that a draw of `numel` elements has."""
     real = _REAL.get(dtype, dtype)
@@ -68,8 +73,8 @@ def run(
     if rule is not None:
         asked = rule(args, kwargs)
         made = asked.size is not None
-        target = torch.empty(asked.size, dtype=kwargs.get("dtype")) if made else args[0]
-        if target.device.type == "cpu" and _REAL.get(target.dtype, target.dtype) in _FLOATS and _valid(asked):
+        target = torch.empty(asked.size, dtype=kwargs.get("dtype"), device=kwargs.get("device")) if made else args[0]
+        if _REAL.get(target.dtype, target.dtype) in _FLOATS and _valid(asked):
             _fill(asked, target, stream, position)
             return target
     generator = torch.Generator()
@@ -96,7 +101,7 @@ def _fill(asked: _Fill, target: torch.Tensor, stream: CounterStream, position: P
         make = counter.normal64 if kind == "normal" else counter.uniform64
         target.copy_(torch.from_numpy(make(stream.seed, draw, word // 2, count, first, second)).view(target.shape))
         return
-    direct = target.dtype == torch.float32 and target.is_contiguous()
+    direct = target.dtype == torch.float32 and target.is_contiguous() and target.device.type == "cpu"
     single = target.detach().view(-1) if direct else torch.empty(count, dtype=torch.float32)
     fill = counter.normal if kind == "normal" else counter.uniform
     fill(stream.seed, draw, word, count, first, second, out=single.numpy())

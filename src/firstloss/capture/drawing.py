@@ -12,7 +12,7 @@ from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import Position, Stream
 from . import session
 from .call import Call
-from .counter_draw import words_of
+from .counter_draw import has_rule, words_of
 from .late import LateStream
 from .program import Draw, Node, is_contiguous
 from .rejection import Rejection
@@ -38,7 +38,9 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
     else:
         return False
     generator = call.generator()
-    check_device(node, device, generator)
+    counted = session.generators.policy == "counter" and has_rule(node.op) and generator.device.type == "cpu"
+    if not counted:
+        check_device(node, device, generator)
     stream, position = session.generators.where(generator)
     if isinstance(stream, CounterStream):
         _record_counted(node, generator, stream, position, math.prod(size), dtype)
@@ -94,7 +96,7 @@ def check_device(node: Node, device: torch.device, generator: torch.Generator) -
     if device.type != "cpu" or generator.device.type != "cpu":
         raise CaptureError(
             f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on the CPU's "
-            "stream: construct under the CPU device and move the model after it has been materialized."
+            "stream: construct under the CPU device, and say device='{device}' to firstloss.materialize_module."
         )
 
 

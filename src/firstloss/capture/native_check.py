@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ def trusted() -> bool:
 
 def _finishes_alike() -> bool:
     """Whether `native.finish` makes what PyTorch's operations make, of any numbers and of what is none."""
-    options = {"dtype": torch.float32, "device": "cpu"}  # whatever the context says
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the context says
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]
     source = torch.cat([torch.tensor(special, **options), torch.arange(2000.0, **options) / 777 - 1])
     for factor, term, low, high in ((0.3, 0.1, -0.2, 0.25), (1.0, -0.0, -2.0, 0.0), (0.0, 1e-3, float("-inf"), 2.0)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -11,10 +12,15 @@ from ..capture import replay
 from ..capture.deferred import named_tensors
 from ..capture.distributed import local_part
 from ..capture.program import Value
+from ..capture.source import here
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
+from ..errors import MaterializeError
 from . import shard_engine, torch_engine
 from .lost_history import without_history
 from .memory import allocate_huge
+
+# Made on the host before it is moved or converted.
+_BATCH_BYTES = 1 << 30
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,10 +55,15 @@ def materialize_module(
     Args:
         buffers_only: make the buffers and leave the parameters deferred.
         check_fn: make only the tensors that belong directly to submodules for which this returns True.
-        device: where the tensors shall live; default the device they were constructed for.
+        device: where the tensors shall live; default the device they were constructed for. They are made on the CPU,
+            some at a time, and moved.
         dtype: what floating-point tensors shall be converted to, after they have been made in their own dtype.
         num_threads: threads to make them with; default all cores of this process.
         progress: called now and then with (bytes made, bytes in all).
+
+    Raises:
+        MaterializeError: if nothing can be made on `device`; all stays deferred.
+        ConstantChangedError: if a tensor from outside that a recipe reads has been edited since.
     """
     modules = dict(module.named_modules()) if check_fn is not None else {}
     chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
@@ -86,21 +97,64 @@ def materialize_stores(
     """Make the content of `stores`, then turn every tensor that looks at one of them into a real tensor."""
     if not stores:
         return
-    values = [store.value for store in stores]
+    if device is not None:
+        _check_device(device)
+    total, before = sum(store.value.nbytes for store in stores), 0
+    told = progress
     with timeline.span("materialize"):
-        made = run_recipes(values, num_threads, progress)
-        for store in stores:
-            buffer = made[store.value]
-            if device is not None or (dtype is not None and buffer.is_floating_point()):
-                buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-            tensors = store.alive()
-            views = _history(tensors) if buffer.dtype == store.value.dtype else []
-            later = {id(view) for view, _ in views}
-            for tensor in tensors:
-                if id(tensor) not in later:
-                    _make_real(tensor, buffer, store.value)
-            for view, weight in views:
-                _view_of_weight(view, weight)
+        # What is moved or converted is made some at a time, so that no second copy of all weights is in memory.
+        for some in [stores] if device is None and dtype is None else _batches(stores):
+            if progress is not None:
+                told = partial(_tell, progress, before, total)
+            made = run_recipes([store.value for store in some], num_threads, told)
+            for store in some:
+                _turn_real(store, made.pop(store.value), device, dtype)
+                before += store.value.nbytes
+
+
+def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
+    progress(before + done, total)
+
+
+def _batches(stores: list[Store]) -> Iterator[list[Store]]:
+    some: list[Store] = []
+    held = 0
+    for store in stores:
+        if some and held + store.value.nbytes > _BATCH_BYTES:
+            yield some
+            some, held = [], 0
+        some.append(store)
+        held += store.value.nbytes
+    yield some
+
+
+def _check_device(device: torch.device | str) -> None:
+    """An error, before anything is made, if nothing can be moved there."""
+    try:
+        with torch._C._DisableTorchDispatch():
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a build of PyTorch without CUDA
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise MaterializeError(
+            f"{here()}: the weights cannot be made on device {str(device)!r}: {reason}. They are still deferred; leave "
+            "device out to make them where they were constructed for, or name a device that this machine has."
+        ) from None
+
+
+def _turn_real(
+    store: Store, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> None:
+    """Let every tensor that looks at `store` be a real one that looks at `buffer`, moved and converted."""
+    if device is not None or (dtype is not None and buffer.is_floating_point()):
+        buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
+    tensors = store.alive()
+    views = _history(tensors) if buffer.dtype == store.value.dtype else []
+    later = {id(view) for view, _ in views}
+    for tensor in tensors:
+        if id(tensor) not in later:
+            _make_real(tensor, buffer, store.value)
+    for view, weight in views:
+        _view_of_weight(view, weight)
 
 
 def run_recipes(
