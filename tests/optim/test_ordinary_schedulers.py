@@ -1,0 +1,161 @@
+"""PyTorch's own schedulers, stepped between traced steps, and numbers changed by hand: compiled once, or twice.
+
+In float64, against the same loop in eager PyTorch; to 1e-9, which is another order of rounding.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import firstloss as fl
+
+theirs = torch.optim.lr_scheduler
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def compiled_steps(step):
+    return sum(len({id(known.executable._compiled) for known in c._known}) for c in step._executables.values())
+
+
+def train(backend, make, change):
+    """The losses and weights of `STEPS` steps, with `change(step number, loss)` made by `change(optimizer)` between."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    xs, ys = torch.randn(STEPS, 6, 4), torch.randn(STEPS, 6, 3)
+    compiled = fl.compile(model, backend)
+    optimizer = make(model.parameters())
+    between = change(optimizer)
+
+    @fl.trace
+    def step(x, y):
+        loss = F.mse_loss(compiled(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for n in range(STEPS):
+        between(n, float(step(xs[n], ys[n]).detach()))
+    return [p.detach().clone() for p in model.parameters()], step
+
+
+def check(backend, make, change, compiles=1):
+    ours, step = train(backend, make, change)
+    assert compiled_steps(step) == compiles
+    for a, b in zip(ours, train(fl.backend("CPU"), make, change)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def stepping(make):
+    """A scheduler as `train` takes it."""
+    return lambda optimizer: (lambda schedule: lambda n, loss: schedule.step())(make(optimizer))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+SCHEDULERS = {
+    "StepLR": (sgd, lambda o: theirs.StepLR(o, 3, 0.5)),
+    "OneCycleLR": (sgd, lambda o: theirs.OneCycleLR(o, 0.1, 10)),
+    "OneCycleLR with betas": (adamw, lambda o: theirs.OneCycleLR(o, 0.1, 10)),
+    "CyclicLR": (sgd, lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3)),
+    "CyclicLR with betas": (adamw, lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3)),
+    "SequentialLR": (
+        sgd,
+        lambda o: theirs.SequentialLR(o, [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)], [3]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name, backend):
+    make, scheduler = SCHEDULERS[name]
+    check(backend, make, stepping(scheduler))
+
+
+def test_a_plateau(backend):
+    def change(optimizer):
+        schedule = theirs.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return lambda n, loss: schedule.step(loss)
+
+    check(backend, sgd, change)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("key", ["weight_decay", "eps", "momentum", "betas"])
+def test_numbers_changed_by_hand_are_inputs_from_the_second_compile_on(key, make, backend):
+    if key not in make([nn.Parameter(torch.zeros(1))]).defaults:
+        pytest.skip("not a number of this optimizer")
+
+    def change(optimizer):
+        def between(n, loss):
+            number = 0.5 + 0.05 * n
+            optimizer.param_groups[0][key] = (number, 0.9 + 0.01 * n) if key == "betas" else number
+
+        return between
+
+    check(backend, make, change, compiles=2)
+
+
+def test_numbers_of_an_optimizer_of_ones_own_are_traced_anew(backend):
+    """What it does with them in Python is not known."""
+
+    class Odd(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1, "power": 1.0})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(group["lr"] * (p.grad.sign() if group["power"] > 1.5 else p.grad))
+
+    def change(optimizer):
+        def between(n, loss):
+            optimizer.param_groups[0]["power"] = 1.0 if n < 4 else 2.0
+
+        return between
+
+    check(backend, Odd, change, compiles=2)
+
+
+def test_a_rate_in_a_tensor_is_read_anew(backend):
+    def change(optimizer):
+        def between(n, loss):
+            if n < 3:
+                optimizer.param_groups[0]["lr"].mul_(0.5)
+
+        return between
+
+    check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), change)
+
+
+def test_a_scheduler_stepped_inside_the_traced_step_is_refused(backend):
+    model = nn.Linear(2, 2)
+    compiled = fl.compile(model, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = theirs.StepLR(optimizer, 1, 0.5)
+
+    @fl.trace
+    def step(x):
+        compiled(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    with pytest.raises(fl.errors.TraceError, match=r"'lr'.*lr_scheduler"):
+        step(torch.ones(1, 2))
+    assert optimizer.param_groups[0]["lr"] == 0.1
