@@ -34,6 +34,7 @@ _WHERE = {
     "load": ".runtime.checkpoint",
     "register_lowering": ".lower.registry",
     "errors": ".errors",
+    "amp": ".amp",
     "optim": ".optim",
     "timeline": ".timeline",
 }

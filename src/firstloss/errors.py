@@ -108,3 +108,7 @@ class OptimizerError(FirstlossError, ValueError):
 
 class ConfigError(FirstlossError, ValueError):
     """A run's configuration file, or what overrides it, is wrong."""
+
+
+class PrecisionError(FirstlossError, ValueError):
+    """A precision that is not there, or loss scaling in an order that makes no sense."""

@@ -11,6 +11,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+
 STEPS = 5
 
 

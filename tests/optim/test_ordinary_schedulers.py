@@ -10,6 +10,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+
 theirs = torch.optim.lr_scheduler
 STEPS = 8
 

@@ -14,6 +14,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+
 ours, theirs = fl.optim.lr_scheduler, torch.optim.lr_scheduler
 EXACT = {"rel": 1e-12, "abs": 1e-15}
 STEPS = 40

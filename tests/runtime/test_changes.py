@@ -458,3 +458,17 @@ def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):
 
     quiet(step, torch.ones(1, 2), count=4)
     assert traces(step) == 1 and count.item() == 4
+
+
+def test_a_comparison_with_a_counter_is_no_change_when_python_turns_it_round(backend):
+    limit = torch.zeros(())
+
+    @fl.trace
+    def step(x):
+        limit.add_(1)
+        return torch.where(limit > x * 1, limit >= x * 2, limit < x * 3)
+
+    for n in (1, 2, 3):
+        x = torch.tensor(1.5)
+        assert bool(step(x)) == ((n >= 3.0) if n > 1.5 else (n < 4.5))
+    assert traces(step) == 1

@@ -50,6 +50,16 @@ def parting(old: Program, new: Program) -> Parting | None:
     return None
 
 
+# Python turns `real > traced` round, to `traced < real`, and leaves it when the real tensor lives on the backend, too.
+_TURNED = {torch.ops.aten.gt.Tensor: torch.ops.aten.lt.Tensor, torch.ops.aten.ge.Tensor: torch.ops.aten.le.Tensor}
+
+
+def _form(node: Node) -> tuple[Any, tuple]:
+    """A node's operation and arguments, comparisons from the smaller to the larger."""
+    turned = _TURNED.get(node.op)
+    return (node.op, node.args) if turned is None else (turned, node.args[::-1])
+
+
 class _Same:
     """Which Value of one Program is which of the other."""
 
@@ -63,7 +73,8 @@ class _Same:
         return True
 
     def nodes(self, a: Node, b: Node) -> bool:
-        if a.op is not b.op or len(a.outputs) != len(b.outputs) or list(a.kwargs) != list(b.kwargs):
+        (op, args), (other, counterparts) = _form(a), _form(b)
+        if op is not other or len(a.outputs) != len(b.outputs) or list(a.kwargs) != list(b.kwargs):
             return False
         if a.overwrites != b.overwrites:
             return False
@@ -73,7 +84,7 @@ class _Same:
             return False
         if a.draw is not None and b.draw is not None and a.draw.position != b.draw.position:
             return False
-        if not self.all(a.args, b.args) or not self.all(a.kwargs.values(), b.kwargs.values()):
+        if not self.all(args, counterparts) or not self.all(a.kwargs.values(), b.kwargs.values()):
             return False
         return self.all(a.writes, b.writes) and all(map(self.bind, a.outputs, b.outputs))
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Tracing:
     """What the recorder needs of a step trace (`step.py`): see there."""
 
+    cbfloat16 = False  # what is float16 in the step is cbfloat16
+
     def adopt(self, store: Store) -> None: ...
 
     def adopt_real(self, tensor: torch.Tensor) -> Store:

@@ -149,6 +149,12 @@ class Executable:
             outputs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
         self._arguments = [name for name in outputs if name.startswith("closure")]
         self.program = Program({value.label or "in": value for value in tracing.inputs}, outputs)
+        if tracing.cbfloat16:
+            from ..lower import cbfloat16
+
+            for kept in (*tracing.changes.values(), *(store.value for store in self._made)):
+                cbfloat16.refuse_state(kept)
+            self.program = cbfloat16.in_place_of_float16(self.program)
         needed = {ref.value for ref in outputs.values()}
         for node in self.program.nodes:
             needed.update(ref.value for ref in node.refs())

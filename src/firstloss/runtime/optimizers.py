@@ -69,12 +69,14 @@ class Optimizers:
     def watched(self) -> Iterator[None]:
         """Prepare every optimizer just before its first step in the block; afterwards their groups are as before."""
         handle = register_optimizer_step_pre_hook(self._before_step)
+        torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
         changed: list[str] = []
         try:
             with without_reads():
                 yield
         finally:
             handle.remove()
+            torch.clear_autocast_cache()
             for group, key, before, ours in reversed(self._restore):
                 if group[key] is not ours or _written(ours):
                     changed.append(key)

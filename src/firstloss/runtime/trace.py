@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..amp.precision import precision_key
 from ..capture.program import Program
 from ..errors import TraceError
 from .backend import Backend, current_backend
@@ -76,7 +77,7 @@ class TracedStep:
         from .executable import Executable  # here, because it brings JAX
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
-        key = (id(backend), spec, kind, _grads(backend))
+        key = (id(backend), spec, kind, _grads(backend), precision_key())
         known = self._executables.get(key)
         if known is None:
             known = self._executables[key] = Changes(self._name, self._refuse, self._check)

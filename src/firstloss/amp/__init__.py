@@ -1,0 +1,11 @@
+"""Mixed precision: weights and updates in float32, products in a half precision.
+
+`torch.autocast` works in a traced step as it is; this adds one name for the half precision of now, an emulated one that
+PyTorch has not, and loss scaling that needs no value on the host.
+"""
+
+from .grad_scaler import GradScaler
+from .optimizer_step import optimizer_step
+from .precision import autocast, get_half_dtype, set_half_dtype
+
+__all__ = ["GradScaler", "autocast", "get_half_dtype", "optimizer_step", "set_half_dtype"]
