@@ -112,3 +112,7 @@ class ConfigError(FirstlossError, ValueError):
 
 class PrecisionError(FirstlossError, ValueError):
     """A precision that is not there, or loss scaling in an order that makes no sense."""
+
+
+class ShardingError(FirstlossError, ValueError):
+    """A sharding names what is not there: an axis, a dimension, a weight, a device."""

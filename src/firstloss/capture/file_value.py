@@ -13,16 +13,20 @@ from .program import Value
 from .tensor import DeferredTensor, Store
 
 # What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.
+ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
 _recent: deque[torch.Tensor] = deque(maxlen=2)
 
 
 class FileValue(Value):
     """A constant whose content is in a file: `read` brings it to memory, laid out as the Value is."""
 
-    __slots__ = ("_read", "_weak", "_lock")
+    __slots__ = ("_read", "_read_box", "_weak", "_lock")
 
-    def __init__(self, shape, stride, dtype, read: Callable[[], torch.Tensor], label: str) -> None:
+    def __init__(
+        self, shape, stride, dtype, read: Callable[[], torch.Tensor], label: str, read_box: ReadBox | None = None
+    ) -> None:
         self._read = read
+        self._read_box = read_box
         self._weak: Callable[[], torch.Tensor | None] = lambda: None
         self._lock = threading.Lock()
         super().__init__(tuple(shape), tuple(stride), dtype, torch.device("cpu"), label=label)
@@ -46,6 +50,12 @@ class FileValue(Value):
     @real.setter
     def real(self, tensor: torch.Tensor | None) -> None:
         assert tensor is None  # the file says what it is
+
+    def box(self, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """A part of the content, which begins at `begin`; the rest is not read, where the file allows it."""
+        if self._read_box is not None and self._weak() is None:
+            return self._read_box(begin, shape)
+        return self.real[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
 
 
 def is_in_file(tensor: DeferredTensor) -> bool:

@@ -46,6 +46,13 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _counter = itertools.count()
+
+
+def new_index() -> int:
+    """The number of the next node, in the order of recording."""
+    return next(_counter)
+
+
 _EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 
 
@@ -124,7 +131,7 @@ def _record(call: Call) -> Any:
     known = {w: w for w in writes}
     node_args = _with_refs(call.args, known)
     node_kwargs = {k: _with_ref(v, known) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
-    node = Node(next(_counter), call.op, node_args, node_kwargs, writes, overwrites, None, here())
+    node = Node(new_index(), call.op, node_args, node_kwargs, writes, overwrites, None, here())
 
     if how.random is not None and draws_at_all(call):
         if trace is not None:

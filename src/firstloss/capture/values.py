@@ -10,6 +10,7 @@ from ..errors import CaptureError, TraceError
 from . import replay, session
 from .call import Call
 from .constants import constant, constant_tensor, store_of
+from .file_value import FileValue
 from .program import Ref
 from .shapes import infer
 from .source import here
@@ -105,6 +106,9 @@ def run_on_resident(call: Call) -> Any:
                 f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
                 "Call firstloss.materialize_tensor on the first."
             )
+    if call.op is aten.copy_.default and _takes_from_file(*call.args[:2]):
+        call.args[0]._store.resident.replace_from(call.args[1]._store.value)
+        return call.args[0]
     fresh = []
     for t in written:
         # From here on its host copy may be written, and goes back before the next step.
@@ -123,6 +127,15 @@ def run_on_resident(call: Call) -> Any:
         if where is not None:
             return call.argument(where)
     return result
+
+
+def _takes_from_file(target: DeferredTensor, source: Any) -> bool:
+    """Whether all of a weight on a mesh is to become what lies in a file: each device then reads its part alone."""
+    if type(source) is not DeferredTensor or source._store.resident is not None or target._store.resident is None:
+        return False
+    new, old = source._store.value, target._store.value
+    alike = (new.shape, new.dtype) == (old.shape, old.dtype) and source._ref().whole and target._ref().whole
+    return type(new) is FileValue and alike and target._store.resident.sharding is not None
 
 
 def content(tensor: Tensor) -> Tensor:

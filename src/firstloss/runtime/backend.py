@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,10 @@ from ..capture.deferred import deferred
 from ..errors import BackendError
 from .at_once import moved_at_once
 from .keys import Keys
+
+if TYPE_CHECKING:
+    from ..distributed import ClusterConfig
+    from .mesh import Mesh
 
 _XLA_NAMES = ("XLA", "CSX")
 _EAGER = {"CPU": "cpu", "GPU": "cuda"}
@@ -64,7 +68,7 @@ class Device:
 class Backend:
     """A place where training runs: make one with `firstloss.backend`."""
 
-    def __init__(self, name: str, artifact_dir: str) -> None:
+    def __init__(self, name: str, artifact_dir: str, mesh: Mesh | None = None) -> None:
         self.name = name
         self.artifact_dir = artifact_dir
         self.is_xla = name == "XLA"
@@ -72,6 +76,7 @@ class Backend:
         self.device = Device(self)
         self.models: list[torch.nn.Module] = []
         self.keys = Keys()
+        self.mesh = mesh
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides weights and optimizers for the same random numbers: plain data."""
@@ -89,23 +94,34 @@ class Backend:
         """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background."""
         from . import placement
 
-        placement.claim(tensors)
+        placement.claim(tensors, self.mesh)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""
         return [p for model in self.models for p in model.parameters() if p.requires_grad]
 
 
-def backend(name: str | Backend | None = None, *, artifact_dir: str | os.PathLike = "./artifacts") -> Backend:
+def backend(
+    name: str | Backend | None = None,
+    *,
+    mesh: Any = None,
+    cluster_config: ClusterConfig | None = None,
+    artifact_dir: str | os.PathLike = "./artifacts",
+) -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
     Args:
         name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
             A backend that was made before becomes the current one again.
+        mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
+            `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
+            data, dp, fsdp or the like (`docs/meshes.md`). None for one device.
+        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`.
         artifact_dir: a folder for what is worth keeping between runs: compiled executables are cached in it.
 
     Raises:
-        BackendError: for a name that is none of these, or a device that this machine does not have.
+        BackendError: for a name that is none of these, or devices that this machine does not have.
+        ShardingError: if `mesh` is none.
     """
     global _current
     if name is None:
@@ -120,9 +136,14 @@ def backend(name: str | Backend | None = None, *, artifact_dir: str | os.PathLik
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
             from . import executable  # noqa: F401
             from .jaxlib import use_compilation_cache
+            from .mesh import Mesh
 
-        made = Backend("XLA", str(artifact_dir))
+        if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
+            mesh = {"data": cluster_config.num_csx}
+        made = Backend("XLA", str(artifact_dir), None if mesh is None else Mesh(mesh))
         use_compilation_cache(os.path.abspath(os.path.join(made.artifact_dir, "compiled")))
+    elif kind in _EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
+        raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in _EAGER:
         if kind == "GPU" and not torch.cuda.is_available():
             raise BackendError('backend "GPU" needs CUDA, which this torch does not find. Use "XLA" or "CPU".')

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
 import torch
+from jax.sharding import NamedSharding
 
+from ..capture.file_value import FileValue
 from ..capture.program import Value
+from . import mesh, mesh_placement
 from .jaxlib import to_device, to_host
 
 
@@ -32,8 +36,16 @@ class Cell:
 
     _last_edited: Callable[[], Cell | None] = staticmethod(lambda: None)
 
-    def __init__(self, value: Value, array: jax.Array | None = None, pending: Future | None = None) -> None:
+    def __init__(
+        self,
+        value: Value,
+        array: jax.Array | None = None,
+        pending: Future | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> None:
+        """`sharding` says where on a mesh the content is to lie; None for the default device."""
         self.value = value  # for its geometry
+        self.sharding = sharding
         self._array = array
         self._pending = pending  # gives {Value: array} when the materialization under way is through
         self._host: torch.Tensor | None = None
@@ -43,7 +55,7 @@ class Cell:
         """The content as an array of `value.shape`; waits for the materialization under way."""
         if self._edited:
             assert self._host is not None
-            self._array, self._host, self._edited = to_device(self._host), None, False
+            self._array, self._host, self._edited = self._put(self._host), None, False
         elif self._array is None:
             assert self._pending is not None
             self._array = self._pending.result()[self.value]
@@ -61,21 +73,32 @@ class Cell:
         self._host = None
         self._edited = False
 
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Hold the values of `tensor` from now on, cast and expanded as `copy_` would; what was there is not read."""
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            self.set(to_device(tensor.detach().to(self.value.dtype).expand(self.value.shape)))
+    def replace_from(self, file: FileValue) -> None:
+        """Of a cell on a mesh: hold what lies in a file from now on; each device's part is read alone."""
+        assert self.sharding is not None
+        self.set(mesh_placement.make({file: self.sharding})[file])
+
+    def _put(self, tensor: torch.Tensor) -> jax.Array:
+        return to_device(tensor) if self.sharding is None else mesh.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping a copy of what is on another device than the host."""
         if self._host is not None:
             return self._host
-        return laid_out(to_host(self.array()), self.value)
+        return laid_out(to_host(mesh.readable(self.array())), self.value)
 
     def pieces(self) -> list[Piece]:
         """What of the content is saved by whom: all of it, once."""
         shape = tuple(self.value.shape)
-        return [Piece(0, (0,) * len(shape), shape, self.read)]
+        if self.sharding is None or self._edited:
+            return [Piece(0, (0,) * len(shape), shape, self.read)]
+        array = self.array()
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        boxes = mesh_placement.boxes(shape, array.sharding)
+        return [
+            Piece(devices[0].process_index, *box, functools.partial(_read_part, data, devices[0]))
+            for box, devices in boxes.items()
+        ]
 
     def host(self) -> torch.Tensor:
         """The content laid out as `value` is. Not to be written, but after `edit`."""
@@ -107,6 +130,10 @@ class Cell:
             if last is not None:
                 last.array()
             Cell._last_edited = weakref.ref(self)
+
+
+def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torch.Tensor:
+    return to_host(data[device])
 
 
 def laid_out(logical: torch.Tensor, value: Value) -> torch.Tensor:

@@ -77,14 +77,28 @@ class Tensors:
             return _read(saved)
         read = functools.partial(_read, saved)
         label = f"{name} in {saved.boxes[0].file.path}"
-        return file_tensor(FileValue(saved.shape, dense_stride(saved.shape), saved.dtype, read, label))
+        read_box = functools.partial(_read_box, saved)
+        return file_tensor(FileValue(saved.shape, dense_stride(saved.shape), saved.dtype, read, label, read_box))
 
 
 def _read(saved: _Saved) -> torch.Tensor:
     if len(saved.boxes) == 1:
         return saved.boxes[0].file.read(saved.boxes[0].key)
-    whole = torch.empty(saved.shape, dtype=saved.dtype)
+    return _read_box(saved, (0,) * len(saved.shape), saved.shape)
+
+
+def _read_box(saved: _Saved, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """The part of a tensor that begins at `begin`: of each box in the files the rows that lie in it are read."""
+    out = torch.empty(shape, dtype=saved.dtype)
     for box in saved.boxes:
-        place = tuple(slice(b, b + n) for b, n in zip(box.begin, box.shape, strict=True))
-        whole[place] = box.file.read(box.key)
-    return whole
+        low = [max(a, b) for a, b in zip(begin, box.begin, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, box.begin, box.shape, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        if not shape:
+            return box.file.read(box.key)
+        rows = box.file.rows(box.key, low[0] - box.begin[0], high[0] - box.begin[0])
+        there = [slice(a - b, c - b) for a, b, c in zip(low[1:], box.begin[1:], high[1:], strict=True)]
+        place = [slice(a - b, c - b) for a, b, c in zip(low, begin, high, strict=True)]
+        out[tuple(place)] = rows[(slice(None), *there)]
+    return out

@@ -27,6 +27,7 @@ from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .jaxlib import compile_options, lend, to_host, x64
+from .mesh import fit, put
 from .optimizers import Optimizers
 from .segmented import SegmentedStep
 
@@ -113,6 +114,8 @@ class Executable:
                     f"{node.source}: the step edits its argument in place, and the caller's tensor would not see it. "
                     "Edit a clone of it, or return it."
                 )
+        if self._backend.mesh is not None:
+            self._backend.mesh.follow(self._backend.parameters(), self._optimizers.seen)
         self._backend.claim([*self._optimizers.new_state, *self._optimizers.schedule_state])
         return result
 
@@ -219,10 +222,20 @@ class Executable:
             )
 
         run.__name__ = self._name
-        shapes = [tuple(jax.ShapeDtypeStruct(v.shape, to_jax(v.dtype)) for v in part) for part in (changed, read)]
+        mesh = self._backend.mesh
+        where = {value: self._sharding(value) for value in (*changed, *read)}
+        shapes = [
+            tuple(jax.ShapeDtypeStruct(v.shape, to_jax(v.dtype), sharding=where[v]) for v in part)
+            for part in (changed, read)
+        ]
+        options: dict[str, Any] = {}
+        if mesh is not None:
+            made_where = tuple(mesh.of_store(store) for store in self._made)
+            options["out_shardings"] = (tuple(where[v] for v in changed), made_where, mesh.of_results())
+        self._where = where
         with x64():
             with timeline.span("lower"):
-                jitted = jax.jit(run, donate_argnums=(0,))
+                jitted = jax.jit(run, donate_argnums=(0,), **options)
                 lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
             with timeline.span("compile"):
                 return lowered.compile(compile_options())
@@ -248,7 +261,7 @@ class Executable:
                     home.copy_(to_host(array))
         for store, array in zip(self._made, made, strict=True):
             if store.resident is None:
-                store.resident, store.trace = Cell(store.value), None
+                store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
             store.resident.set(array)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -274,14 +287,33 @@ class Executable:
             return np.float64(number.read())
         place = self._batch.get(value)
         home = self._tracing.inputs[value] if place is None else leaves[place]
+        where = self._where[value]
+        array: jax.Array
         if isinstance(home, Store):
             if home.resident is None:
                 self._backend.claim(home.alive())
-            return home.resident.array()
-        if type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
-            return home._store.resident.array()
-        # A copy, since the step runs on while the caller may go on to write to the tensor.
-        return lend(home.detach().clone(memory_format=torch.contiguous_format))
+            array = home.resident.array()
+        elif type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
+            array = home._store.resident.array()
+        elif where is not None:
+            return put(home, where)
+        else:  # a copy, since the step runs on while the caller may go on to write to the tensor
+            return lend(home.detach().clone(memory_format=torch.contiguous_format))
+        return array if where is None else fit(array, where)
+
+    def _sharding(self, value: Value) -> Any:
+        """Where an input lies on the backend's mesh."""
+        mesh = self._backend.mesh
+        if mesh is None:
+            return None
+        home = self._tracing.inputs[value]
+        if value in self._optimizers.hyperparameters or value not in self._batch and not isinstance(home, Store):
+            return mesh.whole
+        if not isinstance(home, Store):
+            return mesh.of_batch(tuple(value.shape))
+        if home.resident is None:
+            self._backend.claim(home.alive())
+        return home.resident.sharding or mesh.whole
 
 
 @contextmanager
@@ -314,8 +346,12 @@ def _resident(array: jax.Array) -> DeferredTensor:
     shape = tuple(array.shape)
     value = Value(shape, dense_stride(shape), to_torch(array.dtype), torch.device("cpu"))
     store = Store(value)
-    store.resident = Cell(value, array=array)
+    store.resident = Cell(value, array=array, sharding=_mesh_sharding(array))
     return DeferredTensor.wrap(store, shape, value.stride, 0, value.dtype)
+
+
+def _mesh_sharding(array: jax.Array) -> Any:
+    return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
 def _reachable(backend: Backend, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

@@ -17,16 +17,18 @@ from ..capture.program import Value, dense_count, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
 from ..init.materialize import run_recipes
+from . import mesh_placement
 from .cell import Cell
 from .jaxlib import empty, on_cpu, to_device
+from .mesh import Mesh, put
 
 # Smaller weights go through host memory: a buffer of the device's own costs a call.
 _DIRECT_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0003
 
 
-def claim(tensors: Iterable[torch.Tensor]) -> None:
-    """Make `tensors` live on the device. Returns at once; who needs a deferred one's content waits for it."""
+def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None) -> None:
+    """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits."""
     pending: list[Store] = []
     real: list[torch.Tensor] = []
     for tensor in tensors:
@@ -38,16 +40,16 @@ def claim(tensors: Iterable[torch.Tensor]) -> None:
             real.append(tensor)
     if real:
         with timeline.span("move"):
-            _move(real)
+            _move(real, mesh)
     if pending:
-        _materialize_in_background(pending)
+        _materialize_in_background(pending, mesh)
 
 
-def _materialize_in_background(stores: list[Store]) -> None:
+def _materialize_in_background(stores: list[Store], mesh: Mesh | None) -> None:
     future: Future[dict[Value, jax.Array]] = Future()
-    wanted = [store.value for store in stores]
+    shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     for store in stores:
-        store.resident = Cell(store.value, pending=future)
+        store.resident = Cell(store.value, pending=future, sharding=shardings[store.value])
 
     def work() -> None:
         # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
@@ -55,7 +57,7 @@ def _materialize_in_background(stores: list[Store]) -> None:
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
         try:
             with timeline.span("materialize"):
-                future.set_result(_make(wanted))
+                future.set_result(_make(list(shardings)) if mesh is None else mesh_placement.make(shardings))
         except BaseException as error:  # the thread that waits for the weights raises it
             future.set_exception(error)
         finally:
@@ -83,7 +85,7 @@ def _make(values: list[Value]) -> dict[Value, jax.Array]:
     return out
 
 
-def _move(tensors: list[torch.Tensor]) -> None:
+def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
     """Real tensors become tensors on the device, the same Python objects; those that share memory go on sharing it."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -92,9 +94,11 @@ def _move(tensors: list[torch.Tensor]) -> None:
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
         store = Store(value)
-        store.resident = Cell(value, array=to_device(base))
         for tensor in group:
             _become_resident(tensor, store)
+        sharding = None if mesh is None else mesh.of_store(store)
+        array = to_device(base) if sharding is None else put(base, sharding)
+        store.resident = Cell(value, array=array, sharding=sharding)
         del base
 
 

@@ -1,4 +1,4 @@
-"""Load an optimizer's state while its steps are compiled: into the tensors that they know."""
+"""An optimizer's state on the backend, also when it is loaded while its steps are compiled."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 
+from .backend import current_backend
+
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def load_in_place(optimizer: torch.optim.Optimizer) -> None:
-    """From here on `optimizer.load_state_dict` keeps its state's tensors and its groups, and copies into them.
+    """Bring the state that `optimizer` has to the backend, and keep it there.
 
+    From here on `optimizer.load_state_dict` keeps its state's tensors and its groups, and copies into them.
     `torch.optim` would put the loaded ones in their place, and a compiled step would go on with those it knows.
     """
+    state = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    backend = current_backend()
+    with torch._C._DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
+        if backend.mesh is not None:
+            backend.mesh.follow(optimizer.state, [optimizer])
+        backend.claim(state)
     if optimizer in _watched:
         return
     _watched.add(optimizer)

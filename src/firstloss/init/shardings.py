@@ -1,0 +1,222 @@
+"""Shardings: which part of each weight lies on which device of a mesh, in words and as arithmetic.
+
+A spec says for each of a weight's dimensions over which axes of the mesh it is cut: a tuple of None, an axis' name, or
+several names, as JAX's `PartitionSpec` and torch_xla's `mark_sharding` have it. Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..capture.deferred import named_tensors
+from ..capture.source import UNKNOWN, Source, here
+from ..errors import ShardingError
+
+Axes = dict[str, int]  # a mesh: sizes of its axes by name, the slowest first
+Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it, the slowest first
+M = TypeVar("M", bound=torch.nn.Module)
+
+_ATTRIBUTE = "_firstloss_sharding"
+# Axes over which data is split: those that a weight is cut over by default, where a mesh has some of them.
+DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "dp_replicate", "replica", "batch"})
+
+
+class Mark(NamedTuple):
+    """What `mark_sharding` leaves on a tensor."""
+
+    mesh: Any
+    spec: tuple
+    source: Source
+
+
+class Placed(NamedTuple):
+    """Where one weight lies.
+
+    spec: for each dimension the axes that cut it. Every one divides: `jax.Array`s have equal shards only.
+    moved: axes that did not divide the dimension that was asked for, and what became of them, in words.
+    """
+
+    spec: Spec
+    moved: str = ""
+
+
+def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch.Tensor:
+    """Say how one weight, deferred or not, is to be cut; returns it. As `torch_xla.distributed.spmd.mark_sharding`.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`.
+        spec: for each dimension None, an axis, or a tuple of axes; dimensions left out at the end are not cut.
+
+    Raises:
+        ShardingError: if the spec has more dimensions than the tensor, or names an axis that the mesh does not have or
+            names one twice.
+    """
+    source = here()
+    checked(f"a weight of shape {list(tensor.shape)}", tuple(tensor.shape), spec, axes_of(mesh), source)
+    setattr(tensor, _ATTRIBUTE, Mark(mesh, tuple(spec), source))
+    return tensor
+
+
+def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
+    """Say by name pattern how the weights of `module` are to be cut; returns it.
+
+    Args:
+        specs: shell patterns of qualified names (`"*.q_proj.weight"`), each with its spec; the first that matches a
+            name holds for it. A pattern may match some weights only through their further names, if they are tied.
+        mesh: as for `mark_sharding`.
+
+    Raises:
+        ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is marked then.
+    """
+    source, axes = here(), axes_of(mesh)
+    tensors = {name: tensor for name, tensor, kind in named_tensors(module) if kind != "attribute"}
+    matched = match(tensors, specs, source)
+    for name, spec in matched.items():
+        checked(name, tuple(tensors[name].shape), spec, axes, source)
+    for name in reversed(matched):  # of tied names the first one's spec holds
+        setattr(tensors[name], _ATTRIBUTE, Mark(mesh, tuple(matched[name]), source))
+    return module
+
+
+def mark_of(tensor: torch.Tensor) -> Mark | None:
+    """What `mark_sharding` or `shard` said of a tensor."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: Source) -> dict[str, Sequence[Any]]:
+    """For each of `names` that a pattern matches, the spec of the first one that does."""
+    for pattern in specs:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(list(names)[:3])
+            raise ShardingError(
+                f"{_at(source)}the pattern {pattern!r} matches no weight. Weights have names like {near}; "
+                "a pattern has to match all of a name, as '*.weight' does"
+            )
+    found = {}
+    for name in names:
+        for pattern, spec in specs.items():
+            if fnmatchcase(name, pattern):
+                found[name] = spec
+                break
+    return found
+
+
+def axes_of(mesh: Any) -> Axes:
+    """Names and sizes of a mesh's axes.
+
+    Raises:
+        ShardingError: if `mesh` is none.
+    """
+    names = getattr(mesh, "mesh_dim_names", None)
+    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
+    if names is not None and sizes is not None:
+        return dict(zip(names, (int(n) for n in sizes), strict=True))
+    if isinstance(sizes, Mapping) and all(type(name) is str and int(n) > 0 for name, n in sizes.items()):
+        return {name: int(n) for name, n in sizes.items()}
+    raise ShardingError(
+        f"{_at(here())}{mesh!r} is no mesh. Give a jax.sharding.Mesh, a torch DeviceMesh with mesh_dim_names, or the "
+        "sizes of its axes by name, as {'fsdp': 8}"
+    )
+
+
+def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: Source = UNKNOWN) -> Spec:
+    """`spec` written out, with an entry for each dimension.
+
+    Raises:
+        ShardingError: naming the weight, the spec and the line.
+    """
+    where = f"{_at(source)}{name}: the spec {_shown(spec)}"
+    if isinstance(spec, (str, int)) or not isinstance(spec, Sequence):
+        raise ShardingError(f"{where} is no tuple. Write one entry for each dimension, as ('fsdp', None)")
+    if len(spec) > len(shape):
+        raise ShardingError(
+            f"{where} has {len(spec)} dimensions, and the weight, of shape {list(shape)}, has {len(shape)}. Leave "
+            f"out the last {len(spec) - len(shape)}"
+        )
+    out: list[tuple[str, ...]] = []
+    for entry in spec:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        if not isinstance(names, Sequence) or not all(isinstance(axis, str) for axis in names):
+            raise ShardingError(f"{where} has {entry!r} in it. Write None, an axis' name, or a tuple of names")
+        out.append(tuple(names))
+    flat = [axis for entry in out for axis in entry]
+    for axis in flat:
+        if axis not in axes:
+            raise ShardingError(f"{where} names an axis {axis!r}. The mesh has {', '.join(map(repr, axes))}")
+        if flat.count(axis) > 1:
+            raise ShardingError(f"{where} names {axis!r} twice. An axis cuts one dimension of a weight")
+    return (*out, *[()] * (len(shape) - len(out)))
+
+
+def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> Placed:
+    """`spec` made to divide `shape`.
+
+    Axes that do not divide their dimension go to the largest other one that they divide, so that shards are as small
+    as was asked for; where there is none, the weight is whole along them.
+    """
+    out = [list(entry) for entry in spec]
+    moved = []
+    for dim, entry in enumerate(spec):
+        kept = 0
+        while kept < len(entry) and shape[dim] % _parts(entry[: kept + 1], axes) == 0:
+            kept += 1
+        out[dim] = list(entry[:kept])
+        for axis in entry[kept:]:
+            room = [d for d in range(len(shape)) if d != dim and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0]
+            room = [d for d in room if shape[d] >= _parts(out[d], axes) * axes[axis] and not spec[d]]
+            to = max(room, key=lambda d: shape[d] // _parts(out[d], axes), default=None)
+            if to is not None:
+                out[to].append(axis)
+            what = "it is whole along it" if to is None else f"it cuts dimension {to} instead"
+            moved.append(f"axis {axis!r} of size {axes[axis]} does not divide dimension {dim} of {shape[dim]}: {what}")
+    return Placed(tuple(tuple(entry) for entry in out), "; ".join(moved))
+
+
+def by_default(shape: tuple[int, ...], axes: Axes) -> Spec:
+    """As FSDP: the largest dimension that the data axes divide is cut over all of them; else over as many as can be.
+
+    Data axes are those named in `DATA_AXES`; in a mesh that has none of them, all axes.
+    """
+    data = [axis for axis in axes if axis in DATA_AXES] or list(axes)
+    best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
+    for chosen in range(1, 1 << len(data)):
+        names = tuple(axis for i, axis in enumerate(data) if chosen >> i & 1)
+        parts = _parts(names, axes)
+        for dim, size in enumerate(shape):
+            if size and size % parts == 0:
+                best = max(best, (parts, size, -dim, names), key=lambda b: b[:3])
+    parts, _, dim, names = best
+    return tuple(names if d == -dim and parts > 1 else () for d in range(len(shape)))
+
+
+def local_shape(shape: tuple[int, ...], spec: Spec, axes: Axes) -> tuple[int, ...]:
+    """The shape of one shard."""
+    return tuple(size // _parts(entry, axes) for size, entry in zip(shape, spec, strict=True))
+
+
+def starts(shape: tuple[int, ...], spec: Spec, axes: Axes, where: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where the shard begins of the device that is number `where[axis]` along each axis: ints, or traced ones."""
+    out = []
+    for size, entry in zip(shape, spec, strict=True):
+        index: Any = 0
+        for axis in entry:
+            index = index * axes[axis] + where[axis]
+        out.append(index * (size // _parts(entry, axes)))
+    return tuple(out)
+
+
+def _parts(names: Sequence[str], axes: Axes) -> int:
+    return math.prod(axes[axis] for axis in names)
+
+
+def _at(source: Source) -> str:
+    return "" if source == UNKNOWN else f"{source}: "
+
+
+def _shown(spec: Any) -> str:
+    return repr(tuple(spec)) if isinstance(spec, Sequence) and not isinstance(spec, str) else repr(spec)

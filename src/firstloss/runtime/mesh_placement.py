@@ -1,0 +1,210 @@
+"""Make weights on a mesh: each device's part where it will live, and no more than that."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import torch
+from jax.sharding import NamedSharding
+
+from ..capture.file_value import FileValue
+from ..capture.program import Node, Ref, Value, is_contiguous
+from ..capture.recorder import new_index
+from ..capture.replay import allocate as allocate_host
+from ..capture.replay import look
+from ..capture.source import UNKNOWN
+from ..capture.step import dense_stride
+from ..init import shard_engine, torch_engine
+from ..init.materialize import run_recipes
+from ..lower.dtypes import to_jax
+from ..lower.program import constant
+from .jaxlib import on_cpu, x64
+
+aten = torch.ops.aten
+# Bytes of weights made at a time, where they are made whole or in host memory first.
+_CHUNK = 256 << 20
+
+
+class Box(NamedTuple):
+    """A part of an array."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Box, list[jax.Device]]:
+    """The distinct parts of an array of `shape`, each with the devices that hold it, in the order of their numbers."""
+    found: dict[Box, list[jax.Device]] = {}
+    indices = sharding.devices_indices_map(shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        ends = [index.indices(size)[:2] for index, size in zip(indices[device], shape, strict=True)]
+        box = Box(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
+        found.setdefault(box, []).append(device)
+    return found
+
+
+class Shard(NamedTuple):
+    """A part of `value` that devices of this process hold; `part` stands for it, a recipe of its own."""
+
+    value: Value
+    part: Value
+    box: Box
+    devices: list[jax.Device]
+
+
+def make(wanted: Mapping[Value, NamedSharding]) -> dict[Value, jax.Array]:
+    """Run the recipes of the parts that devices of this process hold."""
+    out: dict[Value, jax.Array] = {}
+    for chunk in _chunks(wanted):
+        shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
+        memory = _Memory(shards, {value: wanted[value] for value in chunk})
+        known = [shard for shard in shards if shard.value.known]
+        rows = [shard for shard in shards if not shard.value.known and _lies_together(shard)]
+        rest = [shard for shard in shards if not shard.value.known and not _lies_together(shard)]
+        for shard in known:
+            memory.take(shard, _read(shard))
+        with torch._C._DisableTorchDispatch():
+            parts = shard_engine.run(
+                [shard.part for shard in rows],
+                lambda value: torch_engine.run([value])[value],
+                memory.allocate,
+                torch_engine.default_threads(),
+            )
+            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, background=True)
+        for shard in (*rows, *rest):
+            memory.take(shard, parts[shard.part])
+        out |= memory.arrays()
+    return out
+
+
+def _chunks(values: Mapping[Value, NamedSharding]) -> Iterator[list[Value]]:
+    chunk: list[Value] = []
+    for value in values:
+        if chunk and sum(v.nbytes for v in chunk) + value.nbytes > _CHUNK:
+            yield chunk
+            chunk = []
+        chunk.append(value)
+    yield chunk
+
+
+def _shards(value: Value, sharding: NamedSharding) -> list[Shard]:
+    mine = sharding.addressable_devices
+    out = []
+    for box, devices in boxes(tuple(value.shape), sharding).items():
+        here = [device for device in devices if device in mine]
+        if here:
+            out.append(Shard(value, _part(value, box), box, here))
+    return out
+
+
+def _part(value: Value, box: Box) -> Value:
+    """A Value that copies `box` out of `value`."""
+    if box.shape == value.shape and is_contiguous(value.shape, value.stride):
+        return value
+    ref = Ref(value, box.shape, value.stride, _offset(value, box), value.dtype)
+    node = Node(
+        new_index(), aten.clone.default, (ref,), {"memory_format": torch.contiguous_format}, (), False, None, UNKNOWN
+    )
+    part = Value(box.shape, dense_stride(box.shape), value.dtype, value.device, node)
+    node.outputs = (part,)
+    return part
+
+
+def _offset(value: Value, box: Box) -> int:
+    return sum(b * s for b, s in zip(box.begin, value.stride, strict=True))
+
+
+def _lies_together(shard: Shard) -> bool:
+    """Whether the part is a block of rows of a weight that is worth cutting: it is drawn alone at no extra cost."""
+    return (
+        shard.part is not shard.value
+        and shard.value.nbytes > _SMALL
+        and is_contiguous(shard.box.shape, shard.value.stride)
+    )
+
+
+_SMALL = 1 << 16  # bytes: below, a jump in the stream costs more than to draw the weight
+
+
+def _read(shard: Shard) -> torch.Tensor:
+    """The part of a Value that is known."""
+    if isinstance(shard.value, FileValue):
+        return shard.value.box(*shard.box)
+    real = shard.value.real
+    assert real is not None
+    ref = Ref(shard.value, shard.box.shape, shard.value.stride, _offset(shard.value, shard.box), shard.value.dtype)
+    return look(real, ref)
+
+
+class _Memory:
+    """Where the parts are made: on a CPU in the devices' own memory, elsewhere on the host first."""
+
+    def __init__(self, shards: list[Shard], shardings: dict[Value, NamedSharding]) -> None:
+        self._shardings = shardings
+        self._arrays: dict[Value, jax.Array] = {}
+        self._views: dict[tuple[Value, jax.Device], torch.Tensor] = {}
+        self._first: dict[Value, torch.Tensor] = {}
+        self._parts: dict[Value, list[jax.Array]] = {}
+        if not on_cpu():
+            return
+        for shard in shards:
+            if shard.value not in self._arrays:
+                self._arrays[shard.value] = self._empty(shard.value)
+            self._first[shard.part] = self._views[shard.value, shard.devices[0]]
+
+    def _empty(self, value: Value) -> jax.Array:
+        shape, dtype = tuple(value.shape), to_jax(value.dtype)
+        with x64():
+            array = _allocator(shape, dtype, self._shardings[value])()
+        array.block_until_ready()
+        for shard in array.addressable_shards:
+            self._views[value, shard.device] = _memory_of(shard.data, value.dtype)
+        return array
+
+    def allocate(self, part: Value) -> torch.Tensor:
+        """Memory for a part, or for anything else on the way to one."""
+        memory = self._first.get(part)
+        return allocate_host(part) if memory is None or not part.numel else memory
+
+    def take(self, shard: Shard, made: torch.Tensor) -> None:
+        """Bring a part that has been made to all devices that hold it."""
+        if shard.value in self._arrays:
+            for device in shard.devices:
+                memory = self._views[shard.value, device]
+                if memory.data_ptr() != made.data_ptr():
+                    memory.copy_(made)
+            return
+        host = constant(made)
+        with x64():
+            self._parts.setdefault(shard.value, []).extend(jax.device_put(host, device) for device in shard.devices)
+
+    def arrays(self) -> dict[Value, jax.Array]:
+        """The arrays, all of whose parts have been taken."""
+        with x64():
+            for value, parts in self._parts.items():
+                shape, sharding = tuple(value.shape), self._shardings[value]
+                self._arrays[value] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        return self._arrays
+
+
+_allocators: dict[tuple, object] = {}
+
+
+def _allocator(shape: tuple[int, ...], dtype: object, sharding: NamedSharding):
+    key = (shape, dtype, sharding)
+    if key not in _allocators:
+        _allocators[key] = jax.jit(lambda: jax.lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
+    return _allocators[key]
+
+
+def _memory_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of an array on one CPU device, as a tensor."""
+    count = math.prod(array.shape) * dtype.itemsize
+    if not count:
+        return torch.empty(array.shape, dtype=dtype)
+    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
+    return torch.frombuffer(memory, dtype=dtype).view(array.shape)
