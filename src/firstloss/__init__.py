@@ -18,6 +18,8 @@ _WHERE = {
     "materialize_module": ".init.materialize",
     "save_initialized": ".init.save",
     "init_program": ".init.recipes",
+    "shard": ".init.shardings",
+    "mark_sharding": ".init.shardings",
     "backend": ".runtime.backend",
     "current_backend": ".runtime.backend",
     "current_torch_device": ".runtime.backend",

@@ -1,8 +1,12 @@
-"""How many devices a run takes."""
+"""How many devices a run takes, and tensors that several processes share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from .errors import BackendError
 
@@ -28,3 +32,45 @@ class ClusterConfig:
         workers = self.num_workers_per_csx
         if workers is not None and (not isinstance(workers, int) or workers < 0):
             raise BackendError(f"num_workers_per_csx={workers!r}: give a number of processes, or None.")
+
+
+def global_batch(batch: Any) -> Any:
+    """One batch for all processes, made of what each has read.
+
+    A traced step computes on the batch of all devices. Where several processes train together, each may read its own
+    rows: this puts them one behind the other, in the order of the mesh, without sending them anywhere. All processes
+    have to call it, with as many rows each.
+
+    Args:
+        batch: tensors of this process, in lists, tuples and dicts; their first dimension is rows.
+
+    Returns:
+        `batch` with tensors of the backend, which have the rows of all processes.
+
+    Raises:
+        BackendError: if the current backend has no mesh.
+    """
+    from .runtime.backend import current_backend
+
+    backend = current_backend()
+    if backend.mesh is None:
+        raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
+    from .runtime.executable import resident
+    from .runtime.mesh import put_parts
+
+    mesh = backend.mesh
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: resident(put_parts(tensor, mesh)), batch)
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a weight, parts of which lie in other processes. All processes have to call it.
+
+    Any other tensor is copied.
+    """
+    from .capture.tensor import DeferredTensor
+
+    if type(tensor) is not DeferredTensor or tensor._store.resident is None:
+        return tensor.detach().clone()
+    from .capture.replay import look
+
+    return look(tensor._store.resident.gathered(), tensor._ref()).clone()

@@ -87,6 +87,12 @@ class Cell:
             return self._host
         return laid_out(to_host(mesh.readable(self.array())), self.value)
 
+    def gathered(self) -> torch.Tensor:
+        """As `read`, of parts that lie in other processes too; all of them have to ask for it."""
+        if self.sharding is None or self._edited:
+            return self.read()
+        return laid_out(to_host(mesh.readable(mesh.gather(self.array()))), self.value)
+
     def pieces(self) -> list[Piece]:
         """What of the content is saved by whom: all of it, once."""
         shape = tuple(self.value.shape)

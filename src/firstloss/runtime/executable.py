@@ -205,8 +205,10 @@ class Executable:
         program, draws = self.program, self._tracing.draws
         changed, read, made = list(self._changed), self._read, len(self._made)
         names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
+        mesh = self._backend.mesh
+        self._where = where = {value: self._sharding(value) for value in (*changed, *read)}
         with timeline.span("lower"):
-            pieces = cut(program)
+            pieces = cut(program) if mesh is None else None  # on a mesh the partitioner has to see all of it
         if pieces is not None:
             new = [f"new{i}" for i in range(len(changed))]
             return SegmentedStep(self._name, pieces, changed, read, (new, [f"made{i}" for i in range(made)], names))
@@ -222,8 +224,6 @@ class Executable:
             )
 
         run.__name__ = self._name
-        mesh = self._backend.mesh
-        where = {value: self._sharding(value) for value in (*changed, *read)}
         shapes = [
             tuple(jax.ShapeDtypeStruct(v.shape, to_jax(v.dtype), sharding=where[v]) for v in part)
             for part in (changed, read)
@@ -232,7 +232,6 @@ class Executable:
         if mesh is not None:
             made_where = tuple(mesh.of_store(store) for store in self._made)
             options["out_shardings"] = (tuple(where[v] for v in changed), made_where, mesh.of_results())
-        self._where = where
         with x64():
             with timeline.span("lower"):
                 jitted = jax.jit(run, donate_argnums=(0,), **options)
@@ -266,7 +265,7 @@ class Executable:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         arrays = iter(results)
-        out = [result.value if isinstance(result, Kept) else _resident(next(arrays)) for result in self._results]
+        out = [result.value if isinstance(result, Kept) else resident(next(arrays)) for result in self._results]
         for call in self._tracing.closures:
             call.after_step([next(arrays) for _ in call.refs])
         loop = loops.current()
@@ -341,7 +340,7 @@ def _whole(value: Value) -> Ref:
     return Ref(value, value.shape, value.stride, 0, value.dtype)
 
 
-def _resident(array: jax.Array) -> DeferredTensor:
+def resident(array: jax.Array) -> DeferredTensor:
     """A tensor of the backend that holds `array`."""
     shape = tuple(array.shape)
     value = Value(shape, dense_stride(shape), to_torch(array.dtype), torch.device("cpu"))

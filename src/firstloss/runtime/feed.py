@@ -30,9 +30,15 @@ def _eagerly(device: torch.device) -> Any:
 def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
         return tensor
-    from .executable import _resident  # here, because it brings JAX
+    from .executable import resident  # here, because it brings JAX
     from .jaxlib import lend
 
+    mesh = backends.current_backend().mesh
+    if mesh is not None:
+        from .mesh import put as put_on
+
+        made = resident(put_on(tensor, mesh.of_batch(tuple(tensor.shape))))
+        return made.requires_grad_(True) if tensor.requires_grad else made
     with torch.no_grad():
-        made = _resident(lend(tensor.detach().clone(memory_format=torch.contiguous_format)))
+        made = resident(lend(tensor.detach().clone(memory_format=torch.contiguous_format)))
     return made.requires_grad_(True) if tensor.requires_grad else made

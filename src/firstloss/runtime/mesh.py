@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..capture.program import Ref
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.source import UNKNOWN
 from ..errors import BackendError, ShardingError
@@ -58,12 +59,14 @@ class Mesh:
             if mark is None:
                 continue
             self._check_axes(mark)
-            if not tensor._ref().whole:
+            order = _dimensions_of(tensor._ref())
+            if order is None:
                 raise ShardingError(
                     f"{_at(mark)}the marked tensor of shape {list(tensor.shape)} is a view of other memory. Mark the "
                     "tensor that it is a view of."
                 )
-            spec = shardings.checked("the weight", tuple(value.shape), mark.spec, self.axes, mark.source)
+            said = shardings.checked("the weight", tuple(tensor.shape), mark.spec, self.axes, mark.source)
+            spec = tuple(said[dim] for dim in order)
             placed = shardings.divided(tuple(value.shape), spec, self.axes)
             if placed.moved:
                 warnings.warn(f"{_at(mark)}a weight of shape {list(value.shape)}: {placed.moved}.", stacklevel=2)
@@ -118,6 +121,21 @@ class Mesh:
         return self.whole if jax.process_count() > 1 else None
 
 
+def _dimensions_of(ref: Ref) -> list[int] | None:
+    """For each dimension of a storage's Value that of `ref`, which shows all of it, maybe transposed; else None."""
+    if not ref.covers or len(ref.size) != len(ref.value.shape):
+        return None
+    left = list(enumerate(zip(ref.size, ref.stride, strict=True)))
+    order = []
+    for wanted in zip(ref.value.shape, ref.value.stride, strict=True):
+        found = next((item for item in left if item[1] == wanted or item[1][0] == wanted[0] == 1), None)
+        if found is None:
+            return None
+        left.remove(found)
+        order.append(found[0])
+    return order
+
+
 def fit(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """`array` where `sharding` wants it; itself if it is there."""
     return array if array.sharding == sharding else jax.device_put(array, sharding)
@@ -130,10 +148,18 @@ def put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def put_parts(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-    """An array whose parts in this process are, one behind the other, `tensor`: each process has other ones."""
+def put_parts(tensor: torch.Tensor, mesh: Mesh) -> jax.Array:
+    """A batch of which this process has the rows in `tensor`, and each other process as many."""
+    rows, processes = tensor.shape[0], jax.process_count()
+    shape = (rows * processes, *tensor.shape[1:])
+    sharding = mesh.of_batch(shape)
+    if processes > 1 and sharding.is_fully_replicated:
+        raise ShardingError(
+            f"{processes} processes with {rows} rows each have no batch that can be cut over the mesh {mesh.axes}. "
+            "Give each of them a multiple of its share of the data axes."
+        )
     with x64():
-        return jax.make_array_from_process_local_data(sharding, constant(tensor))
+        return jax.make_array_from_process_local_data(sharding, constant(tensor), shape)
 
 
 def readable(array: jax.Array) -> jax.Array:
