@@ -75,12 +75,13 @@ class Executable:
         self._tracing = StepTrace()
         self._optimizers = Optimizers(self._tracing)
         self._batch: dict[Value, int] = {}
+        self._where: dict[Value, Any] = {}  # on a mesh, where each input lies
         with timeline.span("trace"):
             gradients = {p: p.grad for p in backend.parameters()}
             try:
                 result = self._trace(step, leaves, spec)
                 self._settle(result)
-                same = find(self)
+                same = find(self) if backend.mesh is None else None
             except BaseException:
                 self._undo(gradients)
                 raise
@@ -206,7 +207,8 @@ class Executable:
         changed, read, made = list(self._changed), self._read, len(self._made)
         names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
         mesh = self._backend.mesh
-        self._where = where = {value: self._sharding(value) for value in (*changed, *read)}
+        where = {value: self._sharding(value) for value in (*changed, *read)}
+        self._where = where if mesh is not None else {}
         with timeline.span("lower"):
             pieces = cut(program) if mesh is None else None  # on a mesh the partitioner has to see all of it
         if pieces is not None:
@@ -286,7 +288,7 @@ class Executable:
             return np.float64(number.read())
         place = self._batch.get(value)
         home = self._tracing.inputs[value] if place is None else leaves[place]
-        where = self._where[value]
+        where = self._where.get(value)
         array: jax.Array
         if isinstance(home, Store):
             if home.resident is None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..capture.program import Ref
+from ..capture.program import Ref, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.source import UNKNOWN
 from ..errors import BackendError, ShardingError
@@ -59,14 +59,16 @@ class Mesh:
             if mark is None:
                 continue
             self._check_axes(mark)
-            order = _dimensions_of(tensor._ref())
-            if order is None:
-                raise ShardingError(
-                    f"{_at(mark)}the marked tensor of shape {list(tensor.shape)} is a view of other memory. Mark the "
-                    "tensor that it is a view of."
-                )
             said = shardings.checked("the weight", tuple(tensor.shape), mark.spec, self.axes, mark.source)
-            spec = tuple(said[dim] for dim in order)
+            spec = _spec_of_memory(tensor._ref(), said)
+            if spec is None:
+                warnings.warn(
+                    f"{_at(mark)}the weight of shape {list(tensor.shape)} is a view of memory of shape "
+                    f"{list(value.shape)}, which cannot be cut as {mark.spec}: it is cut by the default policy. Make "
+                    "the weight in its own shape, or of a .clone().",
+                    stacklevel=2,
+                )
+                break
             placed = shardings.divided(tuple(value.shape), spec, self.axes)
             if placed.moved:
                 warnings.warn(f"{_at(mark)}a weight of shape {list(value.shape)}: {placed.moved}.", stacklevel=2)
@@ -121,19 +123,24 @@ class Mesh:
         return self.whole if jax.process_count() > 1 else None
 
 
-def _dimensions_of(ref: Ref) -> list[int] | None:
-    """For each dimension of a storage's Value that of `ref`, which shows all of it, maybe transposed; else None."""
-    if not ref.covers or len(ref.size) != len(ref.value.shape):
+def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
+    """The spec of a storage's Value by which `ref`, a view of all of it, is cut as `spec` says; None if none does."""
+    value = ref.value
+    if not ref.covers:
         return None
-    left = list(enumerate(zip(ref.size, ref.stride, strict=True)))
-    order = []
-    for wanted in zip(ref.value.shape, ref.value.stride, strict=True):
-        found = next((item for item in left if item[1] == wanted or item[1][0] == wanted[0] == 1), None)
-        if found is None:
-            return None
-        left.remove(found)
-        order.append(found[0])
-    return order
+    if len(ref.size) == len(value.shape):  # maybe transposed
+        left = list(zip(ref.size, ref.stride, spec, strict=True))
+        out = []
+        for size, stride in zip(value.shape, value.stride, strict=True):
+            found = next((dim for dim in left if dim[0] == size and (size == 1 or dim[1] == stride)), None)
+            if found is None:
+                return None
+            left.remove(found)
+            out.append(found[2])
+        return tuple(out)
+    if len(value.shape) == 1 and is_contiguous(ref.size, ref.stride) and not any(spec[1:]):
+        return spec[:1]
+    return None
 
 
 def fit(array: jax.Array, sharding: NamedSharding) -> jax.Array:
