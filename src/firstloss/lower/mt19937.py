@@ -1,0 +1,97 @@
+"""PyTorch's CPU random words, made on the device in lanes.
+
+A lane is a window of 624 words (`rng/mt19937.py`) and draws what follows it. The next 624 words of a lane need three
+steps, since a word depends on the one 227 before it; each step is one vector operation over all lanes. Integers only:
+the words are PyTorch's on every platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from ..rng.mt19937 import MATRIX, M, N
+
+_LAG = N - M  # words that can be made at once
+
+
+def u32(number: int) -> np.uint32:
+    """A constant: a bare Python int would be signed."""
+    return np.uint32(number)
+
+
+def twist(first: Any, second: Any) -> Any:
+    """As `rng.mt19937.twist`."""
+    mixed = (first & u32(0x80000000)) | (second & u32(0x7FFFFFFF))
+    return (mixed >> u32(1)) ^ ((second & u32(1)) * u32(MATRIX))
+
+
+def following(windows: Any) -> Any:
+    """The 624 words after each window: uint32, shape (lanes, 624), as is the argument."""
+    a = windows[:, M:] ^ twist(windows[:, :_LAG], windows[:, 1 : _LAG + 1])
+    b = a ^ twist(windows[:, _LAG : 2 * _LAG], windows[:, _LAG + 1 : 2 * _LAG + 1])
+    rest = N - 1 - 2 * _LAG
+    c = b[:, :rest] ^ twist(windows[:, 2 * _LAG : -1], windows[:, 2 * _LAG + 1 :])
+    last = b[:, rest : rest + 1] ^ twist(windows[:, -1:], a[:, :1])
+    return lax.concatenate([a, b, c, last], 1)
+
+
+def temper(words: Any) -> Any:
+    """As `rng.mt19937.temper`."""
+    y = words ^ (words >> u32(11))
+    y = y ^ ((y << u32(7)) & u32(0x9D2C5680))
+    y = y ^ ((y << u32(15)) & u32(0xEFC60000))
+    return y ^ (y >> u32(18))
+
+
+def draw(windows: Any, count: int, emit: Callable[[Any], Any], words_each: int = 1) -> tuple[Any, Any]:
+    """What each lane draws next: `count` elements a lane, made of `words_each` words by `emit`.
+
+    Args:
+        windows: uint32, shape (lanes, 624).
+        emit: turns words, uint32 of shape (lanes, 624), into 624 / words_each elements a lane.
+
+    Returns:
+        The elements, shape (lanes, count), and the windows after the last whole block of 624 words.
+    """
+    each = N // words_each
+    blocks, ragged = divmod(count, each)
+    lanes = windows.shape[0]
+    kind = jax.eval_shape(emit, jax.ShapeDtypeStruct((lanes, N), np.uint32)).dtype
+    if blocks <= 1:
+        parts = []
+        for _ in range(blocks):
+            windows = following(windows)
+            parts.append(emit(temper(windows)))
+        if ragged:
+            parts.append(emit(temper(following(windows)))[:, :ragged])
+        return (lax.concatenate(parts, 1) if parts else lax.full((lanes, 0), 0, kind)), windows
+
+    def block(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        windows, out = carry
+        windows = following(windows)
+        return windows, lax.dynamic_update_slice(out, emit(temper(windows)), (np.int32(0), i * np.int32(each)))
+
+    out = lax.empty((lanes, count), kind)
+    windows, out = lax.fori_loop(np.int32(0), np.int32(blocks), block, (windows, out))
+    if ragged:
+        out = lax.dynamic_update_slice(
+            out, emit(temper(following(windows)))[:, :ragged], (np.int32(0), np.int32(blocks * each))
+        )
+    return out, windows
+
+
+def uniform_bits(words: Any) -> Any:
+    """The 24 bits that a float32 uniform is made of, as a float32 in [0, 1)."""
+    return lax.convert_element_type((words & u32(0xFFFFFF)).astype(np.int32), np.float32) * np.float32(2.0**-24)
+
+
+def wide(words: Any) -> Any:
+    """Pairs of words as 64-bit integers, the first word on top: shape (lanes, words / 2)."""
+    pairs = jnp.reshape(words, (words.shape[0], -1, 2)).astype(np.uint64)
+    return (pairs[:, :, 0] << np.uint64(32)) | pairs[:, :, 1]

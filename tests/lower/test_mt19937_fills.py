@@ -1,0 +1,83 @@
+"""Fills made on the device, against PyTorch's kernels."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from firstloss.lower.mt19937 import draw
+from firstloss.lower.mt19937_fills import kernel
+from firstloss.lower.program import constant
+from firstloss.rng.stream import Stream
+
+COUNT = 200_000 // 16 * 16
+
+CASES = [
+    ("uniform", {"low": 0, "high": 1}, lambda t, g: t.uniform_(generator=g)),
+    ("uniform", {"low": -0.02, "high": 0.02}, lambda t, g: t.uniform_(-0.02, 0.02, generator=g)),
+    ("uniform", {"low": -0.3, "high": 0.7}, lambda t, g: t.uniform_(-0.3, 0.7, generator=g)),
+    ("uniform", {"low": 0.0, "high": 0.3}, lambda t, g: t.uniform_(0, 0.3, generator=g)),
+    ("uniform", {"low": 2.0, "high": 2.5}, lambda t, g: t.uniform_(2.0, 2.5, generator=g)),
+    ("bernoulli", {"p": 0.3}, lambda t, g: t.bernoulli_(0.3, generator=g)),
+    ("bernoulli", {"p": 1.0}, lambda t, g: t.bernoulli_(1.0, generator=g)),
+    ("random", {}, lambda t, g: t.random_(generator=g)),
+]
+INTEGERS = [
+    ({"low": 0, "high": 1000}, (0, 1000)),
+    ({"low": -5, "high": 1 << 40}, (-5, 1 << 40)),
+    ({"low": -3, "high": (1 << 28) - 3}, (-3, (1 << 28) - 3)),
+]
+
+
+def both(name, dtype, arguments, eager):
+    generator = torch.Generator().manual_seed(7)
+    window = Stream.from_state(generator.get_state().numpy())._block(0)
+    expected = eager(torch.empty(COUNT, dtype=dtype), generator)
+    with jax.enable_x64(True):
+        made = kernel(name, dtype, arguments)
+        got, _ = jax.jit(lambda w: draw(w, COUNT, made.emit, made.words_each))(window[None])
+    return np.asarray(got[0]), constant(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name, arguments, eager", CASES)
+def test_exact_fills_have_eagers_bits(name, arguments, eager, dtype):
+    got, expected = both(name, dtype, arguments, eager)
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
+def test_whole_numbers_have_eagers_bits(dtype):
+    got, expected = both("random", dtype, {}, lambda t, g: t.random_(generator=g))
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("arguments, bounds", INTEGERS)
+def test_bounded_whole_numbers_have_eagers_bits(arguments, bounds):
+    got, expected = both("random", torch.int64, arguments, lambda t, g: t.random_(*bounds, generator=g))
+    assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mean, std", [(0.0, 1.0), (0.0, 0.02), (0.1, 0.02), (-3.0, 2.5)])
+def test_normals_are_within_their_ulps_of_eagers(dtype, mean, std):
+    arguments = {"mean": mean, "std": std}
+    got, expected = both("normal", dtype, arguments, lambda t, g: t.normal_(mean, std, generator=g))
+    # 4 units in the last place of the largest standard normal there is (5.77), scaled: what the docs promise for a
+    # platform that fuses as it likes. Where it fuses as PyTorch does, as XLA on AVX2 machines, bits are equal.
+    unit = np.float64(2.0 ** (2 - 24 + 1)) * std + np.spacing(np.float32(abs(mean)))
+    half = {torch.float32: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    gap = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+    assert (gap <= 4 * unit + half * np.abs(expected.astype(np.float64))).all()
+
+
+@pytest.mark.parametrize(
+    "name, dtype, arguments",
+    [
+        ("uniform", torch.float32, {"low": 1e-20, "high": 1.0}),  # rounded twice, it might differ
+        ("normal", torch.float64, {"mean": 0, "std": 1}),
+        ("exponential", torch.float32, {"lambd": 1.0}),
+    ],
+)
+def test_what_could_differ_has_no_kernel(name, dtype, arguments):
+    assert kernel(name, dtype, arguments) is None
