@@ -160,21 +160,20 @@ def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> Placed:
     as was asked for; where there is none, the weight is whole along them.
     """
     out: list[list[str]] = []
-    left: list[tuple[int, str]] = []
+    left: list[tuple[int, str]] = []  # dimensions, and axes that do not divide them
     for dim, entry in enumerate(spec):
         kept = 0
         while kept < len(entry) and shape[dim] % _parts(entry[: kept + 1], axes) == 0:
             kept += 1
         out.append(list(entry[:kept]))
-        left.extend((dim, axis) for axis in entry[kept:])
+        left += [(dim, axis) for axis in entry[kept:]]
     moved = []
     for dim, axis in left:
-        room = [d for d in range(len(shape)) if d != dim and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0]
-        room = [d for d in room if shape[d] >= _parts(out[d], axes) * axes[axis] and not spec[d]]
+        room = [d for d in range(len(shape)) if shape[d] and not spec[d] and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0]
         to = max(room, key=lambda d: shape[d] // _parts(out[d], axes), default=None)
         if to is not None:
             out[to].append(axis)
-        what = "it is whole along it" if to is None else f"it cuts dimension {to} instead"
+        what = "the weight is whole along it" if to is None else f"it cuts dimension {to} instead"
         moved.append(f"axis {axis!r} of size {axes[axis]} does not divide dimension {dim} of {shape[dim]}: {what}")
     return Placed(tuple(tuple(entry) for entry in out), "; ".join(moved))
 

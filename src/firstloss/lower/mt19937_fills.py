@@ -126,15 +126,18 @@ def _normals(mean: float, std: float, dtype: np.dtype, words: Any) -> Any:
     """Box-Muller on groups of 16 uniforms: eight for radii, eight for angles; eight cosines come first."""
     lanes = words.shape[0]
     shape = (lanes, N // BLOCK, 2, BLOCK // 2)
-    # The barriers keep what is made of a uniform from being made again for each of the two normals, and the angle
-    # rounded: its product would otherwise be fused with what follows, which PyTorch's compiler did not.
+    # The barriers keep what is made of a uniform from being made again for each of the two normals. The minimum keeps
+    # the angle's product from being fused with what follows: PyTorch's compiler did not (see `unfused.py`).
     u = lax.optimization_barrier(uniform_bits(words)).reshape(shape)
     radius = lax.optimization_barrier(jnp.sqrt(f32(-2.0) * _log(f32(1.0) - u[:, :, 0])))
-    angle = lax.optimization_barrier(f32(6.283185307179586) * u[:, :, 1])
+    angle = lax.optimization_barrier(lax.min(_CIRCLE * u[:, :, 1], _CIRCLE))
     radius, angle = (jnp.broadcast_to(x[:, :, None], shape) for x in (radius, angle))
     turn = lax.broadcasted_iota(np.int32, shape, 2)  # 0 where the cosine is wanted, 1 where the sine is
     x = (radius * _cosine_or_sine(angle, turn)) * f32(std) + f32(mean)
     return cast(x.reshape(lanes, N), dtype)
+
+
+_CIRCLE = f32(6.283185307179586)
 
 
 def _horner(x: Any, *coefficients: float) -> Any:

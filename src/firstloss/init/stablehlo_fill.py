@@ -1,0 +1,233 @@
+"""A shard of a random fill, as a JAX function of where in the stream the fill begins and where the shard does.
+
+A shard is a box. Its outer dimensions are gone through one by one, each with a window of its own; along one dimension
+it is drawn from its first word to its last; and where a later dimension is cut too, whole rows are drawn, block by
+block, and the columns kept: all the work of the draw, but never the weight in memory. Rows so long that a jump is
+cheaper than drawing over what lies between are jumped to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from ..lower.mt19937 import draw
+from ..lower.mt19937_fills import BLOCK, Kernel
+from ..lower.mt19937_jump import spread, windows
+from ..rng.mt19937 import N
+
+# Words that could be drawn in the time of a jump.
+_JUMP_WORTH = 1 << 18
+# Elements of the blocks of rows of which columns are kept, at least.
+_ROWS = 1 << 16
+
+
+class Box(NamedTuple):
+    """A shard's geometry: the whole shape and the shard's own. Where they differ, a start is given at run time."""
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """The dimensions that are cut."""
+        return tuple(d for d, (whole, part) in enumerate(zip(self.shape, self.local, strict=True)) if part < whole)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the whole, row-major."""
+        return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
+
+
+class Source(NamedTuple):
+    """Where windows come from: uint32 of shape (624,) at the stream's origin, and the table of jumps.
+
+    lane_words: words that one lane draws at least, a power of two; 0 for a single lane, which is all that a CPU needs.
+    """
+
+    origin: Any
+    table: Any
+    lane_words: int = 0
+
+    def windows(self, position: Any, offsets: Any) -> Any:
+        """The windows at `position` + each of `offsets`: shape (len(offsets), 624)."""
+        positions = position + offsets
+        if len(offsets) == 1:
+            return windows(self.origin, positions[0], self.table)[None]
+        return lax.map(lambda p: windows(self.origin, p, self.table), positions)
+
+
+class Rows(NamedTuple):
+    """How a box is gone through: `outer` dimensions one by one, `rows` along dimension `dim`, and what a row holds."""
+
+    dim: int
+    outer: int  # how many stretches
+    rows: int
+    row: int  # elements of a row of the whole
+    kept: tuple[int, ...]  # the shape that is kept of a row
+
+    @property
+    def stretch(self) -> int:
+        """Elements of one stretch, drawn from first to last."""
+        return self.rows * self.row
+
+
+def rows_of(box: Box) -> Rows:
+    """The cheapest way through `box`."""
+    if not box.cut:
+        return Rows(0, 1, 1, box.numel, (box.numel,))
+    dim = box.cut[-1]
+    while math.prod(box.local[:dim]) > 1 and box.local[dim] * math.prod(box.shape[dim + 1 :]) < _JUMP_WORTH:
+        dim -= 1
+    row = math.prod(box.shape[dim + 1 :])
+    return Rows(dim, math.prod(box.local[:dim]), box.local[dim], row, box.local[dim + 1 :])
+
+
+def words_drawn(box: Box, words_each: int) -> int:
+    """32-bit words that a device draws to make its shard, its ends left out of account."""
+    rows = rows_of(box)
+    return rows.outer * rows.stretch * words_each
+
+
+def part_of_fill(
+    kernel: Kernel, box: Box, words: int, source: Source, position: Any, starts: Sequence[Any]
+) -> Any:
+    """The shard of a fill: an array of shape `box.local`.
+
+    Args:
+        words: what the whole fill draws.
+        position: int64, the word of the stream at which the fill begins.
+        starts: int64, where the shard begins along each dimension; 0 where it is not cut.
+    """
+    if 0 in box.local:
+        return lax.full(box.local, 0, _dtype(kernel))
+    rows = rows_of(box)
+    first = _first_elements(box, rows, starts)
+    aligned = kernel.block == 1 or _aligned(box, rows, kernel.block)
+    begin = first if aligned else first // np.int64(kernel.block) * np.int64(kernel.block)
+    heads = source.windows(position, begin * np.int64(kernel.words_each))
+    if math.prod(rows.kept) == rows.row:
+        out = _stretches(kernel, rows, heads, source, aligned, first - begin)
+    elif aligned:
+        out = _columns(kernel, box, rows, heads, starts)
+    else:
+        out = _stretches(kernel, rows, heads, source, aligned, first - begin)
+        out = _keep(out.reshape(rows.outer, rows.rows, *box.shape[rows.dim + 1 :]), box, rows, starts)
+    out = out.reshape(box.local)
+    if kernel.block > 1 and box.numel % kernel.block:
+        out = _with_end(kernel, box, out, source.windows(position, np.array([words - BLOCK])), starts)
+    return out
+
+
+def _dtype(kernel: Kernel) -> Any:
+    import jax
+
+    return jax.eval_shape(kernel.emit, jax.ShapeDtypeStruct((1, N), np.uint32)).dtype
+
+
+def _first_elements(box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
+    """Where each stretch begins in the whole: int64, shape (outer,)."""
+    strides = box.strides
+    grid = np.zeros((), np.int64)
+    for d in range(rows.dim):
+        grid = grid[..., None] + np.arange(box.local[d], dtype=np.int64) * strides[d]
+    total: Any = grid.reshape(-1)
+    for d in range(rows.dim + 1):
+        if d in box.cut:
+            total = total + starts[d] * np.int64(strides[d])
+    return total
+
+
+def _aligned(box: Box, rows: Rows, block: int) -> bool:
+    """Whether every stretch begins at a whole block, on whatever device."""
+    strides = box.strides
+    return all(
+        (d not in box.cut or box.local[d] * strides[d] % block == 0)
+        and (d == rows.dim or box.local[d] == 1 or strides[d] % block == 0)
+        for d in range(rows.dim + 1)
+        if box.shape
+    )
+
+
+def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: Source, aligned: bool, skip: Any) -> Any:
+    """All of each stretch: shape (outer, stretch)."""
+    count = rows.stretch if aligned else rows.stretch + kernel.block
+    out = _in_lanes(kernel, heads, count, source)
+    if aligned:
+        return out
+    parts = [lax.dynamic_slice(out[i], (skip[i],), (rows.stretch,)) for i in range(rows.outer)]
+    return jnp.stack(parts)
+
+
+def _in_lanes(kernel: Kernel, heads: Any, count: int, source: Source) -> Any:
+    """What each of the windows draws, `count` elements: by several lanes each if there is enough for them."""
+    each = source.lane_words // kernel.words_each
+    lanes = -(-count // each) if each else 1
+    if lanes < 2:
+        return draw(heads, count, kernel.emit, kernel.words_each)[0]
+    step = source.lane_words.bit_length() - 1
+    found = jnp.concatenate([spread(heads[i], lanes, step, source.table) for i in range(heads.shape[0])])
+    out = draw(found, each, kernel.emit, kernel.words_each)[0].reshape(heads.shape[0], lanes * each)
+    return out[:, :count]
+
+
+def _columns(kernel: Kernel, box: Box, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
+    """The columns that are kept, of blocks of rows: shape (outer, rows, *kept)."""
+    each = N // kernel.words_each
+    unit = each // math.gcd(each, rows.row)  # rows after which a block of words ends where a row does
+    block = unit * max(1, -(-_ROWS // (unit * rows.row)))
+    whole, rest = divmod(rows.rows, block)
+    inner = box.shape[rows.dim + 1 :]
+
+    def some(windows: Any, count: int) -> tuple[Any, Any]:
+        values, windows = draw(windows, count * rows.row, kernel.emit, kernel.words_each)
+        return _keep(values.reshape(rows.outer, count, *inner), box, rows, starts), windows
+
+    if whole == 0:
+        return some(heads, rest)[0]
+    out = lax.empty((rows.outer, rows.rows, *rows.kept), _dtype(kernel))
+    zeros = (np.int32(0),) * len(rows.kept)
+
+    def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        windows, out = carry
+        values, windows = some(windows, block)
+        return windows, lax.dynamic_update_slice(out, values, (np.int32(0), i * np.int32(block), *zeros))
+
+    windows_, out = lax.fori_loop(np.int32(0), np.int32(whole), step, (heads, out))
+    if rest:
+        last = some(windows_, rest)[0]
+        out = lax.dynamic_update_slice(out, last, (np.int32(0), np.int32(whole * block), *zeros))
+    return out
+
+
+def _keep(values: Any, box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
+    """Of rows, shape (outer, rows, *the whole's inner dimensions), the part that belongs to the shard."""
+    begin = [starts[d] if d in box.cut else np.int64(0) for d in range(rows.dim + 1, len(box.shape))]
+    zero = np.int64(0)
+    return lax.dynamic_slice(values, (zero, zero, *begin), (*values.shape[:2], *rows.kept))
+
+
+def flat_indices(box: Box, starts: Sequence[Any]) -> Any:
+    """For each element of the shard its place in the whole: int64, shape `box.local`."""
+    total: Any = np.int64(0)
+    for d, stride in enumerate(box.strides):
+        index = lax.broadcasted_iota(np.int64, box.local, d) + (starts[d] if d in box.cut else np.int64(0))
+        total = total + index * np.int64(stride)
+    return jnp.broadcast_to(total, box.local)
+
+
+def _with_end(kernel: Kernel, box: Box, out: Any, window: Any, starts: Sequence[Any]) -> Any:
+    """PyTorch makes the last 16 elements of a ragged fill anew, of the last 16 words it draws."""
+    end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1)[0][0].__getitem__
+    place = flat_indices(box, starts) - np.int64(box.numel - BLOCK)
+    return jnp.where(place >= 0, end(jnp.clip(place, 0, BLOCK - 1)), out)
