@@ -20,6 +20,8 @@ _WHERE = {
     "init_program": ".init.recipes",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
+    "mark_sharding": ".init.shardings",
+    "shard": ".init.shardings",
     "backend": ".runtime.backend",
     "current_backend": ".runtime.backend",
     "current_torch_device": ".runtime.backend",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,11 @@ from ..capture.tensor import DeferredTensor
 from ..errors import NothingDeferredError
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
+from .shardings import Mark, mark_of
 from .words import in_words
+
+if TYPE_CHECKING:
+    from .stablehlo_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,7 @@ class Recipe:
     kind: str
     dead_fills: int
     aliases: list[str] = field(default_factory=list)  # its other names
+    mark: Mark | None = None  # what `mark_sharding` or `shard` said of it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,6 +188,49 @@ class InitProgram:
             )
         return Report(rows)
 
+    def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
+        """Where each weight lies under a sharding, and what each device does; arguments as for `run`."""
+        from .stablehlo_plan import plan
+
+        return plan(self, mesh, shardings)
+
+    def to_stablehlo(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
+        """The text of one StableHLO module whose outputs are the weights, each device making its own part of them.
+
+        Outputs are named (`jax.result_info`) as the weights are, in the order of their names, a tied weight once, and
+        have Shardy annotations. The module needs no input and no communication. Arguments as for `run`; the mesh may
+        have more devices than there are.
+
+        Raises:
+            ShardingError: as `run`.
+            LoweringError: if a weight cannot be made on a device; it is named.
+        """
+        from .stablehlo import to_stablehlo
+
+        return to_stablehlo(self, mesh, shardings)
+
+    def run(
+        self, mesh: Any = None, shardings: Mapping[str, Any] | None = None, *, engine: str | None = None
+    ) -> dict[str, Any]:
+        """The weights as `{name: jax.Array}`, each device making its own shards; tied weights are one array.
+
+        Args:
+            mesh: a `jax.sharding.Mesh`, or the sizes of its axes by name, as `{"fsdp": 8}`. None: the mesh of the
+                marks that `fl.shard` left, or one device.
+            shardings: specs by name pattern; a weight that no pattern matches lies whole on every device. None: what
+                `fl.shard` and `fl.mark_sharding` said, or, if they said nothing, each weight's largest dimension that
+                divides is cut over all data axes.
+            engine: "torch" makes the shards with PyTorch's kernels in memory that CPU devices own, bit for bit as
+                eager; "xla" runs compiled recipes on the devices. Default: "torch" on a CPU, "xla" elsewhere.
+
+        Raises:
+            ShardingError: if a spec names an axis that there is not, or does not fit its weight, if a pattern matches
+                nothing, or if the mesh has more devices than there are. Nothing has been made then.
+        """
+        from .xla_engine import run
+
+        return run(self, mesh, shardings, engine)
+
     def __len__(self) -> int:
         return len(self.program)
 
@@ -207,7 +255,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             store = tensor._store
             dead = 0 if id(store) in counted else store.fills - _ends_in_a_fill(store.value)
             counted.add(id(store))
-            recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead)
+            recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead, mark=mark_of(tensor))
         elif kind == "attribute":  # a list kept beside the weights, as an LSTM's: not a name of its own
             continue
         else:

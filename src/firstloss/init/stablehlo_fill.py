@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..lower.mt19937 import draw
+from ..lower.mt19937 import draw, emitted
 from ..lower.mt19937_fills import BLOCK, Kernel
 from ..lower.mt19937_jump import spread, windows
 from ..rng.mt19937 import N
@@ -110,7 +110,7 @@ def part_of_fill(
         starts: int64, where the shard begins along each dimension; 0 where it is not cut.
     """
     if 0 in box.local:
-        return lax.full(box.local, 0, _dtype(kernel))
+        return lax.full(box.local, 0, emitted(kernel.emit))
     rows = rows_of(box)
     first = _first_elements(box, rows, starts)
     aligned = kernel.block == 1 or _aligned(box, rows, kernel.block)
@@ -127,12 +127,6 @@ def part_of_fill(
     if kernel.block > 1 and box.numel % kernel.block:
         out = _with_end(kernel, box, out, source.windows(position, np.array([words - BLOCK])), starts)
     return out
-
-
-def _dtype(kernel: Kernel) -> Any:
-    import jax
-
-    return jax.eval_shape(kernel.emit, jax.ShapeDtypeStruct((1, N), np.uint32)).dtype
 
 
 def _first_elements(box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
@@ -195,7 +189,7 @@ def _columns(kernel: Kernel, box: Box, rows: Rows, heads: Any, starts: Sequence[
 
     if whole == 0:
         return some(heads, rest)[0]
-    out = lax.empty((rows.outer, rows.rows, *rows.kept), _dtype(kernel))
+    out = lax.empty((rows.outer, rows.rows, *rows.kept), emitted(kernel.emit))
     zeros = (np.int32(0),) * len(rows.kept)
 
     def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ the words are PyTorch's on every platform.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -62,28 +63,47 @@ def draw(windows: Any, count: int, emit: Callable[[Any], Any], words_each: int =
     each = N // words_each
     blocks, ragged = divmod(count, each)
     lanes = windows.shape[0]
-    kind = jax.eval_shape(emit, jax.ShapeDtypeStruct((lanes, N), np.uint32)).dtype
+    kind = emitted(emit)
+    block = _block(emit)
     if blocks <= 1:
         parts = []
         for _ in range(blocks):
-            windows = following(windows)
-            parts.append(emit(temper(windows)))
+            windows, values = block(windows)
+            parts.append(values)
         if ragged:
-            parts.append(emit(temper(following(windows)))[:, :ragged])
+            parts.append(block(windows)[1][:, :ragged])
         return (lax.concatenate(parts, 1) if parts else lax.full((lanes, 0), 0, kind)), windows
 
-    def block(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         windows, out = carry
-        windows = following(windows)
-        return windows, lax.dynamic_update_slice(out, emit(temper(windows)), (np.int32(0), i * np.int32(each)))
+        windows, values = block(windows)
+        return windows, lax.dynamic_update_slice(out, values, (np.int32(0), i * np.int32(each)))
 
     out = lax.empty((lanes, count), kind)
-    windows, out = lax.fori_loop(np.int32(0), np.int32(blocks), block, (windows, out))
+    windows, out = lax.fori_loop(np.int32(0), np.int32(blocks), step, (windows, out))
     if ragged:
-        out = lax.dynamic_update_slice(
-            out, emit(temper(following(windows)))[:, :ragged], (np.int32(0), np.int32(blocks * each))
-        )
+        last = block(windows)[1][:, :ragged]
+        out = lax.dynamic_update_slice(out, last, (np.int32(0), np.int32(blocks * each)))
     return out, windows
+
+
+@lru_cache(maxsize=256)
+def _block(emit: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, Any]]:
+    """The next windows and what is made of them, as a function that all fills of a module share."""
+
+    def block(windows: Any) -> tuple[Any, Any]:
+        windows = following(windows)
+        return windows, emit(temper(windows))
+
+    name = getattr(emit, "__name__", "words")
+    block.__name__ = block.__qualname__ = f"block_of_{name}".replace("<lambda>", "words")
+    return jax.jit(block)
+
+
+@lru_cache(maxsize=256)
+def emitted(emit: Callable[[Any], Any]) -> np.dtype:
+    """The dtype of what `emit` makes."""
+    return jax.eval_shape(emit, jax.ShapeDtypeStruct((1, N), np.uint32)).dtype
 
 
 def uniform_bits(words: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,21 +44,31 @@ _WHOLE = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24
 
 
 def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Kernel | None:
-    """The kernel of a fill, or None where there is none.
+    """The kernel of a fill, or None where there is none; the same one each time, so that what is made of it is shared.
 
     Args:
         name: "uniform", "normal", "bernoulli" or "random".
         dtype: of the tensor that is filled.
         arguments: low and high, mean and std, p, or low and high; numbers.
     """
+    return _kernel(name, dtype, tuple((key, type(value), value) for key, value in sorted(arguments.items())))
+
+
+@lru_cache(maxsize=1024)
+def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], ...]) -> Kernel | None:
+    arguments = {key: value for key, _, value in given}
     if name == "uniform":
         return _uniform(dtype, float(arguments["low"]), float(arguments["high"]))
     if name == "normal" and dtype in _SINGLE:
-        return Kernel(1, BLOCK, partial(_normals, float(arguments["mean"]), float(arguments["std"]), to_jax(dtype)))
+        return _normal(float(arguments["mean"]), float(arguments["std"]), to_jax(dtype))
     if name == "bernoulli":
         # The 53 bits of a double are compared with p: as integers, which needs no doubles.
         bound = np.uint64(math.ceil(float(arguments["p"]) * 2.0**53))
-        return Kernel(2, 1, lambda words: cast((wide(words) & _BITS_53) < bound, to_jax(dtype)))
+
+        def bernoulli(words: Any) -> Any:
+            return cast((wide(words) & _BITS_53) < bound, to_jax(dtype))
+
+        return Kernel(2, 1, bernoulli)
     if name == "random":
         return _random(dtype, arguments.get("low"), arguments.get("high"))
     return None
@@ -81,7 +91,7 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
     if not (symmetric or exact):
         return None
 
-    def emit(words: Any) -> Any:
+    def uniform(words: Any) -> Any:
         u = uniform_bits(words)
         if begin == 0:
             x = u if span == 1 else u * span
@@ -93,7 +103,7 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
         # Rounded up to the end that is left out.
         return jnp.where(x == end.astype(narrow), begin.astype(narrow), x)
 
-    return Kernel(1, 1, emit)
+    return Kernel(1, 1, uniform)
 
 
 def _random(dtype: torch.dtype, low: int | None, high: int | None) -> Kernel | None:
@@ -113,13 +123,20 @@ def _random(dtype: torch.dtype, low: int | None, high: int | None) -> Kernel | N
         count = high - low
         each = 1 if count < 1 << 28 else 2
 
-    def emit(words: Any) -> Any:
+    def random(words: Any) -> Any:
         if each == 1:
             return cast((words % u32(count)).astype(np.int64) + np.int64(low), to_jax(dtype))
         bits = wide(words) % np.uint64(count)
         return cast(bits.astype(np.int64) + np.int64(low), to_jax(dtype))
 
-    return Kernel(each, 1, emit)
+    return Kernel(each, 1, random)
+
+
+def _normal(mean: float, std: float, dtype: np.dtype) -> Kernel:
+    def normal(words: Any) -> Any:
+        return _normals(mean, std, dtype, words)
+
+    return Kernel(1, BLOCK, normal)
 
 
 def _normals(mean: float, std: float, dtype: np.dtype, words: Any) -> Any:

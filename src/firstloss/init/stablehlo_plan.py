@@ -1,0 +1,192 @@
+"""What each device will make: every weight's sketch, where it is cut, and what that costs. Arithmetic, nothing made."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..capture.replay import compute
+from ..capture.source import Source as Line
+from ..capture.source import here
+from ..errors import ShardingError
+from ..lower.mt19937_fills import kernel
+from ..lower.program import constant
+from .shardings import Axes, Placed, axes_of, by_default, checked, divided, local_shape, match
+from .stablehlo_fill import Box, words_drawn
+from .stablehlo_sketch import Apply, Fill, Masked, Sketch, Truncated, Unsketchable, Whole, known, sketch
+
+if TYPE_CHECKING:
+    from .recipes import InitProgram, Recipe
+
+# Weights of so few elements are made here and written down, where they are more than a fill.
+_SMALL = 1 << 12
+
+
+class Weight(NamedTuple):
+    """One weight of a plan. `why` says what keeps a device from making it; then there is no sketch."""
+
+    name: str
+    recipe: Recipe
+    placed: Placed
+    local: tuple[int, ...]
+    sketch: Sketch | None
+    why: str = ""
+
+    @property
+    def key(self) -> Any:
+        """Equal for weights that one compiled function makes."""
+        assert self.sketch is not None
+        return self.sketch.tree, self.sketch.shape, self.sketch.order, self.placed.spec
+
+
+class Plan:
+    """Where the weights of a program lie, and what a device does for them.
+
+    Attributes:
+        axes: the mesh's; empty without one.
+        weights: one for each weight; tied ones once.
+        aliases: further names of tied weights, and the name they are listed under.
+    """
+
+    def __init__(self, axes: Axes, weights: list[Weight], aliases: dict[str, str]) -> None:
+        self.axes = axes
+        self.weights = weights
+        self.aliases = aliases
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return math.prod(self.axes.values())
+
+    @property
+    def bytes(self) -> int:
+        """That each device holds in the end."""
+        return sum(math.prod(w.local) * w.recipe.dtype.itemsize for w in self.weights)
+
+    @property
+    def draws(self) -> int:
+        """32-bit words that each device draws, those of weights that cannot be cut included."""
+        return sum(0 if w.sketch is None else _words(w.sketch, w.local) for w in self.weights)
+
+    @property
+    def compile_units(self) -> int:
+        """Distinct functions: what is compiled, however many weights call each."""
+        return len({w.key for w in self.weights if w.sketch is not None})
+
+    @property
+    def jumps(self) -> int:
+        """Draws that a device has to find its place for."""
+        return sum(len(w.sketch.places) for w in self.weights if w.sketch is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "mesh": self.axes,
+            "devices": self.devices,
+            "weights": len(self.weights),
+            "bytes": sum(w.recipe.nbytes for w in self.weights),
+            "bytes_per_device": self.bytes,
+            "words_per_device": self.draws,
+            "jumps_per_device": self.jumps,
+            "compile_units": self.compile_units,
+            "made_whole": [w.name for w in self.weights if w.sketch is not None and w.sketch.whole],
+            "on_the_host": {w.name: w.why for w in self.weights if w.sketch is None},
+            "moved": {w.name: w.placed.moved for w in self.weights if w.placed.moved},
+        }
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "one device"
+        return (
+            f"{len(self.weights)} weights on {self.devices} devices ({mesh}): each holds {self.bytes:,} bytes, draws "
+            f"{self.draws:,} words from {self.jumps} places, and runs {self.compile_units} compiled functions"
+        )
+
+
+def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
+    """Decide where each weight of `program` lies.
+
+    Args:
+        mesh: see `shardings.mark_sharding`; None is the mesh of the marks, or one device.
+        shardings: specs by name pattern. Without, the marks on the module count; without those, the default policy.
+
+    Raises:
+        ShardingError: if a spec does not fit its weight or the mesh.
+    """
+    line = here()
+    own = {name: recipe for name, recipe in program.recipes.items() if recipe.name == name}
+    marks = {name: recipe.mark for name, recipe in own.items() if recipe.mark is not None}
+    if mesh is None and shardings is None and marks:
+        mesh = next(iter(marks.values())).mesh
+    axes = {} if mesh is None else axes_of(mesh)
+    asked = _asked(program, shardings, marks, axes, line)
+    weights = []
+    for name, recipe in own.items():
+        shape = recipe.shape
+        if name in asked:
+            spec, where = asked[name]
+            placed = divided(shape, checked(name, shape, spec, axes, where), axes)
+        elif asked or not axes:
+            placed = Placed(tuple(() for _ in shape))
+        else:
+            placed = Placed(by_default(shape, axes))
+        found, why = _sketched(recipe)
+        weights.append(Weight(name, recipe, placed, local_shape(shape, placed.spec, axes), found, why))
+    moved = {w.placed.moved: w.name for w in reversed(weights) if w.placed.moved}
+    for what, name in moved.items():
+        warnings.warn(f"{name}: {what}. A jax.Array's shards are equal.", stacklevel=3)
+    aliases = {name: recipe.name for name, recipe in program.recipes.items() if recipe.name != name}
+    return Plan(axes, weights, aliases)
+
+
+def _asked(
+    program: InitProgram, shardings: Mapping[str, Any] | None, marks: Mapping[str, Any], axes: Axes, line: Line
+) -> dict[str, tuple[Sequence[Any], Line]]:
+    """The spec of each weight that has one, and the line that says so."""
+    if shardings is None:
+        return {name: (mark.spec, mark.source) for name, mark in marks.items()}
+    if not axes:
+        raise ShardingError(f"{line}: shardings without a mesh say nothing. Give the mesh too")
+    found = match(program.recipes, shardings, line)
+    # A tied weight may be named by any of its names; the first that is matched holds.
+    out: dict[str, tuple[Sequence[Any], Line]] = {}
+    for name, spec in found.items():
+        out.setdefault(program.recipes[name].name, (spec, line))
+    return out
+
+
+def _sketched(recipe: Recipe) -> tuple[Sketch | None, str]:
+    """The weight's sketch, or why there is none."""
+    try:
+        found = sketch(recipe.ref)
+        if found.pure or found.places or recipe.numel > _SMALL:
+            return found, ""
+    except Unsketchable as error:
+        if recipe.numel > _SMALL:
+            return None, str(error)
+    return known(constant(compute([recipe.ref])[0]), recipe.dtype), ""
+
+
+def _words(found: Sketch, local: tuple[int, ...]) -> int:
+    order = found.order
+    box = Box(found.shape, tuple(local[d] for d in order))
+    return sum(_words_in(tree, box) for tree in [found.tree])
+
+
+def _words_in(tree: Any, box: Box) -> int:
+    if type(tree) is Truncated:
+        return _words_in(tree.fill, box)
+    if type(tree) is Fill:
+        if not tree.words:  # the counter policy draws what it keeps
+            return math.prod(box.local)
+        made = kernel(tree.name, tree.dtype, dict(tree.arguments))
+        assert made is not None
+        return words_drawn(box, made.words_each)
+    if type(tree) is Masked:
+        return _words_in(tree.new, box) + _words_in(tree.old, box)
+    if type(tree) is Apply:
+        return sum(_words_in(a, box) for a in tree.args)
+    if type(tree) is Whole:
+        return sum(_words_in(step.fill, Box(step.size, step.size)) for step in tree.steps if step.fill is not None)
+    return 0
