@@ -99,9 +99,7 @@ def words_drawn(box: Box, words_each: int) -> int:
     return rows.outer * rows.stretch * words_each
 
 
-def part_of_fill(
-    kernel: Kernel, box: Box, words: int, source: Source, position: Any, starts: Sequence[Any]
-) -> Any:
+def part_of_fill(kernel: Kernel, box: Box, words: int, source: Source, position: Any, starts: Sequence[Any]) -> Any:
     """The shard of a fill: an array of shape `box.local`.
 
     Args:

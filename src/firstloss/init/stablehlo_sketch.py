@@ -267,7 +267,7 @@ class _Drawer:
     # -- draws -------------------------------------------------------------------------------------------------------
 
     def fill(self, node: Node, target: Ref) -> Fill | Truncated:
-        """The fill that `node` makes of `target`. """
+        """The fill that `node` makes of `target`."""
         asked = _asked(node)
         assert node.draw is not None
         count = math.prod(target.size)

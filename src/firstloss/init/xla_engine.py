@@ -1,0 +1,163 @@
+"""The xla engine: a program's weights as `jax.Array`s, each device's shards made on that device.
+
+On CPU devices shards are made by PyTorch's kernels in the memory that the devices own (`xla_host.py`), which is as fast
+and gives eager's bits. Elsewhere each distinct recipe is compiled once for all devices, compiles run side by side, and
+a recipe's weights are made as soon as it is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from .. import timeline
+from ..errors import BackendError, ShardingError
+from .shardings import starts
+from .stablehlo import LANE_WORDS, Functions, Streams, partition_spec
+from .stablehlo_plan import Plan, Weight, plan
+from .torch_engine import default_threads
+from .xla_host import make_on_host
+
+if TYPE_CHECKING:
+    from .recipes import InitProgram
+
+
+def run(
+    program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None, engine: str | None = None
+) -> dict[str, jax.Array]:
+    """See `InitProgram.run`."""
+    made = plan(program, mesh, shardings)
+    devices = concrete(mesh, made)
+    platform = (devices.devices.flat[0] if devices is not None else jax.devices()[0]).platform
+    chosen = engine or ("torch" if platform == "cpu" else "xla")
+    if chosen not in ("torch", "xla") or (chosen == "torch" and platform != "cpu"):
+        raise BackendError(
+            f"engine={engine!r} on a {platform}. Write 'xla', or on a CPU 'torch', or leave it out for the faster one"
+        )
+    with timeline.span("materialize"), jax.enable_x64(True):
+        if chosen == "torch":
+            arrays = make_on_host(made.weights, {w.name: sharding_of(w, devices) for w in made.weights})
+        else:
+            arrays = _on_devices(made, devices)
+    return {name: arrays[recipe.name] for name, recipe in program.recipes.items()}
+
+
+def concrete(mesh: Any, made: Plan) -> Mesh | None:
+    """The mesh with devices in it; None for one device.
+
+    Raises:
+        ShardingError: if there are too few.
+    """
+    if not made.axes:
+        return None
+    if isinstance(mesh, Mesh):
+        return mesh
+    mark = next((w.recipe.mark for w in made.weights if w.recipe.mark is not None), None)
+    if mesh is None and mark is not None and isinstance(mark.mesh, Mesh):
+        return mark.mesh
+    own = jax.devices()
+    if made.devices > len(own):
+        sizes = ", ".join(f"{name}={size}" for name, size in made.axes.items())
+        raise ShardingError(
+            f"a mesh of {made.devices} devices ({sizes}) where there are {len(own)}. Give a smaller one; on a CPU, "
+            f"jax.config.update('jax_num_cpu_devices', {made.devices}) before JAX is first used makes as many. "
+            "to_stablehlo and plan take a mesh of any size"
+        )
+    return Mesh(np.array(own[: made.devices]).reshape(tuple(made.axes.values())), tuple(made.axes))
+
+
+def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
+    """How a weight's array lies on the mesh."""
+    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, partition_spec(weight))
+
+
+class Units:
+    """The distinct functions of a plan, compiled side by side: one for each key, for all devices of the mesh."""
+
+    def __init__(self, made: Plan, mesh: Mesh | None) -> None:
+        self._made = made
+        self._mesh = mesh
+        self._streams = Streams(made)
+        device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+        self._functions = Functions(0 if device.platform == "cpu" else LANE_WORDS)
+        self._everywhere = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._jumps = self._on_devices(self._streams.table) if self._streams.jumps else None
+        self._origins: dict[int, Any] = {}
+
+    def _on_devices(self, array: Any) -> jax.Array:
+        return jax.make_array_from_callback(np.shape(array), self._everywhere, lambda index: np.asarray(array)[index])
+
+    def arguments(self, weight: Weight) -> tuple[Any, Any, Any]:
+        """What a weight's function is called with: origins, table, positions."""
+        origins = []
+        for origin in self._streams.of(weight):
+            if id(origin) not in self._origins:
+                self._origins[id(origin)] = self._on_devices(origin)
+            origins.append(self._origins[id(origin)])
+        positions = tuple(self._on_devices(position) for position in self._streams.positions(weight))
+        return tuple(origins), self._jumps if origins else None, positions
+
+    def compile(self, weight: Weight) -> Any:
+        """The executable for all weights of this one's key."""
+        with jax.enable_x64(True):
+            made, mesh = self._made, self._mesh
+            function = self._functions.of(weight)
+
+            def shard(origins: Any, jumps: Any, positions: Any) -> Any:
+                where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in made.axes}
+                begin = starts(weight.recipe.shape, weight.placed.spec, made.axes, where)
+                cut = tuple(b for b, entry in zip(begin, weight.placed.spec, strict=True) if entry)
+                return function(origins, jumps, positions, cut)
+
+            make: Callable = shard
+            if mesh is not None:
+                spec = partition_spec(weight)
+                make = jax.shard_map(shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)
+            return jax.jit(make).lower(*self.arguments(weight)).compile()
+
+    def distinct(self) -> dict[Any, Weight]:
+        """A weight for each function, the ones that make most first."""
+        found: dict[Any, Weight] = {}
+        for weight in sorted(self._made.weights, key=lambda w: -math.prod(w.local)):
+            if weight.sketch is not None:
+                found.setdefault(weight.key, weight)
+        return found
+
+
+def _on_devices(made: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
+    units = Units(made, mesh)
+    host = [weight for weight in made.weights if weight.sketch is None]
+    for weight in host:
+        warnings.warn(f"{weight.name}: {weight.why}: it is made on the host and sent", stacklevel=5)
+    out: dict[str, jax.Array] = {}
+    with ThreadPoolExecutor(max(default_threads(), 2), thread_name_prefix="firstloss-compile") as pool:
+        compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
+        out.update(make_on_host(host, {w.name: sharding_of(w, mesh) for w in host}))
+        for key, future in compiled.items():  # every process in the same order
+            executable = future.result()
+            for weight in made.weights:
+                if weight.sketch is not None and weight.key == key:
+                    out[weight.name] = executable(*units.arguments(weight))
+    return out
+
+
+def peak_bytes(program: InitProgram, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Bytes that each device needs to make its shards, by the compiled executables' own analysis.
+
+    Returns:
+        "weights", what stays; "temporary", the most that any one function has beside what it makes.
+    """
+    made = plan(program, mesh, shardings)
+    with jax.enable_x64(True):
+        units = Units(made, concrete(mesh, made))
+        found = {key: units.compile(weight).memory_analysis() for key, weight in units.distinct().items()}
+    weights = sum(found[w.key].output_size_in_bytes for w in made.weights if w.sketch is not None)
+    return {"weights": weights, "temporary": max(analysis.temp_size_in_bytes for analysis in found.values())}

@@ -1,0 +1,248 @@
+"""Shards made by PyTorch's kernels straight into the memory of JAX's CPU devices.
+
+What lies together in the stream is drawn together, whichever devices it is for: rows are drawn once, and the columns
+of each device copied out of blocks of them. Where the devices are not this machine's CPU, shards are made on the host
+and sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+
+from ..capture.program import Ref, Value, is_contiguous
+from ..capture.replay import look
+from ..lower.dtypes import to_jax
+from ..lower.program import constant
+from . import torch_engine
+from .slices import Slicer, Wholes
+from .torch_engine import default_threads
+
+# Elements that one thread makes in one go.
+_SPAN = 1 << 22
+# Bytes of the blocks of rows of which columns are copied; they stay in a core's cache.
+_ROWS_BYTES = 1 << 20
+_JUMP_COST = 1 << 18  # elements that could be drawn in the time of a jump
+
+
+class Shard(NamedTuple):
+    """A part of a weight and the memory it goes to: several where devices hold the same part."""
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+    into: list[torch.Tensor]
+
+
+class Task(NamedTuple):
+    """A piece of work: its place in the order of recording and drawing, its cost in elements, and what to call."""
+
+    order: tuple[int, int]
+    cost: int
+    run: Callable[[Slicer], None]
+
+
+def make_on_host(weights: Sequence[Any], shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+    """The weights (of a `Plan`) by name, as arrays that lie as `shardings` say."""
+    out: dict[str, jax.Array] = {}
+    wholes = Wholes(lambda value: torch_engine.run([value])[value])
+    asking = Slicer(wholes)
+    tasks: list[Task] = []
+    sent: list[tuple[str, Any, dict[Any, torch.Tensor]]] = []
+    with torch._C._DisableTorchDispatch():
+        for weight in weights:
+            sharding, shape, dtype = shardings[weight.name], weight.recipe.shape, weight.recipe.dtype
+            if _ours(sharding):
+                array = _empty(shape, to_jax(dtype), sharding)
+                memory = {part.device: _tensor_of(part.data, dtype) for part in array.addressable_shards}
+                out[weight.name] = array
+            else:
+                places = sharding.addressable_devices_indices_map(shape)
+                memory = {device: torch.empty(_extent(shape, i)[1], dtype=dtype) for device, i in places.items()}
+                sent.append((weight.name, weight, memory))
+            shards = _shards(shape, sharding, memory)
+            tasks += _tasks(weight.recipe.ref, shards, asking)
+        _run(tasks, wholes)
+    for name, weight, memory in sent:
+        parts = [jax.device_put(constant(tensor), device) for device, tensor in memory.items()]
+        out[name] = jax.make_array_from_single_device_arrays(weight.recipe.shape, shardings[name], parts)
+    return out
+
+
+def _ours(sharding: Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
+    """An array whose memory nobody has written."""
+    array = _allocator(shape, dtype, sharding)()
+    array.block_until_ready()
+    return array
+
+
+@lru_cache(maxsize=512)
+def _allocator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
+    with jax.enable_x64(True):
+        if not isinstance(sharding, NamedSharding):
+            return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
+        local = sharding.shard_shape(shape)
+        make = jax.shard_map(
+            lambda: lax.empty(local, dtype),
+            mesh=sharding.mesh,
+            in_specs=(),
+            out_specs=sharding.spec,
+            check_vma=False,
+        )
+        return jax.jit(make).lower().compile()
+
+
+def _tensor_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the memory of an array that nobody else has seen yet."""
+    count = array.size * dtype.itemsize
+    if count == 0:
+        return torch.empty(array.shape, dtype=dtype)
+    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
+    return torch.frombuffer(memory, dtype=dtype).view(array.shape)
+
+
+def _extent(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return tuple(r[0] for r in ranges), tuple(r[1] - r[0] for r in ranges)
+
+
+def _shards(shape: tuple[int, ...], sharding: Sharding, memory: dict[Any, torch.Tensor]) -> list[Shard]:
+    found: dict[Any, Shard] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        begin, size = _extent(shape, index or ())
+        found.setdefault((begin, size), Shard(begin, size, [])).into.append(memory[device])
+    return list(found.values())
+
+
+def _tasks(ref: Ref, shards: list[Shard], asking: Slicer) -> Iterator[Task]:
+    """The work of one weight's shards on this machine."""
+    value = ref.value
+    number = value.node.index if value.node is not None else 0
+    numel = math.prod(ref.size)
+    if not numel:
+        return
+    straight = is_contiguous(ref.size, ref.stride) and ref.dtype == value.dtype
+    if not (straight and asking.cuttable(value)):
+        yield Task((number, 0), value.numel, lambda slicer: _whole(ref, shards, slicer))
+        return
+    strides = [math.prod(ref.size[d + 1 :]) for d in range(len(ref.size))]
+    rows: dict[tuple[int, int], list[Shard]] = {}
+    for shard in shards:
+        if not is_contiguous(shard.size, strides):
+            rows.setdefault((shard.begin[0], shard.size[0]), []).append(shard)
+            continue
+        first = ref.offset + sum(b * s for b, s in zip(shard.begin, strides, strict=True))
+        count = math.prod(shard.size)
+        for begin in range(0, count, _SPAN):
+            end = min(begin + _SPAN, count)
+            yield Task((number, first + begin), end - begin, _straight(value, first, begin, end, shard))
+    row = strides[0] if strides else 1
+    for (begin, size), group in rows.items():
+        if row * value.dtype.itemsize > 32 * _ROWS_BYTES and len(group) == 1:  # experts, say: rows apart
+            yield Task((number, begin * row), size * row, lambda slicer, own=group[0]: _apart(ref, own, slicer))
+            continue
+        step = max(_SPAN // row, 1)
+        for top in range(begin, begin + size, step):
+            bottom = min(top + step, begin + size)
+            yield Task((number, top * row), (bottom - top) * row, _columns(ref, top, bottom, group))
+
+
+def _straight(value: Value, first: int, begin: int, end: int, shard: Shard) -> Callable[[Slicer], None]:
+    def make(slicer: Slicer) -> None:
+        part = shard.into[0].view(-1)[begin:end]
+        slicer.window(value, first + begin, first + end, part)
+        for other in shard.into[1:]:
+            other.view(-1)[begin:end].copy_(part)
+
+    return make
+
+
+def _columns(ref: Ref, top: int, bottom: int, group: list[Shard]) -> Callable[[Slicer], None]:
+    """Rows [top, bottom) of the whole, of which each shard of the group takes its columns."""
+    row = math.prod(ref.size[1:])
+    step = max(_ROWS_BYTES // max(row * ref.dtype.itemsize, 1), 1)
+
+    def make(slicer: Slicer) -> None:
+        memory = torch.empty(min(step, bottom - top) * row, dtype=ref.dtype)
+        for first in range(top, bottom, step):
+            last = min(first + step, bottom)
+            block = memory[: (last - first) * row]
+            slicer.window(ref.value, ref.offset + first * row, ref.offset + last * row, block)
+            shown = block.view(last - first, *ref.size[1:])
+            for shard in group:
+                part = shown
+                for dim in range(1, len(ref.size)):
+                    part = part.narrow(dim, shard.begin[dim], shard.size[dim])
+                for into in shard.into:
+                    into[first - shard.begin[0] : last - shard.begin[0]].copy_(part)
+
+    return make
+
+
+def _apart(ref: Ref, shard: Shard, slicer: Slicer) -> None:
+    offset = ref.offset + sum(b * s for b, s in zip(shard.begin, ref.stride, strict=True))
+    slicer.read(ref._replace(size=shard.size, offset=offset), shard.into[0])
+    for other in shard.into[1:]:
+        other.copy_(shard.into[0])
+
+
+def _whole(ref: Ref, shards: list[Shard], slicer: Slicer) -> None:
+    """A weight that is made whole, or that is small: then each shard takes its part."""
+    if len(shards) == 1 and shards[0].size == ref.size:
+        slicer.read(ref, shards[0].into[0])
+        for other in shards[0].into[1:]:
+            other.copy_(shards[0].into[0])
+        return
+    shown = look(slicer._buffer_of(ref.value), ref)
+    for shard in shards:
+        part = shown
+        for dim, (begin, size) in enumerate(zip(shard.begin, shard.size, strict=True)):
+            part = part.narrow(dim, begin, size)
+        for into in shard.into:
+            into.copy_(part)
+
+
+def _run(tasks: list[Task], wholes: Wholes) -> None:
+    """Do all tasks, on all cores; a thread takes a stretch of the stream, so that where one ends the next begins."""
+    if not tasks:
+        return
+    tasks.sort(key=lambda task: task.order)
+    threads = default_threads()
+    goal = sum(task.cost + _JUMP_COST for task in tasks) / threads
+    shares: list[list[Task]] = [[] for _ in range(threads)]
+    spent = 0.0
+    for task in tasks:
+        cost = task.cost + _JUMP_COST
+        shares[min(int((spent + cost / 2) / goal), threads - 1)].append(task)
+        spent += cost
+    failed = threading.Event()
+
+    def work(share: list[Task]) -> None:
+        slicer = Slicer(wholes)
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for task in share:
+                if failed.is_set():
+                    return
+                try:
+                    task.run(slicer)
+                except BaseException:
+                    failed.set()
+                    raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-shards") as pool:
+        for future in [pool.submit(work, share) for share in shares if share]:
+            future.result()
