@@ -22,6 +22,7 @@ _WHERE = {
     "mark_sharding": ".init.shardings",
     "mark_sharding": ".init.shardings",
     "shard": ".init.shardings",
+    "run_stablehlo": ".init.stablehlo_file",
     "backend": ".runtime.backend",
     "current_backend": ".runtime.backend",
     "current_torch_device": ".runtime.backend",

@@ -309,7 +309,9 @@ class _Drawer:
         for node in nodes:
             slots: list[Value] = []
             template = _template(node, slots)._replace(keyed=False)
-            fill, size, view = None, (), None
+            fill: Any = None
+            size: tuple[int, ...] = ()
+            view: View | None = None
             if node.draw is not None:
                 target = node.writes[0] if node.writes else None
                 out = node.outputs[0]

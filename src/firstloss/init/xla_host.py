@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -137,7 +137,7 @@ def _tasks(ref: Ref, shards: list[Shard], asking: Slicer) -> Iterator[Task]:
         return
     straight = is_contiguous(ref.size, ref.stride) and ref.dtype == value.dtype
     if not (straight and asking.cuttable(value)):
-        yield Task((number, 0), value.numel, lambda slicer: _whole(ref, shards, slicer))
+        yield Task((number, 0), value.numel, partial(_whole, ref, shards))
         return
     strides = [math.prod(ref.size[d + 1 :]) for d in range(len(ref.size))]
     rows: dict[tuple[int, int], list[Shard]] = {}
@@ -153,7 +153,7 @@ def _tasks(ref: Ref, shards: list[Shard], asking: Slicer) -> Iterator[Task]:
     row = strides[0] if strides else 1
     for (begin, size), group in rows.items():
         if row * value.dtype.itemsize > 32 * _ROWS_BYTES and len(group) == 1:  # experts, say: rows apart
-            yield Task((number, begin * row), size * row, lambda slicer, own=group[0]: _apart(ref, own, slicer))
+            yield Task((number, begin * row), size * row, partial(_apart, ref, group[0]))
             continue
         step = max(_SPAN // row, 1)
         for top in range(begin, begin + size, step):

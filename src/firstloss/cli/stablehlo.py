@@ -1,0 +1,90 @@
+"""`firstloss stablehlo TARGET -o FILE`: the constructor as one StableHLO module."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from ..errors import ShardingError, TargetError
+from . import output, target
+
+NAME = "stablehlo"
+HELP = "write a target's constructor as one StableHLO module whose outputs are its weights, sharded over a mesh"
+EXAMPLE = "firstloss stablehlo path/to/config.json -o weights.mlir --mesh fsdp=8 --shard '*.embed_tokens.weight=fsdp,-'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    target.add_arguments(parser)
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the module to write, as text")
+    parser.add_argument("--seed", type=int, default=0, help="the seed that the constructor starts from (default 0)")
+    parser.add_argument("--rng", choices=("eager", "counter"), default="eager", help="the random policy")
+    parser.add_argument(
+        "--mesh", metavar="AXIS=SIZE[,...]", help="the devices' mesh, of any size, as data=16,tp=4; default one device"
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="PATTERN=SPEC",
+        action="append",
+        default=[],
+        help="how weights of these names are cut: for each dimension an axis, axes joined by +, or -; without any, "
+        "the largest dimension of each weight is cut over all data axes",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    wanted = target.load(args.target, args.arg)
+    mesh = None if args.mesh is None else dict(_axis(part) for part in args.mesh.split(","))
+    shardings = dict(_sharding(text) for text in args.shard) or None
+
+    import torch
+
+    import firstloss as fl
+
+    from ..files import written_aside
+
+    torch.manual_seed(args.seed)
+    began = time.perf_counter()
+    with fl.deferred(rng=args.rng):
+        module = wanted()
+    if not isinstance(module, torch.nn.Module):
+        raise TargetError(f"TARGET {wanted.text!r} makes a {type(module).__name__}: only a Module has named weights")
+    captured = time.perf_counter()
+    program = fl.init_program(module)
+    text = program.to_stablehlo(mesh, shardings)
+    seconds = {"capture": captured - began, "lower": time.perf_counter() - captured}
+    with written_aside(args.out) as file:
+        file.write(text.encode())
+    plan = program.plan(mesh, shardings)
+    if args.json:
+        output.print_json(
+            {
+                "target": wanted.text,
+                "out": args.out,
+                "seed": args.seed,
+                "bytes": len(text),
+                "plan": plan.to_dict(),
+                "seconds": seconds,
+            }
+        )
+    else:
+        print(
+            f"{args.out}: {output.size(len(text))} in {seconds['lower']:.2f} s, captured in {seconds['capture']:.2f} s"
+        )
+        print(plan)
+    return 0
+
+
+def _axis(text: str) -> tuple[str, int]:
+    name, _, size = text.partition("=")
+    if not (name.isidentifier() and size.isdigit() and int(size) > 0):
+        raise ShardingError(f"--mesh: {text!r} is not AXIS=SIZE: write for instance --mesh data=16,tp=4")
+    return name, int(size)
+
+
+def _sharding(text: str) -> tuple[str, tuple[Any, ...]]:
+    pattern, equals, spec = text.rpartition("=")
+    if not equals:
+        raise ShardingError(f"--shard: {text!r} is not PATTERN=SPEC: write for instance --shard '*.weight=fsdp,-'")
+    entries = [part.strip() for part in spec.split(",")]
+    return pattern, tuple(None if part in ("-", "") else tuple(part.split("+")) for part in entries)

@@ -1,0 +1,42 @@
+"""A module whose weights are made in as many ways as there are, for the engines' tests."""
+
+import math
+
+import torch
+from torch import nn
+
+
+class Odd(nn.Module):
+    """Fills and edits, ragged ends, rejection, views, ties, constants, and what only the host can do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 48)
+        self.embedding = nn.Embedding(200, 32, padding_idx=3)
+        self.head = nn.Linear(32, 200, bias=False)
+        self.head.weight = self.embedding.weight
+        self.ragged = nn.Parameter(torch.randn(100, 51) * 0.02 + 1)
+        self.uneven = nn.Parameter(torch.empty(125, 64).uniform_(-0.3, 0.7))
+        self.inside = nn.Parameter(nn.init.trunc_normal_(torch.empty(88, 56), std=1.0, a=-1.0, b=1.0))
+        self.after = nn.Parameter(torch.empty(8, 16, 40).normal_(std=0.5))  # its place depends on the one before
+        self.turned = nn.Parameter(torch.rand(80, 64).t())
+        self.narrow = nn.Parameter(torch.empty(64, 88, dtype=torch.bfloat16).normal_(std=0.02))
+        self.convolution = nn.Conv2d(8, 16, 3)
+        self.norm = nn.LayerNorm(32)
+        self.mostly_zero = nn.Parameter(torch.zeros(96, 48).bernoulli_(0.3))
+        self.register_buffer("whole_numbers", torch.randint(-5, 1 << 40, (96, 48)))
+        self.register_buffer("mask", torch.tril(torch.ones(72, 72)))
+        self.register_buffer("angles", 10000.0 ** -(torch.arange(0, 64, 2) / 64))
+        self.few = nn.Parameter(torch.randn(5))
+        self.scale = nn.Parameter(torch.tensor(math.pi))
+        if not self.on_devices:
+            self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(72, 72)))
+            self.order = nn.Parameter(torch.randperm(5000).float())  # no rule on a device
+
+    on_devices = False
+
+
+class OddOnDevices(Odd):
+    """Those weights whose bits a device makes too."""
+
+    on_devices = True

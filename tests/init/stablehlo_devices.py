@@ -1,0 +1,91 @@
+"""What test_stablehlo.py runs in a process of its own, with eight devices: `python -m tests.init.stablehlo_devices`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import jax
+import numpy as np
+import torch
+
+import firstloss as fl
+from firstloss.lower.program import constant
+from tests.init.odd_model import Odd, OddOnDevices
+
+MESHES = {
+    "one": (None, None),
+    "fsdp": ({"fsdp": 8}, None),
+    "rows and columns": (
+        {"data": 2, "tp": 4},
+        {"linear.weight": ("data", "tp"), "after": (None, "data", "tp"), "scale": (), "*": ("tp",)},
+    ),
+    "columns": ({"tp": 8}, {"linear.weight": (None, "tp"), "after": (None, "tp"), "embed*": (None, "tp"), "*": ()}),
+}
+FLOAT32_ULPS = 8  # of what goes through a decomposition
+
+
+def program_of(kind, rng="eager"):
+    torch.manual_seed(3)
+    torch.randn(7)
+    torch.rand(5)  # the generator stands amid a block, with a normal cached
+    with fl.deferred(rng=rng):
+        module = kind()
+    return module, fl.init_program(module)
+
+
+def expected_of(kind, rng="eager"):
+    module, _ = program_of(kind, rng)
+    fl.materialize_module(module)
+    return {name: constant(tensor) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def same(arrays, expected, exactly=True):
+    """Names of those that differ, be it on one device only."""
+    assert arrays.keys() == expected.keys()
+    assert all(arrays["head.weight"] is arrays["embedding.weight"] for _ in "1")
+    wrong = []
+    for name, array in arrays.items():
+        for shard in array.addressable_shards:
+            got, want = np.asarray(shard.data), np.array(expected[name][shard.index])
+            assert got.dtype == want.dtype and got.shape == want.shape, name
+            close = got.tobytes() == want.tobytes()
+            if not exactly and not close and name in INEXACT:
+                close = np.allclose(got.astype(float), want.astype(float), rtol=0, atol=INEXACT[name])
+            if not close:
+                wrong.append(name)
+    return sorted(set(wrong))
+
+
+# Absolute differences that are allowed where a device's mathematics are not PyTorch's: a few ulp of the largest value.
+INEXACT = {"orthogonal": FLOAT32_ULPS * 2.0**-23}
+
+
+def main():
+    mesh, shardings = MESHES[sys.argv[1]]
+    found = {}
+    warnings.simplefilter("ignore")
+    expected = expected_of(Odd)
+    _, program = program_of(Odd)
+    found["torch"] = same(program.run(mesh, shardings), expected)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found["xla"] = same(program.run(mesh, shardings, engine="xla"), expected, exactly=False)
+    found["said"] = [str(w.message) for w in said if "on the host" in str(w.message)]
+    _, counted = program_of(OddOnDevices, "counter")
+    found["counter"] = same(counted.run(mesh, shardings), expected_of(OddOnDevices, "counter"))
+    _, on_devices = program_of(OddOnDevices)
+    path = sys.argv[2]
+    with open(path, "w") as file:
+        file.write(on_devices.to_stablehlo(mesh, shardings))
+    expected = expected_of(OddOnDevices)
+    arrays = fl.run_stablehlo(path)
+    arrays["head.weight"] = arrays["embedding.weight"]
+    found["module"] = same(arrays, expected)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

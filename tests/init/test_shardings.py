@@ -1,0 +1,148 @@
+"""Specs: what fits a weight and a mesh, what does not, and where each shard begins."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import ShardingError
+from firstloss.init import shardings
+
+AXES = {"data": 2, "fsdp": 3, "tp": 4}
+
+sizes = st.lists(st.integers(1, 48), min_size=1, max_size=4).map(tuple)
+axes = st.dictionaries(st.sampled_from(["data", "fsdp", "tp", "pp"]), st.integers(1, 8), min_size=1)
+
+
+@st.composite
+def specs(draw):
+    """A shape, a mesh, and a spec that names some of its axes."""
+    shape, mesh = draw(sizes), draw(axes)
+    entries: list[list[str]] = [[] for _ in shape]
+    for axis in draw(st.permutations(list(mesh))):
+        if draw(st.booleans()):
+            entries[draw(st.integers(0, len(shape) - 1))].append(axis)
+    return shape, mesh, tuple(tuple(entry) for entry in entries)
+
+
+@given(specs())
+def test_what_is_divided_divides_and_uses_no_axis_twice(case):
+    shape, mesh, spec = case
+    placed = shardings.divided(shape, shardings.checked("w", shape, spec, mesh), mesh)
+    used = [axis for entry in placed.spec for axis in entry]
+    assert len(used) == len(set(used)) and set(used) <= {axis for entry in spec for axis in entry}
+    local = shardings.local_shape(shape, placed.spec, mesh)
+    assert all(n == part * math.prod(mesh[a] for a in e) for n, part, e in zip(shape, local, placed.spec, strict=True))
+    assert bool(placed.moved) == (placed.spec != spec)
+
+
+@given(specs())
+def test_shards_cover_the_weight_once(case):
+    shape, mesh, spec = case
+    spec = shardings.divided(shape, spec, mesh).spec
+    local = shardings.local_shape(shape, spec, mesh)
+    covered = torch.zeros(shape, dtype=torch.int64)
+    names = list(mesh)
+    for number in range(math.prod(mesh.values())):
+        where = {}
+        for axis in reversed(names):
+            number, where[axis] = divmod(number, mesh[axis])
+        begin = shardings.starts(shape, spec, mesh, where)
+        covered[tuple(slice(b, b + n) for b, n in zip(begin, local, strict=True))] += 1
+    copies = math.prod(mesh[a] for a in names if not any(a in entry for entry in spec))
+    assert (covered == copies).all()
+
+
+@given(sizes, axes)
+def test_the_default_cuts_one_dimension_as_finely_as_any_could_be(shape, mesh):
+    data = [a for a in mesh if a in shardings.DATA_AXES] or list(mesh)
+    spec = shardings.by_default(shape, mesh)
+    cut = [d for d, entry in enumerate(spec) if entry]
+    assert len(cut) <= 1 and all(axis in data for entry in spec for axis in entry)
+    parts = math.prod(mesh[a] for a in spec[cut[0]]) if cut else 1
+    subsets = [[a for i, a in enumerate(data) if chosen >> i & 1] for chosen in range(1 << len(data))]
+    best = max(math.prod(mesh[a] for a in s) for s in subsets for n in shape if n % math.prod(mesh[a] for a in s) == 0)
+    assert parts == best
+    if cut:
+        assert not any(n > shape[cut[0]] and n % parts == 0 for n in shape)
+
+
+def test_the_default_is_fsdps():
+    assert shardings.by_default((5632, 2048), {"fsdp": 8}) == (("fsdp",), ())
+    assert shardings.by_default((2048, 5632), {"fsdp": 8}) == ((), ("fsdp",))
+    assert shardings.by_default((64, 64), {"data": 2, "fsdp": 4, "tp": 4}) == (("data", "fsdp"), ())
+    assert shardings.by_default((50257, 768), {"fsdp": 8}) == ((), ("fsdp",))
+    assert shardings.by_default((7,), {"fsdp": 8}) == ((),)
+    assert shardings.by_default((), {"fsdp": 8}) == ()
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6))
+
+
+@pytest.mark.parametrize(
+    "spec, complaint",
+    [
+        (("nope", None), r"0\.weight: the spec \('nope', None\) names an axis 'nope'\. The mesh has 'data', 'fsdp'"),
+        (("tp", None, None), r"has 3 dimensions, and the weight, of shape \[12, 8\], has 2\. Leave out the last 1"),
+        (("tp", "tp"), "names 'tp' twice"),
+        ((0, None), "has 0 in it"),
+        ("tp", "is no tuple"),
+    ],
+)
+def test_a_bad_spec_names_the_weight_the_spec_and_the_line(spec, complaint):
+    module = fl.deferred_init(model)
+    with pytest.raises(ShardingError, match=complaint) as raised:
+        fl.shard(module, {"1.weight": ("tp",), "0.weight": spec}, AXES)
+    assert __file__ in str(raised.value)
+    assert shardings.mark_of(module[1].weight) is None  # nothing half-made
+    with pytest.raises(ShardingError) as raised:
+        fl.init_program(module).plan(AXES, {"0.weight": spec})
+    assert "0.weight" in str(raised.value) and __file__ in str(raised.value)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    module = fl.deferred_init(model)
+    with pytest.raises(ShardingError, match=r"'\*\.q_proj\.weight' matches no weight.*0\.weight"):
+        fl.shard(module, {"*.weight": ("tp",), "*.q_proj.weight": ("tp",)}, AXES)
+    assert shardings.mark_of(module[0].weight) is None
+
+
+def test_a_mesh_is_given_by_its_axes():
+    with pytest.raises(ShardingError, match="8 is no mesh"):
+        fl.shard(fl.deferred_init(model), {"*": ()}, 8)
+    assert shardings.axes_of({"a": 2}) == {"a": 2}
+
+
+def test_the_first_pattern_holds_and_marks_are_kept_through_materialization():
+    module = fl.shard(fl.deferred_init(model), {"0.*": ("tp",), "*": ()}, AXES)
+    assert fl.mark_sharding(module[1].bias, AXES, ("fsdp",)) is module[1].bias
+    specs = {w.name: w.placed.spec for w in fl.init_program(module).plan().weights}
+    assert specs == {"0.weight": (("tp",), ()), "0.bias": (("tp",),), "1.weight": ((), ()), "1.bias": (("fsdp",),)}
+    fl.materialize_module(module)
+    mark = shardings.mark_of(module[0].weight)
+    assert mark is not None and mark.spec == ("tp",)
+
+
+def test_a_tied_weight_may_be_named_by_any_of_its_names():
+    def tied():
+        module = nn.ModuleDict({"embedding": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)})
+        module["head"].weight = module["embedding"].weight
+        return module
+
+    program = fl.init_program(fl.deferred_init(tied))
+    made = program.plan(AXES, {"head.weight": ("tp", None)})
+    assert [(w.name, w.placed.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
+    assert made.aliases == {"head.weight": "embedding.weight"}
+
+
+def test_what_does_not_divide_is_cut_elsewhere_and_said():
+    program = fl.init_program(fl.deferred_init(nn.Linear, 64, 51, bias=False))
+    with pytest.warns(UserWarning, match=r"weight: axis 'tp' of size 4 does not divide dimension 0 of 51.*dimension 1"):
+        made = program.plan(AXES, {"weight": ("tp",)})
+    assert made.weights[0].local == (51, 16)
+    assert made.to_dict()["moved"]

@@ -1,0 +1,182 @@
+"""The constructor as one module, and run on meshes: against eager PyTorch, bit for bit."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import BackendError, LoweringError, ShardingError
+from firstloss.init.xla_engine import peak_bytes
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.join(ROOT, "src"), ROOT]), "OMP_NUM_THREADS": "1"}
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+
+class Layers(nn.Module):
+    """Layers alike, between an embedding and a head that share a weight."""
+
+    def __init__(self, count, width=32):
+        super().__init__()
+        self.embedding = nn.Embedding(96, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(count))
+        self.head = nn.Linear(width, 96, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def program(count=2, seed=0):
+    torch.manual_seed(seed)
+    return fl.init_program(fl.deferred_init(Layers, count))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns"])
+def test_eight_devices_make_eagers_weights(mesh, tmp_path):
+    command = [sys.executable, "-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("said") and found == {"torch": [], "xla": [], "counter": [], "module": []}
+
+
+@pytest.mark.parametrize("world, engine", [(2, "module"), (2, "torch"), (4, "xla")])
+def test_processes_make_their_own_shards(world, engine, tmp_path):
+    path = tmp_path / "module.mlir"
+    if engine == "module":
+        from tests.init.odd_model import OddOnDevices
+        from tests.init.stablehlo_devices import program_of
+
+        path.write_text(program_of(OddOnDevices)[1].to_stablehlo({"fsdp": 4}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        environment = {**ENVIRONMENT, "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "RANK": str(rank)}
+        command = [sys.executable, "-m", "tests.init.stablehlo_ranks", engine, str(path)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **streams))
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+
+
+def parsed(text):
+    """The module, parsed and verified by JAX's bindings."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        assert module.operation.verify()
+        return str(module)
+
+
+def test_the_module_is_valid_names_its_outputs_and_says_how_they_are_cut():
+    text = program().to_stablehlo({"data": 2, "tp": 4}, {"*.up.weight": ("tp", None), "embedding.weight": ("data",)})
+    assert parsed(text) == text
+    assert 'sdy.mesh @mesh = <["data"=2, "tp"=4]>' in text and "mhlo.num_partitions = 8" in text
+    names = re.findall(r'jax\.result_info = "([^"]*)"', text)
+    assert names == sorted(["embedding.weight", *(f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down"))])
+    cut = re.search(r"out_shardings=\[(.*?)\] manual_axes", text)[1]
+    assert cut == ", ".join(f"<@mesh, [{{{entry}}}, {{}}]>" for entry in ('"data"', "", '"tp"', "", '"tp"'))
+
+
+def test_equal_recipes_are_one_function():
+    two, five = program(2).to_stablehlo({"fsdp": 4}), program(5).to_stablehlo({"fsdp": 4})
+    functions = [re.findall(r"func\.func private @(\w+)", text) for text in (two, five)]
+    assert functions[0] == functions[1]
+    # A weight more is a position, a call, and its name among the outputs.
+    assert five.count("\n") - two.count("\n") == 3 * 2 * 2
+
+
+def test_a_module_communicates_nothing():
+    text = program().to_stablehlo({"fsdp": 4})
+    assert not re.search(r"all_reduce|all_gather|collective|all_to_all|reduce_scatter|send|recv", text)
+
+
+def test_a_plan_for_more_devices_than_there_are():
+    made = program(3).plan({"x": 16, "y": 16, "z": 16}, {"*.up.weight": (("x",), ("y",)), "embedding.weight": ("y",)})
+    assert made.devices == 4096
+    up, down, embedding = 6 * 2 * 4, 32 * 96 * 4, 6 * 32 * 4
+    assert made.bytes == 3 * (up + down) + embedding
+    # Of its six rows a device draws all the columns; of a weight that is not cut, everything.
+    assert made.draws == 3 * (6 * 32 + 32 * 96) + 6 * 32
+    assert made.compile_units == 3 and made.to_dict()["made_whole"] == []
+    assert "4096 devices" in str(made)
+
+
+def test_a_device_needs_no_more_memory_than_its_shards():
+    torch.manual_seed(0)
+    large = fl.init_program(fl.deferred_init(nn.Linear, 2048, 1024, bias=False))
+    found = peak_bytes(large, {"fsdp": 1})
+    assert found["weights"] == 2048 * 1024 * 4
+    # Beside the shard: the lanes' windows and one block of words. Nothing that grows with the weight.
+    assert found["temporary"] < 1 << 17
+
+
+def test_the_arrays_are_eagers_and_ties_share_one():
+    arrays = program(2, seed=5).run()
+    torch.manual_seed(5)
+    eager = Layers(2)
+    for name, tensor in eager.state_dict(keep_vars=True).items():
+        assert np.asarray(arrays[name]).tobytes() == tensor.detach().numpy().tobytes()
+    assert arrays["head.weight"] is arrays["embedding.weight"]
+
+
+def test_marks_on_the_module_are_enough():
+    module = fl.shard(fl.deferred_init(Layers, 1), {"*.up.weight": ("fsdp",)}, {"fsdp": 1})
+    arrays = fl.init_program(module).run()
+    assert arrays["layers.0.up.weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp", None)
+
+
+def test_a_mesh_larger_than_the_devices_is_an_error():
+    with pytest.raises(ShardingError, match=r"a mesh of 4096 devices \(fsdp=4096\) where there"):
+        program().run({"fsdp": 4096})
+
+
+def test_an_unknown_engine_is_an_error():
+    with pytest.raises(BackendError, match="engine='jax' on a cpu"):
+        program().run(engine="jax")
+
+
+def test_a_module_does_not_hold_what_no_device_can_make():
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.order = nn.Parameter(torch.randperm(9000).float())
+
+    made = fl.init_program(fl.deferred_init(Shuffled))
+    with pytest.raises(LoweringError, match=r"order: aten\.randperm\.default at .*test_stablehlo\.py:\d+"):
+        made.to_stablehlo()
+
+
+def test_lanes_draw_what_one_lane_does():
+    """What accelerators do: many lanes, their windows spread from one."""
+    from firstloss.init import stablehlo, stablehlo_plan
+
+    torch.manual_seed(1)
+    weight = stablehlo_plan.plan(fl.init_program(fl.deferred_init(nn.Linear, 96, 250, bias=False))).weights[0]
+    with jax.enable_x64(True):
+        streams = stablehlo.Streams(stablehlo_plan.Plan({}, [weight], {}))
+        arguments = (streams.of(weight), streams.table, streams.positions(weight), ())
+        one, many = (stablehlo.Functions(lanes).of(weight)(*arguments) for lanes in (0, 1 << 10))
+    assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
