@@ -40,3 +40,21 @@ class OddOnDevices(Odd):
     """Those weights whose bits a device makes too."""
 
     on_devices = True
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+
+class Layers(nn.Module):
+    """Layers alike, between an embedding and a head that share a weight."""
+
+    def __init__(self, count=2, width=32):
+        super().__init__()
+        self.embedding = nn.Embedding(96, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(count))
+        self.head = nn.Linear(width, 96, bias=False)
+        self.head.weight = self.embedding.weight

@@ -35,7 +35,7 @@ def both(name, dtype, arguments, eager):
     expected = eager(torch.empty(COUNT, dtype=dtype), generator)
     with jax.enable_x64(True):
         made = kernel(name, dtype, arguments)
-        got, _ = jax.jit(lambda w: draw(w, COUNT, made.emit, made.words_each))(window[None])
+        got, _ = jax.jit(lambda w: draw(w, COUNT, made.emit, made.words_each, made.block))(window[None])
     return np.asarray(got[0]), constant(expected)
 
 

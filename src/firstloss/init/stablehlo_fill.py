@@ -166,10 +166,10 @@ def _in_lanes(kernel: Kernel, heads: Any, count: int, source: Source) -> Any:
     each = source.lane_words // kernel.words_each
     lanes = -(-count // each) if each else 1
     if lanes < 2:
-        return draw(heads, count, kernel.emit, kernel.words_each)[0]
+        return draw(heads, count, kernel.emit, kernel.words_each, kernel.block)[0]
     step = source.lane_words.bit_length() - 1
     found = jnp.concatenate([spread(heads[i], lanes, step, source.table) for i in range(heads.shape[0])])
-    out = draw(found, each, kernel.emit, kernel.words_each)[0].reshape(heads.shape[0], lanes * each)
+    out = draw(found, each, kernel.emit, kernel.words_each, kernel.block)[0].reshape(heads.shape[0], lanes * each)
     return out[:, :count]
 
 
@@ -182,7 +182,7 @@ def _columns(kernel: Kernel, box: Box, rows: Rows, heads: Any, starts: Sequence[
     inner = box.shape[rows.dim + 1 :]
 
     def some(windows: Any, count: int) -> tuple[Any, Any]:
-        values, windows = draw(windows, count * rows.row, kernel.emit, kernel.words_each)
+        values, windows = draw(windows, count * rows.row, kernel.emit, kernel.words_each, kernel.block)
         return _keep(values.reshape(rows.outer, count, *inner), box, rows, starts), windows
 
     if whole == 0:
@@ -220,6 +220,6 @@ def flat_indices(box: Box, starts: Sequence[Any]) -> Any:
 
 def _with_end(kernel: Kernel, box: Box, out: Any, window: Any, starts: Sequence[Any]) -> Any:
     """PyTorch makes the last 16 elements of a ragged fill anew, of the last 16 words it draws."""
-    end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1)[0][0].__getitem__
+    end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1, BLOCK)[0][0].__getitem__
     place = flat_indices(box, starts) - np.int64(box.numel - BLOCK)
     return jnp.where(place >= 0, end(jnp.clip(place, 0, BLOCK - 1)), out)

@@ -50,15 +50,16 @@ def temper(words: Any) -> Any:
     return y ^ (y >> u32(18))
 
 
-def draw(windows: Any, count: int, emit: Callable[[Any], Any], words_each: int = 1) -> tuple[Any, Any]:
+def draw(windows: Any, count: int, emit: Callable[[Any], Any], words_each: int = 1, group: int = 1) -> tuple[Any, Any]:
     """What each lane draws next: `count` elements a lane, made of `words_each` words by `emit`.
 
     Args:
         windows: uint32, shape (lanes, 624).
         emit: turns words, uint32 of shape (lanes, 624), into 624 / words_each elements a lane.
+        group: elements that are made together; it divides 624 / words_each.
 
     Returns:
-        The elements, shape (lanes, count), and the windows after the last whole block of 624 words.
+        The elements, shape (lanes, count), and the windows after them, if they take whole blocks of 624 words.
     """
     each = N // words_each
     blocks, ragged = divmod(count, each)
@@ -74,16 +75,24 @@ def draw(windows: Any, count: int, emit: Callable[[Any], Any], words_each: int =
             parts.append(block(windows)[1][:, :ragged])
         return (lax.concatenate(parts, 1) if parts else lax.full((lanes, 0), 0, kind)), windows
 
+    left = ragged // group * group
+
     def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         windows, out = carry
         windows, values = block(windows)
-        return windows, lax.dynamic_update_slice(out, values, (np.int32(0), i * np.int32(each)))
+        return windows, lax.dynamic_update_slice(out, values, (np.int32(0), i * np.int32(each) + np.int32(left)))
 
     out = lax.empty((lanes, count), kind)
+    # What is left over is drawn first: edited after a loop, its result would be copied. A window may begin anywhere.
+    if left:
+        after, values = block(windows)
+        out = lax.dynamic_update_slice(out, values[:, :left], (np.int32(0), np.int32(0)))
+        words = left * words_each
+        windows = lax.concatenate([windows[:, words:], after[:, :words]], 1)
     windows, out = lax.fori_loop(np.int32(0), np.int32(blocks), step, (windows, out))
-    if ragged:
-        last = block(windows)[1][:, :ragged]
-        out = lax.dynamic_update_slice(out, last, (np.int32(0), np.int32(blocks * each)))
+    if ragged > left:
+        last = block(windows)[1][:, : ragged - left]
+        out = lax.dynamic_update_slice(out, last, (np.int32(0), np.int32(count - ragged + left)))
     return out, windows
 
 
