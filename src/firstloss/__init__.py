@@ -20,8 +20,6 @@ _WHERE = {
     "init_program": ".init.recipes",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
-    "mark_sharding": ".init.shardings",
-    "shard": ".init.shardings",
     "run_stablehlo": ".init.stablehlo_file",
     "backend": ".runtime.backend",
     "current_backend": ".runtime.backend",

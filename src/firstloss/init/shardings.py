@@ -169,7 +169,11 @@ def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> Placed:
         left += [(dim, axis) for axis in entry[kept:]]
     moved = []
     for dim, axis in left:
-        room = [d for d in range(len(shape)) if shape[d] and not spec[d] and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0]
+        room = [
+            d
+            for d in range(len(shape))
+            if shape[d] and not spec[d] and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0
+        ]
         to = max(room, key=lambda d: shape[d] // _parts(out[d], axes), default=None)
         if to is not None:
             out[to].append(axis)

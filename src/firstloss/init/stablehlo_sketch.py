@@ -18,7 +18,7 @@ from ..capture.late import at_root
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous, slice_for
 from ..lower.functional import functional
 from ..lower.mt19937_fills import kernel
-from ..lower.program import Slot, Template, View, _template, _view, constant
+from ..lower.program import Slot, Template, View, _template, constant, view_of
 from ..lower.rules import RULES
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, number_and_word
@@ -317,7 +317,7 @@ class _Drawer:
                 out = node.outputs[0]
                 shown = target or _base(out)
                 fill, size = self.fill(node, shown), shown.size
-                view = None if target is None else _view(target)
+                view = None if target is None else view_of(target)
                 template = template._replace(args=(), kwargs=())
                 slots = [target.value] if target is not None else []
             elif functional(node.op) not in RULES and node.op not in RULES:
@@ -325,7 +325,7 @@ class _Drawer:
             steps.append(Step(template, tuple(numbers[v] for v in slots), fill, size, view))
             for value in node.outputs:
                 numbers[value] = len(numbers)
-        return Whole(tuple(inputs), tuple(steps), numbers[ref.value], _view(ref), ref.dtype)
+        return Whole(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
 
 
 def _base(value: Value) -> Ref:
