@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 DEMO_OUT ?= demo
 
-.PHONY: demo test lint bench install install-test clean
+.PHONY: demo test lint bench docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -24,6 +24,9 @@ lint: install-test
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/mkdocs build --strict
 
 install: $(VENV)/.stamp-run
 install-test: $(VENV)/.stamp-test
@@ -49,7 +52,11 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-de
 	$(PIP) --no-deps --upgrade --target $(VENV)/zoo -r requirements/no-deps.txt
 	@touch $@
 
+$(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
+	$(PIP) -c requirements/torch.txt -r requirements/docs.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/firstloss/rng/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
