@@ -7,7 +7,6 @@ import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAINER = ("firstloss.trainer", "firstloss.trainer.loggers")
-MODULES = ("errors", "timeline", "optim", "utils", "distributed", "amp", "lr_scheduler")
 
 
 def table() -> dict[str, str]:
@@ -32,7 +31,8 @@ def page() -> str:
     for module in (*sorted(modules), *TRAINER):
         if module == "firstloss.utils":
             continue  # it holds `data` alone
-        parts.append(f"## {module.replace('firstloss.', 'fl.', 1) if module not in TRAINER else module}\n\n::: {module}\n")
+        title = module if module in TRAINER else module.replace("firstloss.", "fl.", 1)
+        parts.append(f"## {title}\n\n::: {module}\n")
     return "\n".join(parts)
 
 

@@ -1,0 +1,94 @@
+"""The documentation: no dead link, no public name missing, samples that run. Without network, and without mkdocs."""
+
+import ast
+import importlib.util
+import os
+import re
+import textwrap
+
+import pytest
+
+import firstloss as fl
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DOCS = os.path.join(ROOT, "docs")
+PAGES = sorted(
+    os.path.relpath(os.path.join(folder, name), ROOT)
+    for folder, _, names in os.walk(DOCS)
+    for name in names
+    if name.endswith(".md")
+)
+
+
+def read(page):
+    with open(os.path.join(ROOT, page), encoding="utf-8") as file:
+        return file.read()
+
+
+def reference():
+    spec = importlib.util.spec_from_file_location("reference_hook", os.path.join(DOCS, "reference_hook.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page):
+    """The anchors of a page's headings, as Python-Markdown's toc makes them."""
+    text = read(page) + (reference().page() if page.endswith("reference.md") else "")
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", read(page), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        full = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        assert os.path.exists(os.path.join(ROOT, full)), f"{page} links to {target}, which is not there"
+        if page.startswith("docs"):
+            assert full.startswith("docs"), f"{page} links to {target}, which is not on the site"
+        if anchor and full.endswith(".md"):
+            assert anchor in anchors(full), f"{page} links to {target}, and {full} has no such heading"
+
+
+def test_the_site_has_every_page_that_it_lists():
+    listed = re.findall(r": ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
+    assert "index.md" in listed
+    for page in listed:
+        assert os.path.exists(os.path.join(DOCS, page)), page
+
+
+def test_every_public_name_is_on_the_page():
+    page = reference().page()
+    assert reference().table().keys() == set(fl.__all__)
+    for name in fl.__all__:
+        assert re.search(rf"^## fl\.{name}(\.\w+)?$", page, flags=re.M), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_samples_are_python(page):
+    for block in re.findall(r"```python\n(.*?)```", read(page), flags=re.S):
+        ast.parse(textwrap.dedent(block))
+
+
+def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
+    """All its samples, one after another in one program, as a reader would type them."""
+    blocks = re.findall(r"```python\n(.*?)```", read("docs/index.md"), flags=re.S)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("\n".join(blocks))
+    space = {"__name__": "train"}
+    exec(compile("\n".join(blocks), str(tmp_path / "train.py"), "exec"), space)
+    assert space["trainer"].state.step == 96
+    assert sum(bool(line.strip()) for line in blocks[0].split("x = torch.randn")[1].splitlines()) < 15
+    assert (tmp_path / "model_dir" / "checkpoints" / "step_96").is_dir()
+
+
+def test_the_trainers_hooks_are_all_named():
+    from firstloss.trainer import Callback
+
+    page = read("docs/trainer.md")
+    for name in vars(Callback):
+        assert not name.startswith("on_") or f"`{name}`" in page, name
