@@ -1,6 +1,8 @@
 """The examples, in short form, on real data."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -48,6 +50,32 @@ def test_a_hugging_face_folder_is_fine_tuned(tmp_path, monkeypatch):
     for name, tensor in start.items():
         assert 0 < (now[name].clone() - tensor).abs().max() <= 3.1e-4, name
     assert not torch.equal(now["lm_head.weight"].clone(), start["lm_head.weight"])
+
+
+SHARDED = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 8)
+from examples import byte_lm_fsdp
+for devices in (8, 1):
+    trainer = byte_lm_fsdp.train(f"run{devices}", 3, devices, width=64, layers=1, batch_size=8)
+    weight = trainer.model.blocks[0].up.weight
+    print(float(weight.clone().abs().sum()), trainer.state.step)
+"""
+
+
+def test_eight_devices_train_as_one(tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join([root, os.path.join(root, "src")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (eight, steps), (one, _) = (line.split() for line in done.stdout.splitlines())
+    assert steps == "3"
+    # Sums are taken in another order on each mesh, and AdamW makes much of little gradients.
+    assert float(eight) == pytest.approx(float(one), rel=1e-5)
+    losses = [json.loads((tmp_path / f"run{n}" / "metrics.jsonl").read_text().splitlines()[0])["loss"] for n in (8, 1)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,7 @@ class ConfiguredTrainer(Trainer):
         loop: TrainingLoop | None = None,
         device: str = "XLA",
         artifact_dir: str = "./artifacts",
+        mesh: dict[str, int] | None = None,
         callbacks: Sequence[Callback] | None = None,
         loggers: Sequence[Callback] | None = None,
         **options: Any,
@@ -53,11 +54,12 @@ class ConfiguredTrainer(Trainer):
             loop: how long to train.
             device: "XLA", "CPU" or "GPU".
             artifact_dir: where compiled steps are kept for the next start.
+            mesh: the devices to share the work, as {fsdp: 8}.
             callbacks: code of yours.
             loggers: default a progress bar and JSON lines.
         """
         super().__init__(
-            backend=fl.backend(device, artifact_dir=artifact_dir),
+            backend=fl.backend(device, mesh=mesh, artifact_dir=artifact_dir),
             model=model,
             optimizer=_of_parameters(optimizer),
             schedulers=schedulers,

@@ -241,6 +241,7 @@ class Trainer:
         """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held."""
         os.makedirs(self.model_dir, exist_ok=True)
         fl.backend(self.backend)
+        self._began = fl.timeline.current().now()
         self._pending = Pending(self._on_values, self.last_good)
         self._interrupts = Interrupts()
         try:
@@ -316,7 +317,9 @@ class Trainer:
         clock = fl.timeline.current()
         if clock.first_loss is None:  # an eager backend does not mark it
             clock.mark(fl.timeline.FIRST_LOSS)
-        self.callbacks("on_first_loss", self, loss, clock.first_loss)
+        first = clock.first_loss or 0.0
+        # Of another Trainer in the same process the first loss may have come long ago.
+        self.callbacks("on_first_loss", self, loss, first if first > self._began else clock.now())
 
     def _after(self, val_dataloader: Iterable[Any] | None, validate: bool, save: bool) -> None:
         """What is due between two steps; and the end, after a checkpoint, if a signal asks for it."""
