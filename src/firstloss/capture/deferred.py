@@ -14,6 +14,8 @@ from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
 from . import patches as _patches  # noqa: F401 - in place before the first capture
 from . import recorder, session
+from . import regions as _regions  # noqa: F401 - likewise
+from . import rematerialize as _rematerialize  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import local_part
 from .generators import POLICIES

@@ -161,6 +161,8 @@ def _record(call: Call) -> Any:
             made.append(DeferredTensor.wrap(store, size, stride, offset, dtype))
             outputs.append(value)
     node.outputs = tuple(outputs)
+    if trace is not None and outputs:
+        trace.latest = outputs[-1]
     return _results(call, made)
 
 

@@ -18,6 +18,7 @@ class Tracing:
     """What the recorder needs of a step trace (`step.py`): see there."""
 
     cbfloat16 = False  # what is float16 in the step is cbfloat16
+    latest: Value | None = None  # what the last recorded operation made
 
     def adopt(self, store: Store) -> None: ...
 

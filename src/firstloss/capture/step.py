@@ -126,8 +126,9 @@ class StepTrace(recorder._Tracing):
         """Trace what the block does; afterwards every Store is as it was."""
         before = recorder.set_trace(self)
         self._outer = before
-        state = torch.default_generator.get_state()
-        recorder.generators.move(torch.default_generator, self.stream, KeyStream.start)  # type: ignore[arg-type]
+        with torch._C._DisableTorchDispatch():  # within another trace, a state is no tensor of the step
+            state = torch.default_generator.get_state()
+            recorder.generators.move(torch.default_generator, self.stream, KeyStream.start)  # type: ignore[arg-type]
         compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True  # libraries take their branch-free paths, optimizers keep tensors
         collecting = gc.isenabled()

@@ -21,11 +21,16 @@ from ..capture.step import StepTrace
 from ..errors import LoweringError
 from .dtypes import to_torch
 
+# Operations that libraries make of their own, and that read values to be fast on one device: their rules.
+OF_LIBRARIES: dict[str, Callable] = {}
+
 _under_way: list[OpOverload] = []
 
 
 def decomposition(op: OpOverload) -> Callable | None:
     """What computes `op` by other operations, or None."""
+    if op._schema.name in OF_LIBRARIES:
+        return OF_LIBRARIES[op._schema.name]
     if op._can_decompose():
         return op.decompose
     if op.namespace == "torch_nn":
@@ -39,6 +44,8 @@ def decomposition(op: OpOverload) -> Callable | None:
 
 def rule_of(op: OpOverload) -> Callable | None:
     """A rule for `op` made from its decomposition; None if it has none."""
+    if op._schema.name in OF_LIBRARIES:
+        return OF_LIBRARIES[op._schema.name]
     function = decomposition(op)
     if function is None:
         return None

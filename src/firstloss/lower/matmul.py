@@ -8,6 +8,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .activations import gelu, relu
+from .decompose import OF_LIBRARIES
 from .dtypes import cast, is_integer, is_number, known, opmath, times, where
 from .registry import rule
 
@@ -118,3 +119,21 @@ def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
         return lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes, **how).T
     inner = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
     return lax.ragged_dot_general(self, mat2, sizes, inner, **how)
+
+
+# --- transformers' own name for the product of a mixture of experts ---------------------------------------------------
+
+
+def grouped_mm_fallback(input, weight, offs):
+    """As `_grouped_mm`; rows past the last group, which no expert has, are zeros."""
+    return _grouped_mm(input, weight, offs)
+
+
+def grouped_mm_fallback_backward(input, weight, offs, grad_output):
+    """Gradients of the rows and of each expert's weight."""
+    grad_input = _grouped_mm(grad_output, jnp.swapaxes(weight, 1, 2), offs)
+    return grad_input, _grouped_mm(input.T, grad_output, offs)
+
+
+OF_LIBRARIES["transformers::grouped_mm_fallback"] = grouped_mm_fallback
+OF_LIBRARIES["transformers::grouped_mm_fallback_backward"] = grouped_mm_fallback_backward

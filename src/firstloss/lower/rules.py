@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     activations,
     attention,
+    control,
     convolution,
     distances,
     embeddings,

@@ -1,0 +1,66 @@
+"""`torch.utils.checkpoint` in a step: what is computed again stays computed again, and is computed late.
+
+The recomputation arrives as operations like any others. A compiler that sees one computation twice keeps the first
+result, and one that finds its inputs ready at the beginning may run it there: either takes just the memory that the
+checkpoint was to save. So the recomputation starts from its inputs behind a *barrier* (`lax.optimization_barrier`), an
+operation that does nothing, that the compiler does not look through, and that waits for what was computed last: the
+gradient that has come down to the checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import session
+from .program import Value
+from .tensor import DeferredTensor, Store
+
+_library = torch.library.Library("firstloss", "FRAGMENT")
+_library.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
+_library.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
+
+_init_frame = checkpoint._CheckpointFrame.__init__
+_detach_variable = checkpoint.detach_variable
+
+
+def behind_barrier(tree: Any) -> Any:
+    """The same, with the tensors behind a barrier, if a step is being traced."""
+    trace = session.trace
+    if trace is None or trace.latest is None:
+        return tree
+    leaves, spec = tree_flatten(tree)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    with torch.no_grad():
+        made = iter(torch.ops.firstloss.barrier([x.detach() for x in tensors], _look(trace.latest, trace)))
+    out = [next(made).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return tree_unflatten(out, spec)
+
+
+def _look(value: Value, trace: Any) -> DeferredTensor:
+    """A tensor of the step that holds `value`."""
+    store = Store(value)
+    store.trace = trace
+    return DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
+
+
+def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    """As that of torch's record of one checkpointed call (use_reentrant=False)."""
+    _init_frame(self, lambda *inputs: recompute_fn(*behind_barrier(inputs)), *args, **kwargs)
+
+
+def detach_variable(inputs: tuple) -> tuple:
+    """As torch's, which is what the other kind of checkpoint (use_reentrant=True) recomputes from."""
+    return _detach_variable(behind_barrier(inputs))
+
+
+def install() -> None:
+    """Put the replacements in place."""
+    checkpoint._CheckpointFrame.__init__ = __init__  # type: ignore[method-assign]
+    checkpoint.detach_variable = detach_variable
+
+
+install()
