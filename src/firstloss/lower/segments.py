@@ -10,7 +10,7 @@ modules: any Program that repeats is cut, whatever wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,22 +55,29 @@ class Segment(NamedTuple):
     outputs: tuple[Value, ...]
 
 
-def cut(program: Program) -> Cut | None:
-    """Cut `program` where it repeats; None if too little of it does."""
+def cut(program: Program, first: Iterable[str] = ()) -> Cut | None:
+    """Cut `program` where it repeats; None if too little of it does.
+
+    Args:
+        first: names of outputs that are wanted as soon as can be: it is cut behind the call that makes the last of
+            these, too. (A loss is there long before the backward pass has even been compiled.)
+    """
     if len(program.nodes) < _SAVED:
         return None
     calls = calls_apart(program.nodes)
+    looks = {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None}
+    for look in looks.values():
+        calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)
     kinds: dict[Hashable, int] = {}
     keys = [kinds.setdefault((call.kind, _avals(call)), len(kinds)) for call in calls]
     runs = find_runs(keys, least=_SAVED // 4)
     if sum(run.stop - run.start - run.period for run in runs) < max(_SAVED, _SHARE * len(calls)):
         return None
-    looks = {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None}
-    calls.extend(looks.values())
     outputs = {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
     last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
     last_use.update(dict.fromkeys(outputs.values(), len(calls)))
-    bounds = [0]
+    wanted = {outputs[name] for name in first}
+    bounds = [0, 1 + max((i for i, call in enumerate(calls) if not wanted.isdisjoint(call.outputs)), default=-1)]
     for run in runs:
         bounds.extend(_bounds(run, calls, last_use))
     bounds = sorted({*bounds, len(calls)})

@@ -52,7 +52,7 @@ class Cell:
         self._edited = False
 
     def array(self) -> jax.Array:
-        """The content as an array of `value.shape`; waits for the materialization under way."""
+        """The content as an array of `value.shape`; waits for the materialization or the first step under way."""
         if self._edited:
             assert self._host is not None
             self._array, self._host, self._edited = self._put(self._host), None, False
@@ -60,14 +60,23 @@ class Cell:
             assert self._pending is not None
             self._array = self._pending.result()[self.value]
             self._pending = None
+        elif callable(self._array):
+            self._array = self._array()
         return self._array
+
+    def later(self) -> Callable[[], jax.Array] | None:
+        """What gives the content as it is to be when the materialization under way is through; None if it is there."""
+        pending, value = self._pending, self.value
+        if self._edited or self._array is not None or pending is None:
+            return None
+        return lambda: pending.result()[value]
 
     def snapshot(self) -> jax.Array:
         """As `array`, in memory that no step will write to. Does not wait for a step under way."""
         return jax.numpy.copy(self.array())
 
-    def set(self, array: jax.Array) -> None:
-        """What a step has made of it."""
+    def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
+        """What a step has made of it; a function that waits for it, where that is still to come."""
         self._array = array
         self._pending = None
         self._host = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from .cell import Cell
 from .jaxlib import compile_options, lend, to_host, x64
 from .mesh import fit, put
 from .optimizers import Optimizers
-from .segmented import SegmentedStep
+from .segmented import SegmentedStep, there
 
 
 class Surroundings(Protocol):
@@ -210,7 +209,8 @@ class Executable:
         where = {value: self._sharding(value) for value in (*changed, *read)}
         self._where = where if mesh is not None else {}
         with timeline.span("lower"):
-            pieces = cut(program) if mesh is None else None  # on a mesh the partitioner has to see all of it
+            # On a mesh the partitioner has to see all of it.
+            pieces = cut(program, first=names) if mesh is None else None
         if pieces is not None:
             new = [f"new{i}" for i in range(len(changed))]
             return SegmentedStep(self._name, pieces, changed, read, (new, [f"made{i}" for i in range(made)], names))
@@ -259,7 +259,7 @@ class Executable:
                 home.resident.set(array)
             else:  # a real tensor from outside the backend
                 with torch.no_grad():
-                    home.copy_(to_host(array))
+                    home.copy_(to_host(there(array)))
         for store, array in zip(self._made, made, strict=True):
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
@@ -276,10 +276,13 @@ class Executable:
         return pytree.tree_unflatten(out, self._result_spec)
 
     def _arrays(self, values: Iterable[Value], leaves: list[Any]) -> tuple:
-        """What stands for the inputs `values`. The first time, a step in segments asks for each when it needs it."""
-        if isinstance(self._compiled, SegmentedStep) and not self._ran:
-            return tuple(functools.partial(self._array, value, leaves) for value in values)
-        return tuple(self._array(value, leaves) for value in values)
+        """What stands for the inputs `values`. A step in segments waits itself for those that are still being made."""
+        waits = isinstance(self._compiled, SegmentedStep) and not self._ran
+        return tuple((self._later(value) if waits else None) or self._array(value, leaves) for value in values)
+
+    def _later(self, value: Value) -> Callable[[], jax.Array] | None:
+        home = self._tracing.inputs[value]
+        return home.resident.later() if isinstance(home, Store) and home.resident is not None else None
 
     def _array(self, value: Value, leaves: list[Any]) -> Any:
         """What stands for an input `value` at this step."""

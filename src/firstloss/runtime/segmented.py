@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -48,7 +50,7 @@ class SegmentedStep:
     """Called as a whole step's executable is: with the state that the step changes, the rest, and the seed.
 
     Segments run as soon as they are compiled, so the first loss may be there while the backward pass still compiles;
-    but what changes the state waits until everything is compiled. A state's old array is donated where it is used last,
+    what changes the state waits until everything is compiled. A state's old array is donated where it is used last,
     if the new one is made there.
 
     Args:
@@ -158,34 +160,80 @@ class SegmentedStep:
     def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
         """The Program's outputs, in the groups of `outputs`.
 
-        In `state` and `rest` a function stands for an array that may not be there yet: it is called when the first
-        segment needs it. So the forward pass begins while the optimizer's state is still being made.
+        The first time, in `state` and `rest` a function may stand for an array that is not there yet: it is called when
+        the first segment needs it. So the forward pass begins while the optimizer's state is still being made. And it
+        returns as soon as the last group is there: in the others a function stands for an array that is waited for when
+        it is called. So the first loss does not wait until the backward pass is compiled.
         """
         seed = jax.device_put(seed)
         slots: list[Any] = [*state, *rest, *[None] * (len(self._slots) - self._given)]
         for slot, array in self._constants.items():
             slots[slot] = array
         del state, rest
-        committed = self._ran
-        for turn in self._turns:
-            if not committed and turn.function in self._reuse:
-                # What could fail, fails now: from here on the old state is overwritten.
-                committed = bool(self.executables)
-                slots = [_there(array) for array in slots]
-            function = self._compiled[turn.function].result()
-            given = [slots[i] for i in turn.reads] if committed else [_there(slots[i]) for i in turn.reads]
-            results = function(seed, *given)
-            del given
+        if self._ran:
+            self._run(self._turns, slots, seed)
+        else:
+            self._ran = True
+            self._first_run(slots, seed)
+        return tuple(tuple(slots[i] for i in group) for group in self._results)
+
+    def _run(self, turns: Sequence[_Turn], slots: list[Any], seed: Any) -> None:
+        for turn in turns:
+            results = self._compiled[turn.function].result()(seed, *[slots[i] for i in turn.reads])
             for slot, array in zip(turn.fills, results, strict=True):
                 slots[slot] = array
             for slot in turn.frees:
                 slots[slot] = None
-        self._ran = True
-        return tuple(tuple(_there(slots[i]) for i in group) for group in self._results)
+
+    def _first_run(self, slots: list[Any], seed: Any) -> None:
+        filled = {slot for slot, array in enumerate(slots) if array is not None}
+        wanted = set(self._results[-1]) - filled
+        done = 0
+        while wanted and self._turns[done].function not in self._reuse:
+            turn = self._turns[done]
+            for slot in turn.reads:
+                slots[slot] = there(slots[slot])
+            self._run([turn], slots, seed)
+            wanted.difference_update(turn.fills)
+            done += 1
+        if wanted or done == len(self._turns):
+            self._finish(done, slots, seed)
+            return
+        results = {i: there(slots[i]) for i in self._results[-1]}
+        later: Future[dict[int, Any]] = Future()
+        mine = list(slots)
+
+        def finish() -> None:
+            try:
+                with timeline.span("rest of the step"), x64():
+                    self._finish(done, mine, seed)
+                    arrays = jax.block_until_ready({i: mine[i] for group in self._results[:-1] for i in group})
+                mine.clear()
+                later.set_result(arrays)
+            except BaseException as error:  # raised where the state is needed
+                later.set_exception(error)
+
+        for group in self._results[:-1]:
+            for slot in group:
+                slots[slot] = functools.partial(_of, later, slot)
+        for slot, array in results.items():
+            slots[slot] = array
+        threading.Thread(target=finish, name="firstloss-first-step").start()
+
+    def _finish(self, done: int, slots: list[Any], seed: Any) -> None:
+        """The turns from `done` on. What could fail, fails before the first of them: they overwrite the old state."""
+        assert self.executables
+        slots[:] = map(there, slots)
+        self._run(self._turns[done:], slots, seed)
 
 
-def _there(array: Any) -> Any:
+def there(array: Any) -> Any:
+    """An array for which a function may stand: waits for it."""
     return array() if callable(array) else array
+
+
+def _of(later: Future[dict[int, Any]], slot: int) -> Any:
+    return later.result()[slot]
 
 
 def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:
