@@ -53,7 +53,7 @@ def give_way() -> Callable[[], None]:
 
     def lower_priority() -> None:
         if next(first) == 0 and sys.platform == "linux":  # elsewhere a priority is a whole process's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
     return lower_priority
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -61,7 +61,6 @@ class SegmentedStep:
     def __init__(
         self, name: str, cut: Cut, state: Sequence[Value], rest: Sequence[Value], outputs: Sequence[Sequence[str]]
     ) -> None:
-        self._name = name
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
         self._given = len(self._slots)
         self._made = {value for segment in cut.segments for value in segment.outputs}
@@ -73,14 +72,18 @@ class SegmentedStep:
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
         with x64():
             self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
-        self._compiled = self._compile(functions)
+        reuse = {n for n, function in functions.items() if function.reused}
+        self._first = self._turns_to(self._results[-1], reuse)
+        self._compiled = _Compiling(name, functions)
+        first = {turn.function for turn in self._turns[: self._first]}
+        while self._compiled.lower_next(first or functions):
+            pass
         self._ran = False
-        self._reuse = {n for n, function in functions.items() if function.reused}
 
     @property
     def executables(self) -> list[Any]:
         """The compiled functions, in the order in which they are first called; waits for those under way."""
-        return [future.result() for future in self._compiled.values()]
+        return self._compiled.all()
 
     # -- which slot holds what --
 
@@ -109,51 +112,16 @@ class SegmentedStep:
                 self._constants[slot] = constant(never_written if value.real is None else value.real)
         return slot
 
-    # -- from calls to executables --
-
-    def _compile(self, functions: Mapping[int, _Function]) -> dict[int, Future[Any]]:
-        clock, options = timeline.current(), compile_options()
-        begin = clock.now()
-        ends: list[float] = []
-
-        def compile(lowered: Any) -> Any:
-            with x64():
-                made = lowered.compile(options)
-            ends.append(clock.now())
-            if len(ends) == len(functions):
-                clock.add("compile", begin, max(ends))
-            return made
-
-        futures = {}
-        pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
-        for number, function in functions.items():
-            with timeline.span("lower"):
-                lowered = self._lower(function)
-            futures[number] = pool.submit(compile, lowered)
-        pool.shutdown(wait=False)
-        return futures
-
-    def _lower(self, function: _Function) -> Any:
-        segment = function.like
-        inputs = [segment.inputs[i] for i in function.takes]
-        outputs = [segment.outputs[i] for i in function.gives]
-
-        def run(seed: Any, *given: Any) -> tuple:
-            arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
-            step: list[Any] = []
-
-            def key_of(draw: int) -> Any:
-                if not step:
-                    step.append(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
-                return jax.random.fold_in(step[0], arrays[draw])
-
-            run_calls(segment.calls, arrays, key_of)
-            return tuple(arrays[value] for value in outputs)
-
-        run.__name__ = f"{self._name}_{segment.function}"
-        with x64():
-            jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
-            return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
+    def _turns_to(self, results: Sequence[int], reuse: set[int]) -> int:
+        """How many turns there are until all `results` are there; none, if the old state is overwritten before."""
+        wanted = set(results) - set(range(self._given)) - set(self._constants)
+        for n, turn in enumerate(self._turns):
+            if not wanted:
+                return n
+            if turn.function in reuse:
+                break
+            wanted.difference_update(turn.fills)
+        return 0
 
     # -- a step --
 
@@ -179,25 +147,23 @@ class SegmentedStep:
 
     def _run(self, turns: Sequence[_Turn], slots: list[Any], seed: Any) -> None:
         for turn in turns:
-            results = self._compiled[turn.function].result()(seed, *[slots[i] for i in turn.reads])
+            results = self._compiled[turn.function](seed, *[slots[i] for i in turn.reads])
             for slot, array in zip(turn.fills, results, strict=True):
                 slots[slot] = array
             for slot in turn.frees:
                 slots[slot] = None
 
     def _first_run(self, slots: list[Any], seed: Any) -> None:
-        filled = {slot for slot, array in enumerate(slots) if array is not None}
-        wanted = set(self._results[-1]) - filled
-        done = 0
-        while wanted and self._turns[done].function not in self._reuse:
-            turn = self._turns[done]
+        for turn in self._turns[: self._first]:
+            while not self._compiled.done(turn.function) and self._compiled.lower_next():
+                pass
             for slot in turn.reads:
                 slots[slot] = there(slots[slot])
             self._run([turn], slots, seed)
-            wanted.difference_update(turn.fills)
-            done += 1
-        if wanted or done == len(self._turns):
-            self._finish(done, slots, seed)
+        while self._compiled.lower_next():
+            pass
+        if self._first in (0, len(self._turns)):
+            self._finish(slots, seed)
             return
         results = {i: there(slots[i]) for i in self._results[-1]}
         later: Future[dict[int, Any]] = Future()
@@ -206,7 +172,7 @@ class SegmentedStep:
         def finish() -> None:
             try:
                 with timeline.span("rest of the step"), x64():
-                    self._finish(done, mine, seed)
+                    self._finish(mine, seed)
                     arrays = jax.block_until_ready({i: mine[i] for group in self._results[:-1] for i in group})
                 mine.clear()
                 later.set_result(arrays)
@@ -220,11 +186,75 @@ class SegmentedStep:
             slots[slot] = array
         threading.Thread(target=finish, name="firstloss-first-step").start()
 
-    def _finish(self, done: int, slots: list[Any], seed: Any) -> None:
-        """The turns from `done` on. What could fail, fails before the first of them: they overwrite the old state."""
+    def _finish(self, slots: list[Any], seed: Any) -> None:
+        """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
         assert self.executables
         slots[:] = map(there, slots)
-        self._run(self._turns[done:], slots, seed)
+        self._run(self._turns[self._first :], slots, seed)
+
+
+class _Compiling:
+    """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
+
+    def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
+        self._name = name
+        self._todo = dict(functions)
+        self._futures: dict[int, Future[Any]] = {}
+        self._executables: dict[int, Any] = {}
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
+
+    def lower_next(self, among: Container[int] | None = None) -> bool:
+        """Lower the next function, and begin to compile it; False if none is left (`among` these)."""
+        number = next((n for n in self._todo if among is None or n in among), None)
+        if number is None:
+            return False
+        with timeline.span("lower"):
+            lowered = _lower(f"{self._name}_{number}", self._todo.pop(number))
+        self._futures[number] = self._pool.submit(self._compile, lowered)
+        if not self._todo:
+            self._pool.shutdown(wait=False)
+        return True
+
+    def _compile(self, lowered: Any) -> Any:
+        with timeline.span("compile"), x64():
+            return lowered.compile(compile_options())
+
+    def done(self, number: int) -> bool:
+        """Whether a function has been compiled, or has failed to."""
+        return number in self._futures and self._futures[number].done()
+
+    def __getitem__(self, number: int) -> Any:
+        executable = self._executables.get(number)
+        if executable is None:
+            executable = self._executables[number] = self._futures[number].result()
+        return executable
+
+    def all(self) -> list[Any]:
+        """The executables; waits for those under way."""
+        return [self[number] for number in self._futures]
+
+
+def _lower(name: str, function: _Function) -> Any:
+    segment = function.like
+    inputs = [segment.inputs[i] for i in function.takes]
+    outputs = [segment.outputs[i] for i in function.gives]
+
+    def run(seed: Any, *given: Any) -> tuple:
+        arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
+        step: list[Any] = []
+
+        def key_of(draw: int) -> Any:
+            if not step:
+                step.append(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
+            return jax.random.fold_in(step[0], arrays[draw])
+
+        run_calls(segment.calls, arrays, key_of)
+        return tuple(arrays[value] for value in outputs)
+
+    run.__name__ = name
+    with x64():
+        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
+        return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
 
 
 def there(array: Any) -> Any:
