@@ -354,7 +354,9 @@ def resident(array: jax.Array) -> DeferredTensor:
     return DeferredTensor.wrap(store, shape, value.stride, 0, value.dtype)
 
 
-def _mesh_sharding(array: jax.Array) -> Any:
+def _mesh_sharding(array: jax.Array | Callable[[], jax.Array]) -> Any:
+    if callable(array):  # still to come, of a step that is not on a mesh
+        return None
     return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
