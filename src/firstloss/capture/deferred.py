@@ -17,10 +17,11 @@ from . import recorder, session
 from . import regions as _regions  # noqa: F401 - likewise
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
-from .distributed import local_part
+from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import DeferredTensor
 from .source import here
+from .tensor import has_strangers
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class _Capture(TorchDispatchMode):
         return False  # else torch wraps the method below, and imports its compiler (a second) to do so
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if has_strangers(types):  # a wrapper's own dispatch comes first; what it does to deferred tensors is recorded
+            return func(*args, **(kwargs or {}))
         return recorder.dispatch(func, args, kwargs or {})
 
 
@@ -165,5 +168,5 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
-    tensors = (local_part(t) for t in tensors_in(what))
+    tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
     return any(type(t) is DeferredTensor and t._store.resident is None for t in tensors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,18 @@ def refuse(op: Any) -> NoReturn:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor; any other tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor is made of: what this rank holds of a DTensor, what a wrapper class wraps."""
+    local = local_part(tensor)
+    flatten = getattr(type(local), "__tensor_flatten__", None)  # as torch.compile has it
+    if flatten is None:
+        yield local
+        return
+    names, _ = flatten(local)
+    for name in names:
+        yield from parts_of(getattr(local, name))
 
 
 def prepare(is_deferred: Callable[[Any], bool]) -> None:

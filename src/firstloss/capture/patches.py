@@ -14,6 +14,7 @@ from . import session
 from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass
+_original_new = torch.Tensor.__new__
 _original_materialize = UninitializedTensorMixin.materialize
 _original_get_rng_state = torch.random.get_rng_state
 _original_manual_seed = torch.random.manual_seed
@@ -24,6 +25,15 @@ def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) > 1 and type(args[1]) is DeferredTensor:
         args = (args[0], Hooks.materialize(args[1]), *args[2:])
     return _original_make_subclass(*args, **kwargs)
+
+
+def _new(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `torch.Tensor.__new__`; a subclass made of a deferred tensor gets its real memory, as above."""
+    if len(args) < 2 or not isinstance(args[1], torch.Tensor) or not (session.depth or type(args[1]) is DeferredTensor):
+        return _original_new(*args, **kwargs)
+    data = Hooks.materialize(args[1]) if type(args[1]) is DeferredTensor else args[1]
+    with torch._C._DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
+        return _original_new(args[0], data, *args[2:], **kwargs)
 
 
 def get_rng_state() -> torch.Tensor:
@@ -56,6 +66,7 @@ def install() -> None:
     """Put the replacements in place."""
     UninitializedTensorMixin.materialize = materialize
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
+    torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
         module.manual_seed = manual_seed  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from .program import Node, Ref, Value, dense_count
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
-from .shapes import NeedsValues, infer
+from .shapes import NeedsValues, infer, is_unusual
 from .source import here
 from .special import SPECIAL, contiguous_stride, resize
 from .tensor import DeferredTensor, Hooks, Store
@@ -77,6 +77,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
+        if any(map(is_unusual, call.real)):
+            return run_to_find_out(call)
         if not session.depth and not how.view and all(is_in_file(t) for t in call.deferred):
             return read_and_run(call)
         if how.writes and any(type(t) is not DeferredTensor for t in call.written()):

@@ -55,6 +55,8 @@ def infer(call: Call) -> Outcome:
 def _ask(call: Call) -> Outcome:
     if call.op._schema.name.startswith("aten::_fused_") and not call.op._schema.returns:
         return Outcome([], None)  # they have no meta kernels
+    if call.op._schema.name.startswith("aten::quantize_per"):  # whose meta kernels return floats
+        raise NeedsValues(f"{call.op} returns a quantized tensor")
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
     geometry = _of_list(call) if call.op._schema.name.startswith("aten::_foreach_") else _on_meta(call)
@@ -117,8 +119,15 @@ def _on_meta(call: Call) -> list[Any]:
             continue
         if not isinstance(t, Tensor):
             raise NeedsValues(f"{call.op} returns a {type(t).__name__}")
+        if is_unusual(t):
+            raise NeedsValues(f"{call.op} returns a tensor that is not an array of numbers side by side")
         out.append(geometry_of(t))
     return out
+
+
+def is_unusual(tensor: Tensor) -> bool:
+    """Whether a tensor is sparse, nested, quantized or the like: it has no strides, and is never deferred."""
+    return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def _as_meta(arg: Any) -> Any:

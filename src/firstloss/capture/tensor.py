@@ -7,8 +7,9 @@ ties and views need nothing more.
 from __future__ import annotations
 
 import copy
+import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +35,12 @@ class Hooks:
     dispatch: Callable[[Any, tuple, dict], Any]  # the recorder's way in
     value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
-    materialize: Callable[[Tensor], Tensor]  # makes it real, in place
+
+    @staticmethod
+    def materialize(tensor: Tensor) -> Tensor:
+        """Makes it real, in place. (Whoever only captures has not imported what does so.)"""
+        importlib.import_module("firstloss.init.materialize")  # puts its own in this one's place
+        return Hooks.materialize(tensor)
 
 
 class Store:
@@ -87,6 +93,8 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if has_strangers(types):
+            return NotImplemented
         return Hooks.dispatch(func, args, kwargs or {})
 
     def _ref(self) -> Ref:
@@ -149,6 +157,10 @@ class DeferredTensor(Tensor):
     def __array__(self, *args, **kwargs):
         return made(self).__array__(*args, **kwargs)
 
+    def as_subclass(self, cls):
+        """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
+        return made(self).as_subclass(cls)
+
     def data_ptr(self) -> int:
         """As `torch.Tensor.data_ptr`, on the materialized tensor."""
         return made(self).data_ptr()
@@ -172,6 +184,11 @@ class DeferredTensor(Tensor):
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
+
+
+def has_strangers(types: Iterable[type]) -> bool:
+    """Whether there are tensor classes among them that see to operations themselves, and are not ours."""
+    return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
 
 
 def made(tensor: DeferredTensor) -> Tensor:

@@ -12,7 +12,7 @@ from .call import Call
 from .constants import constant, constant_tensor, store_of
 from .file_value import FileValue
 from .program import Ref
-from .shapes import infer
+from .shapes import infer, is_unusual
 from .source import here
 from .tensor import DeferredTensor, Hooks
 
@@ -73,11 +73,15 @@ def run_to_find_out(call: Call) -> Any:
             _take_over(t, kwargs[where] if isinstance(where, str) else args[where])
         returned = call.traits.returns[0] if call.traits.returns else None
         return None if returned is None else call.argument(returned)
-    if isinstance(result, Tensor):
-        return constant_tensor(result, copy=False)
     if isinstance(result, (list, tuple)):
-        return type(result)(constant_tensor(r, copy=False) if isinstance(r, Tensor) else r for r in result)
-    return result
+        return type(result)(_known(r) for r in result)
+    return _known(result)
+
+
+def _known(result: Any) -> Any:
+    if not isinstance(result, Tensor) or is_unusual(result):
+        return result
+    return constant_tensor(result, copy=False)
 
 
 def _take_over(target: Tensor, new: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from .. import timeline
 from ..capture import replay
 from ..capture.deferred import named_tensors
-from ..capture.distributed import local_part
+from ..capture.distributed import parts_of
 from ..capture.program import Value
 from ..capture.source import here
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
@@ -29,10 +29,14 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
     on sharing.
     """
-    local = local_part(tensor)
-    if type(local) is DeferredTensor and local._store.resident is None:
-        materialize_stores([local._store])
+    materialize_stores(_pending(tensor))
     return tensor
+
+
+def _pending(tensor: torch.Tensor) -> list[Store]:
+    """What has to be made for a tensor to be real."""
+    parts = (part for part in parts_of(tensor) if type(part) is DeferredTensor)
+    return [part._store for part in parts if part._store.resident is None]
 
 
 def materialize_module(
@@ -73,9 +77,7 @@ def materialize_module(
             continue
         if check_fn is not None and _owner(name, modules) not in chosen:
             continue
-        tensor = local_part(tensor)
-        if type(tensor) is DeferredTensor and tensor._store.resident is None:
-            stores[id(tensor._store)] = tensor._store
+        stores.update((id(store), store) for store in _pending(tensor))
     materialize_stores(list(stores.values()), num_threads, progress, device, dtype)
 
 
@@ -230,4 +232,4 @@ def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
     return list(found.values())
 
 
-Hooks.materialize = materialize_tensor
+Hooks.materialize = materialize_tensor  # type: ignore[method-assign]
