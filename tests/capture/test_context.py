@@ -270,3 +270,8 @@ def test_other_threads_go_on_as_usual():
         thread.join()
         inside = torch.ones(3)
     assert found == [torch.Tensor] and fl.is_deferred(inside)
+
+
+def test_what_is_made_like_a_deferred_tensor_afterwards_is_deferred():
+    weight = fl.deferred_init(lambda: torch.randn(4, 3))
+    assert all(fl.is_deferred(t) for t in (weight.new_zeros(0, 3), torch.empty_like(weight), torch.rand_like(weight)))

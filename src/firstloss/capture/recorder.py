@@ -79,7 +79,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_on_resident(call)
         if any(map(is_unusual, call.real)):
             return run_to_find_out(call)
-        if not session.depth and not how.view and all(is_in_file(t) for t in call.deferred):
+        if call.deferred and not session.depth and not how.view and all(map(is_in_file, call.deferred)):
             return read_and_run(call)
         if how.writes and any(type(t) is not DeferredTensor for t in call.written()):
             return run_for_real(call)
