@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -164,7 +164,7 @@ def run_recipes(
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
-    background: bool = False,
+    niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
     """Run the recipes of `values` on the torch engine (see its `run`): a buffer for each, that nobody else holds."""
     with torch._C._DisableTorchDispatch():
@@ -181,7 +181,7 @@ def run_recipes(
         shards = shard_engine.shards_among(values)
         apart = set(shards)
         rest = [value for value in values if value not in apart]
-        out = torch_engine.run(rest, allocate, num_threads, done, background)
+        out = torch_engine.run(rest, allocate, num_threads, done, niceness)
         if shards:
             threads = num_threads or torch_engine.default_threads()
             out |= shard_engine.run(shards, lambda v: torch_engine.run([v])[v], allocate, threads, done)

@@ -9,12 +9,11 @@ arithmetic, is replayed afterwards, independent recipes in parallel.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -44,16 +43,17 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def give_way() -> Callable[[], None]:
-    """What each thread of a pool runs first: one of them leaves its core to whoever traces and compiles meanwhile.
+def give_way(niceness: Sequence[int]) -> Callable[[], None]:
+    """What each thread of a pool runs first: the n-th takes the n-th of these priorities, the others stay as they are.
 
-    That is a single thread, and the way to the first loss leads through it; recipes are made by as many as there are.
+    So some leave their cores to whoever is on the way to the first loss.
     """
-    first = itertools.count()
+    mine = iter(niceness)
 
     def lower_priority() -> None:
-        if next(first) == 0 and sys.platform == "linux":  # elsewhere a priority is a whole process's
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        priority = next(mine, 0)
+        if priority and sys.platform == "linux":  # elsewhere a priority is a whole process's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
 
     return lower_priority
 
@@ -99,7 +99,7 @@ def run(
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
     num_threads: int | None = None,
     done: Callable[[int], None] | None = None,
-    background: bool = False,
+    niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
     """Compute `values`; returns for each a buffer laid out as it is.
 
@@ -108,7 +108,7 @@ def run(
         allocate: gives the memory for a Value; called from several threads.
         num_threads: threads to draw with; default all cores of this process.
         done: told the number of bytes each time a piece has been drawn.
-        background: somebody else is on the way to the first loss meanwhile, whom these threads give way to.
+        niceness: the first threads' priorities, where others are on the way to the first loss meanwhile.
     """
     wanted = list(dict.fromkeys(values))
     threads = num_threads or default_threads()
@@ -133,7 +133,7 @@ def run(
     segments = [(stream, part) for stream, parts in work.items() for part in _segments(parts, threads)]
     hoisted = {*fills, *(node for chain in chains.values() for node in chain)}
     rest = _components([node for node in nodes if node not in hoisted])
-    with ThreadPoolExecutor(threads, "firstloss-init", give_way() if background else None) as pool:
+    with ThreadPoolExecutor(threads, "firstloss-init", give_way(niceness)) as pool:
         for future in [pool.submit(_draw_segment, *segment, done) for segment in segments]:
             future.result()
         for future in [pool.submit(_correct, *rejection) for rejection in rejections]:

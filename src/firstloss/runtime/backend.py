@@ -90,11 +90,15 @@ class Backend:
         """
         self.keys.load_state_dict(state.get("random", {}))
 
-    def claim(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background."""
+    def claim(self, tensors: Iterable[torch.Tensor], behind: bool = False) -> None:
+        """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background.
+
+        Args:
+            behind: the first loss does not need them, as it does not an optimizer's state.
+        """
         from . import placement
 
-        placement.claim(tensors, self.mesh)
+        placement.claim(tensors, self.mesh, behind)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

@@ -116,7 +116,8 @@ class Executable:
                 )
         if self._backend.mesh is not None:
             self._backend.mesh.follow(self._backend.parameters(), self._optimizers.seen)
-        self._backend.claim([*self._optimizers.new_state, *self._optimizers.schedule_state])
+        self._backend.claim(self._optimizers.schedule_state)
+        self._backend.claim(self._optimizers.new_state, behind=True)
         return result
 
     def _settle(self, result: Any) -> None:

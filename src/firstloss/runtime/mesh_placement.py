@@ -74,7 +74,7 @@ def make(wanted: Mapping[Value, NamedSharding]) -> dict[Value, jax.Array]:
                 memory.allocate,
                 torch_engine.default_threads(),
             )
-            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, background=True)
+            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, niceness=(5,))
         for shard in (*rows, *rest):
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..capture.program import Value, dense_count, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
 from ..init.materialize import run_recipes
+from ..init.torch_engine import default_threads
 from . import mesh_placement
 from .cell import Cell
 from .jaxlib import empty, on_cpu, to_device
@@ -27,8 +28,16 @@ _DIRECT_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0003
 
 
-def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None) -> None:
-    """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits."""
+# Priorities of the threads that make weights: one leaves its core to the thread that traces and lowers meanwhile.
+BESIDE_TRACING = (5,)
+
+
+def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False) -> None:
+    """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
+
+    Args:
+        behind: these are not needed for the first loss; what is, comes before them.
+    """
     pending: list[Store] = []
     real: list[torch.Tensor] = []
     for tensor in tensors:
@@ -42,10 +51,10 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None) -> None:
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh)
+        _materialize_in_background(pending, mesh, (19,) * default_threads() if behind else BESIDE_TRACING)
 
 
-def _materialize_in_background(stores: list[Store], mesh: Mesh | None) -> None:
+def _materialize_in_background(stores: list[Store], mesh: Mesh | None, niceness: Sequence[int]) -> None:
     future: Future[dict[Value, jax.Array]] = Future()
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     for store in stores:
@@ -57,7 +66,7 @@ def _materialize_in_background(stores: list[Store], mesh: Mesh | None) -> None:
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
         try:
             with timeline.span("materialize"):
-                future.set_result(_make(list(shardings)) if mesh is None else mesh_placement.make(shardings))
+                future.set_result(_make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings))
         except BaseException as error:  # the thread that waits for the weights raises it
             future.set_exception(error)
         finally:
@@ -66,7 +75,7 @@ def _materialize_in_background(stores: list[Store], mesh: Mesh | None) -> None:
     threading.Thread(target=work, name="firstloss-materialize", daemon=True).start()
 
 
-def _make(values: list[Value]) -> dict[Value, jax.Array]:
+def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
     """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
     arrays: dict[int, jax.Array] = {}
 
@@ -77,7 +86,7 @@ def _make(values: list[Value]) -> dict[Value, jax.Array]:
         arrays[memory.data_ptr()] = array
         return memory
 
-    buffers = run_recipes(values, allocate=allocate, background=True)
+    buffers = run_recipes(values, allocate=allocate, niceness=niceness)
     out: dict[Value, jax.Array] = {}
     for value, buffer in buffers.items():
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
