@@ -31,6 +31,7 @@ class Tracing:
 
 
 trace: Tracing | None = None
+reseated = 0  # how often a tensor that lives on a backend was given other memory
 depth = 0  # how many `deferred` contexts are open
 seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()

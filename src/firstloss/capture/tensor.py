@@ -138,8 +138,11 @@ class DeferredTensor(Tensor):
             base = DeferredTensor.wrap(store, store.value.shape, store.value.stride, 0, store.value.dtype)
             with torch.no_grad():
                 memo[key] = base.clone()
-        copied = memo[key]._store
-        out = DeferredTensor.wrap(copied, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype)
+        geometry = tuple(self.shape), self.stride(), self.storage_offset()
+        if type(memo[key]) is DeferredTensor:
+            out = DeferredTensor.wrap(memo[key]._store, *geometry, self.dtype)
+        else:  # of a tensor on a backend, which is copied to the host
+            out = torch.empty(0, dtype=self.dtype).set_(memo[key].untyped_storage(), geometry[2], *geometry[:2])
         memo[id(self)] = out
         extra = {k: v for k, v in self.__dict__.items() if k != "_store"}
         if extra:
@@ -243,11 +246,26 @@ _data: Any = Tensor.data
 _set_data = _data.__set__
 
 
+def _is_state(tensor: Tensor) -> bool:
+    """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
+    if type(tensor) is DeferredTensor:
+        return tensor._store.resident is not None
+    return session.trace is not None
+
+
 def _assign_data(self: Tensor, other: Any) -> None:
     if type(other) is not DeferredTensor:
         if type(self) is not DeferredTensor:
             _set_data(self, other)
             return
+    if _is_state(self) and self.shape == other.shape and self.dtype == other.dtype:
+        # Compiled steps know the storage, not the tensor: it takes over the content.
+        with torch.no_grad():
+            self.copy_(other)
+        return
+    if type(self) is DeferredTensor and self._store.resident is not None:
+        session.reseated += 1
+    if type(other) is not DeferredTensor:
         other = Hooks.constant_tensor(other)
     reseat(self, other._store, geometry_of(other))
 

@@ -227,7 +227,8 @@ def native_batch_norm_backward(
     normed = (x - mean) * rstd
     scaled = g if weight is None else g * _by_channel(weight, x)
     return (
-        (_input_gradient(scaled, normed, rstd, dims) if train else scaled * rstd) if output_mask[0] else None,
+        # whoever does not want it gets it from the meta kernel all the same; XLA drops what nobody reads
+        _input_gradient(scaled, normed, rstd, dims) if train else scaled * rstd,
         lax.reduce_sum(g * normed, dims) if output_mask[1] else None,
         lax.reduce_sum(g, dims) if output_mask[2] else None,
     )

@@ -69,22 +69,29 @@ class Changes:
         self._refuse = refuse
         self._check = check
         self._known: list[Known] = []
+        self._fitting: Known | None = None
         self._told: set[str] = set()
 
+    def fits(self) -> bool:
+        """Whether there is an executable that does what the step's Python would do now."""
+        self._fitting = next(
+            (k for k in self._known if not k.executable.outdated() and not self._read_slots(k)),
+            None,
+        )
+        return self._fitting is not None
+
     def executable(self, trace: Any, roots: tuple) -> Any:
-        """The executable that does what the step's Python would do now.
+        """The executable that does what the step's Python would do now; to be called after `fits`.
 
         Args:
             trace: traces the step; called with the Watch and a function that finds an equal executable.
             roots: where to begin to look for what the step's Python reads.
         """
-        for known in self._known:
-            if not known.executable.outdated() and not self._read_slots(known):
-                if self._check and known.check_is_due():
-                    known = self._verify(known, trace, roots)
-                break
-        else:
+        known = self._fitting
+        if known is None:
             known = self._trace(trace, roots)
+        elif self._check and known.check_is_due():
+            known = self._verify(known, trace, roots)
         known.uses += 1
         if known is not self._known[0]:
             self._known.remove(known)

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
+from ..capture import session
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
 from ..capture.program import Program, Ref, Value
@@ -89,6 +90,7 @@ class Executable:
         with _uncollected():
             self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
+        self._reseated = session.reseated
 
     # -- from Python to a Program --
 
@@ -188,8 +190,10 @@ class Executable:
                     del entries[key]
 
     def outdated(self) -> bool:
-        """Whether a number that is baked into the executable has been changed since, or it was for a first step."""
-        return self._optimizers.first_step_only and self._ran or self._optimizers.outdated()
+        """Whether it was for a first step, or a number that is baked in or a weight's memory has been changed since."""
+        if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
+            return True
+        return self._optimizers.outdated()
 
     # -- from a Program to an executable --
 

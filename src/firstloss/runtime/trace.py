@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..amp.precision import precision_key
 from ..capture.program import Program
 from ..errors import TraceError
@@ -64,6 +66,8 @@ class TracedStep:
         self._check = check
         self._executables: dict[Any, Changes] = {}
         self._latest: Changes | None = None
+        self._seen: tuple | None = None
+        self._all: list[torch.nn.Parameter] = []
         functools.update_wrapper(self, step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -77,10 +81,10 @@ class TracedStep:
         from .executable import Executable  # here, because it brings JAX
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
-        key = (id(backend), spec, kind, _grads(backend), precision_key())
-        known = self._executables.get(key)
-        if known is None:
-            known = self._executables[key] = Changes(self._name, self._refuse, self._check)
+        known = self._changes(backend, spec, kind)
+        if not known.fits():  # it may be that parameters were replaced
+            self._seen = None
+            known = self._changes(backend, spec, kind)
 
         def trace(around: Any, find: Any) -> Executable:
             return Executable(self._step, leaves, spec, backend, around, find)
@@ -89,13 +93,26 @@ class TracedStep:
         self._latest = known
         return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
+    def _changes(self, backend: Backend, spec: Any, kind: tuple) -> Changes:
+        """The executables for this kind of batch."""
+        key = (id(backend), spec, kind, self._parameters(backend), precision_key())
+        known = self._executables.get(key)
+        if known is None:
+            known = self._executables[key] = Changes(self._name, self._refuse, self._check)
+        return known
+
+    def _parameters(self, backend: Backend) -> tuple:
+        """Which parameters want a gradient, and hold one already: a step adds to it, or starts anew.
+
+        They are looked up when no executable fits: a parameter that is replaced is noticed as a change of its module.
+        """
+        if self._seen != (id(backend), len(backend.models)):
+            self._seen = (id(backend), len(backend.models))
+            self._all = [p for model in backend.models for p in model.parameters()]
+        return tuple((p.requires_grad, p.grad is not None) for p in self._all)
+
     def program(self) -> Program:
         """The Program executed last."""
         if self._latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
         return self._latest.latest().program
-
-
-def _grads(backend: Backend) -> tuple:
-    """Which parameters hold a gradient already: a step adds to it, or starts anew."""
-    return tuple(i for i, p in enumerate(backend.parameters()) if p.grad is not None)
