@@ -10,6 +10,8 @@ from benchmarks import harness
 
 FIGURES = (
     "materialize_llama_1b",
+    "timm_vit_large",
+    "fill_kernels",
     "capture_llama_405b",
     "one_rank_of_64",
     "save_initialized",
