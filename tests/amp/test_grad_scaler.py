@@ -186,3 +186,16 @@ def test_orders_and_limits_that_make_no_sense_are_refused():
     for options in ({"loss_scale": "static"}, {"loss_scale": -1.0}, {"loss_scale": "dynamic", "min_loss_scale": 1e9}):
         with pytest.raises(fl.errors.PrecisionError):
             fl.amp.GradScaler(**options)
+
+
+def test_pytorchs_scaler_in_a_traced_step_is_refused_at_its_line(backend):
+    compiled = fl.compile(nn.Linear(2, 2), backend)
+    scaler = torch.amp.GradScaler("cpu")
+
+    @fl.trace
+    def step(x):
+        scaler.scale(compiled(x).sum()).backward()
+
+    with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*firstloss.amp.GradScaler"):
+        step(torch.ones(1, 2))
+    assert float(scaler.scale(torch.ones(()))) == 65536.0

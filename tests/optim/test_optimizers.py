@@ -248,3 +248,81 @@ def test_what_cannot_be_traced_is_an_error(name, backend):
 
     with pytest.raises(fl.errors.TraceError, match=f"{name} cannot be traced"):
         step(xs[0])
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in Python, where `place` says."""
+
+    def __init__(self, parameters, place):
+        super().__init__(parameters, {"lr": 0.1})
+        self.place = place
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                table = group if self.place == "group" else self.state[p]
+                table["count"] = table.get("count", 0) + 1
+                p.sub_(group["lr"] / table["count"] * p.grad)
+
+
+@pytest.mark.parametrize("place", ["group", "state"])
+def test_a_count_in_python_is_an_error_and_leaves_nothing_behind(place, backend):
+    model, xs, _ = problem()
+    compiled = fl.compile(model, backend)
+    optimizer = Counting(model.parameters(), place)
+
+    @fl.trace
+    def step(x):
+        compiled(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(fl.errors.TraceError, match="count.*tensor"):
+        step(xs[0])
+    assert "count" not in optimizer.param_groups[0] and not optimizer.state
+
+
+# -- optimizers and schedules made anywhere --
+
+
+@pytest.mark.parametrize("where", ["inside", "before compile", "after compile"])
+@pytest.mark.parametrize("preinitialize", [True, False])
+def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, preinitialize, backend):
+    made = []
+
+    def make(parameters):
+        optimizer = fl.optim.Adam(parameters, lr=1.0)
+        if preinitialize:
+            optimizer.preinitialize()
+        made[:] = [optimizer, fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 3)]
+
+    torch.manual_seed(0)
+    with backend.device:
+        model = nn.Linear(4, 3)
+        if where == "inside":
+            make(model.parameters())
+    if where == "before compile":
+        make(model.parameters())
+    compiled = fl.compile(model, backend)
+    if where == "after compile":
+        make(model.parameters())
+    optimizer, schedule = made
+
+    @fl.trace
+    def step(x):
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 3)
+    make(reference.parameters())
+    for _ in range(4):
+        step(torch.ones(2, 4))
+        reference(torch.ones(2, 4)).square().mean().backward()
+        made[0].step()
+        made[0].zero_grad()
+        made[1].step()
+    assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+    assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # lives on the backend: nobody waits for it

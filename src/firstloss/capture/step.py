@@ -64,9 +64,6 @@ class StepTrace(recorder._Tracing):
             )
         self._before.append((store, store.value, store.trace))
         old = store.value
-        if old.known and old.numel <= 1 and store.resident is None:
-            store.trace = self  # a captured Python number stays a constant
-            return
         value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")
         self.inputs[value] = store
         store.value = value
@@ -189,51 +186,48 @@ def find_new_state(
     Raises:
         FirstStepDiffers: if the state starts from a weight's or a gradient's value; `optimizer.state` is as before.
     """
-    had = {(p, k) for p, entries in optimizer.state.items() for k in entries}
-    counters = {
-        (p, k): v
-        for p, entries in optimizer.state.items()
-        for k, v in entries.items()
-        if isinstance(v, (int, float)) and not isinstance(v, bool)
-    }
+    had = {p: dict(entries) for p, entries in optimizer.state.items()}
     rehearsal = StepTrace()
-    with rehearsal.active():
-        step()
-    found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
-    for parameter, entries in optimizer.state.items():
-        for key, entry in entries.items():
-            if isinstance(entry, (int, float)) and not isinstance(entry, bool):
-                if counters.get((parameter, key)) != entry:
-                    raise TraceError(
-                        f"{type(optimizer).__name__} keeps state[{key!r}] as a Python number and changes it in step(): "
-                        "a compiled step would see the same number for ever. Keep it as a tensor: "
-                        f"state[{key!r}] = torch.tensor(0.0)."
-                    )
-            if (parameter, key) in had or not is_traced(entry, rehearsal):
-                continue
-            store = entry._store
-            if _reads_inputs(store.first, rehearsal):
-                if not _linear_from_zeros(optimizer):
-                    _forget(optimizer, rehearsal)
-                    raise FirstStepDiffers
-                first = _zeros(store.value)
-            else:
-                # `torch.tensor(0.0)` is a constant to the recorder; what changes from step to step must not be.
-                first = store.first if store.first.real is None else _copy(store.first)
-            store.value = first
-            found[parameter, key] = entry
+    try:
+        with rehearsal.active():
+            step()
+        found = _new_state(optimizer, had, rehearsal)
+    except BaseException:
+        for parameter, entries in list(optimizer.state.items()):
+            entries.clear()
+            entries.update(had.get(parameter, {}))
+            if parameter not in had:
+                del optimizer.state[parameter]
+        raise
     for entry in found.values():
         entry._store.trace = None
     return found
 
 
-def _forget(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
-    """Take out of the optimizer's state what `trace` put there."""
-    for parameter, entries in list(optimizer.state.items()):
-        for key in [k for k, entry in entries.items() if is_traced(entry, trace)]:
-            del entries[key]
-        if not entries:
-            del optimizer.state[parameter]
+def _new_state(
+    optimizer: torch.optim.Optimizer, had: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
+) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
+    found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
+    for parameter, entries in optimizer.state.items():
+        before = had.get(parameter, {})
+        for key, entry in entries.items():
+            if isinstance(entry, (int, float)) and not isinstance(entry, bool) and before.get(key) != entry:
+                raise TraceError(
+                    f"{type(optimizer).__name__} keeps state[{key!r}] as a Python number and changes it in step(): "
+                    "a compiled step would see the same number for ever. Keep it as a tensor: "
+                    f"state[{key!r}] = torch.tensor(0.0)."
+                )
+            if key in before or not is_traced(entry, rehearsal):
+                continue
+            store = entry._store
+            if not _reads_inputs(store.first, rehearsal):
+                store.value = store.first
+            elif _linear_from_zeros(optimizer):
+                store.value = _zeros(store.value)
+            else:
+                raise FirstStepDiffers
+            found[parameter, key] = entry
+    return found
 
 
 def _reads_inputs(value: Value, trace: StepTrace) -> bool:
@@ -245,11 +239,6 @@ def _reads_inputs(value: Value, trace: StepTrace) -> bool:
 def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
     """Whether state that starts as a copy of the first gradient may as well start from zeros: SGD's momentum."""
     return isinstance(optimizer, torch.optim.SGD) and not any(g.get("dampening") for g in optimizer.param_groups)
-
-
-def _copy(constant: Value) -> Value:
-    tensor = DeferredTensor.wrap(Store(constant), constant.shape, constant.stride, 0, constant.dtype)
-    return recorder.dispatch(aten.clone.default, (tensor,), {})._store.value
 
 
 def _zeros(like: Value) -> Value:

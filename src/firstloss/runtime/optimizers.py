@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..capture.recorder import DeferredTensor
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
+from ..capture.source import here
 from ..capture.step import FirstStepDiffers, StepTrace, find_new_state
 from ..errors import TraceError
 from ..optim.adafactor import without_reads
@@ -62,6 +63,7 @@ class Optimizers:
         self.hyperparameters: dict[Any, Hyperparameter] = {}
         self.first_step_only = False
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._rehearsing = False
         self._baked: dict[tuple[int, int, str], Any] = {}
 
@@ -72,22 +74,35 @@ class Optimizers:
         torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
         changed: list[str] = []
         try:
-            with without_reads():
+            with without_reads(), _without_torchs_scaler():
                 yield
         finally:
             handle.remove()
             torch.clear_autocast_cache()
-            for group, key, before, ours in reversed(self._restore):
-                if group[key] is not ours or _written(ours):
-                    changed.append(key)
-                group[key] = before
+            changed = self._restore_groups()
         if changed:
             raise TraceError(
-                f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only "
-                "once, while it is traced. Call the scheduler's step() outside of the traced step, or use a schedule "
-                "from firstloss.optim.lr_scheduler, which is a function of a step tensor."
+                f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only once, while "
+                "it is traced. Call a scheduler's step() outside of the traced step, or use a schedule from "
+                "firstloss.optim.lr_scheduler, which is a function of a step tensor; an optimizer of your own counts "
+                "in a tensor in its state."
             )
         self._baked = self._constants()
+
+    def _restore_groups(self) -> list[str]:
+        """Put the groups back as they were before the step; returns what the step's Python has changed in them."""
+        changed: list[str] = []
+        for group, key, before, ours in reversed(self._restore):
+            if group[key] is not ours or _written(ours):
+                changed.append(key)
+            group[key] = before
+        for group, numbers in self._numbers:
+            now = {key: value for key, value in group.items() if _is_number(value)}
+            changed += [key for key, value in now.items() if numbers.get(key) != value]
+            for key in now.keys() - numbers.keys():
+                del group[key]
+            group.update(numbers)
+        return changed
 
     def outdated(self) -> bool:
         """Whether the executable is right no longer: a number baked into it has been changed since. What changes once
@@ -124,6 +139,8 @@ class Optimizers:
                 "traced step cannot. Compute the loss first, then call step() without a closure."
             )
         self.seen.append(optimizer)
+        for group in optimizer.param_groups:
+            self._numbers.append((group, {key: value for key, value in group.items() if _is_number(value)}))
         load_in_place(optimizer)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
@@ -183,9 +200,28 @@ class Optimizers:
         group[key] = value
 
 
+@contextmanager
+def _without_torchs_scaler() -> Iterator[None]:
+    """Inside, PyTorch's loss scaler, which decides on the host whether to step, is an error that says what to use."""
+
+    def scale(*_: Any) -> None:
+        raise TraceError(
+            f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
+            "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
+        )
+
+    before = torch.amp.GradScaler.scale
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = before  # type: ignore[method-assign]
+
+
 def _first_step(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize:
-        optimizer.preinitialize()
+    own = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
+    if own and not any(optimizer.state.values()):
+        optimizer.preinitialize()  # type: ignore[attr-defined]
     optimizer.step()
 
 
