@@ -139,11 +139,11 @@ class Optimizers:
                 "traced step cannot. Compute the loss first, then call step() without a closure."
             )
         self.seen.append(optimizer)
-        for group in optimizer.param_groups:
-            self._numbers.append((group, {key: value for key, value in group.items() if _is_number(value)}))
         load_in_place(optimizer)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
+        for group in optimizer.param_groups:
+            self._numbers.append((group, {key: value for key, value in group.items() if _is_number(value)}))
         for group in optimizer.param_groups:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
