@@ -285,6 +285,33 @@ def test_so_is_a_global_and_a_variable():
     assert outside.item() == 4 and inner.item() == 10
 
 
+class Mean:
+    """A metric: no module, and its sums are bound anew at each update."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+        self.counts = {"rows": torch.zeros((), dtype=torch.int64)}
+        self.latest = [torch.zeros(2), None]
+
+    def update(self, x):
+        self.total += x.sum()
+        self.counts["rows"] = self.counts["rows"] + len(x)
+        self.latest[0] = self.latest[0] * 0.5 + x
+
+    def values(self):
+        return self.total.item(), self.counts["rows"].item(), self.latest[0].tolist()
+
+
+def test_so_are_the_sums_of_a_metric():
+    ours, theirs = Mean(), Mean()
+    step = fl.trace(lambda x: ours.update(x))
+    for i in range(4):
+        step(X + i)
+        theirs.update(X + i)
+        assert ours.values() == theirs.values()
+    assert traces(step) == 1
+
+
 def test_a_tensor_that_grows_is_traced_anew(backend):
     class Growing(nn.Module):
         def __init__(self):

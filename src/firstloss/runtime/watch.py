@@ -51,12 +51,14 @@ class Slot:
                 return self.table.cell_contents
             except ValueError:
                 return _MISSING
+        if isinstance(self.table, list):
+            return self.table[self.key] if self.key < len(self.table) else _MISSING
         return self.table.get(self.key, _MISSING)
 
     @property
     def writable(self) -> bool:
         """Whether `put` works."""
-        return self.key is not None and isinstance(self.table, (dict, types.CellType))
+        return self.key is not None and isinstance(self.table, (dict, list, types.CellType))
 
     def put(self, value: Any) -> None:
         """Put `value` there."""
@@ -205,6 +207,10 @@ class Watch:
         if type(held) in _CONTAINERS and (id(held), None) not in self._seen:
             self._seen.add((id(held), None))
             self.slots.append(Slot(held, None, name, f"what is in {what.removeprefix('the ')}"))
+            if type(held) is not set and len(held) <= _LARGEST:
+                items = held.items() if type(held) is dict else enumerate(held)
+                inside = [Slot(held, k, name, f"an item of {what}") for k, v in items if isinstance(v, torch.Tensor)]
+                self.slots += inside
 
     # -- what the code says about a name --
 
