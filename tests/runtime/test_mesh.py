@@ -1,10 +1,14 @@
 """Meshes, in processes that have eight devices: the cases are in mesh_cases.py."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
+
+import firstloss as fl
 
 
 @pytest.mark.timeout(600)
@@ -18,3 +22,41 @@ def test_eight_devices_in_one_process():
         timeout=560,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def start(folder, port, rank):
+    here = os.path.join(os.path.dirname(__file__), "mesh_ranks.py")
+    return subprocess.Popen(
+        [sys.executable, here, str(folder), str(port), str(rank)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def test_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [start(tmp_path, port, rank) for rank in range(2)]
+    found = [result(process) for process in ranks]
+    one = result(start(tmp_path, 0, 0))
+    for mine in found:
+        # The order of sums is another one on a mesh: see mesh_cases.py.
+        assert mine["losses"] + mine["further"] == pytest.approx(one["losses"], rel=2e-5)
+        assert mine["resumed"] == mine["further"]
+        assert mine["shards"] == [[64, 32]] * 2
+        assert "parts of this tensor of shape [128, 64] lie in other processes" in mine["error"]
+        assert mine["gathered"] == pytest.approx(one["sum"], rel=1e-3)  # weights after five steps, summed up to near 0
+        assert mine["again"] == ["again"]
+    assert found[0]["losses"] == found[1]["losses"] and found[0]["gathered"] == found[1]["gathered"]
+    # What two processes have saved loads in this one.
+    weights = fl.load(tmp_path / "it")["again"]
+    assert weights["up.weight"].double().sum().item() == found[0]["gathered"]
+    assert len(list((tmp_path / "it").glob("tensors-*.safetensors"))) == 2
