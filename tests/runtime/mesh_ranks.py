@@ -1,4 +1,4 @@
-"""One of two processes with two devices each, or with port 0 the reference on one: python mesh_ranks.py FOLDER PORT RANK.
+"""One of two processes with two devices each, or with port 0 the reference: python mesh_ranks.py FOLDER PORT RANK.
 
 Each prints what it has found as a line of JSON.
 """
