@@ -19,6 +19,9 @@ FIGURES = (
     "deep_layers",
     "time_to_first_loss",
     "loss_agreement",
+    "mt19937_lanes",
+    "stablehlo_llama_405b",
+    "sharded_init",
 )
 
 
