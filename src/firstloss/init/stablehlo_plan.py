@@ -135,7 +135,8 @@ def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | 
         weights.append(Weight(name, recipe, placed, local_shape(shape, placed.spec, axes), found, why))
     moved = {w.placed.moved: w.name for w in reversed(weights) if w.placed.moved}
     for what, name in moved.items():
-        warnings.warn(f"{name}: {what}. A jax.Array's shards are equal.", stacklevel=3)
+        message = f"{name}: {what}. A jax.Array's shards are equal."
+        warnings.warn_explicit(message, UserWarning, line.file, line.line)
     aliases = {name: recipe.name for name, recipe in program.recipes.items() if recipe.name != name}
     return Plan(axes, weights, aliases)
 

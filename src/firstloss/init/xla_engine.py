@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .. import timeline
+from ..capture.source import here
 from ..errors import BackendError, ShardingError
 from .shardings import starts
 from .stablehlo import LANE_WORDS, Functions, Streams, partition_spec
@@ -135,8 +136,10 @@ class Units:
 def _on_devices(made: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
     units = Units(made, mesh)
     host = [weight for weight in made.weights if weight.sketch is None]
+    line = here()
     for weight in host:
-        warnings.warn(f"{weight.name}: {weight.why}: it is made on the host and sent", stacklevel=5)
+        message = f"{weight.name}: {weight.why}: it is made on the host and sent"
+        warnings.warn_explicit(message, UserWarning, line.file, line.line)
     out: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max(default_threads(), 2), thread_name_prefix="firstloss-compile") as pool:
         compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
