@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ _SWITCH_SECONDS = 0.0003
 BESIDE_TRACING = (5,)
 
 
+_under_way: set[Future] = set()
+
+
 def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False) -> None:
     """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
 
@@ -51,16 +54,22 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, (19,) * default_threads() if behind else BESIDE_TRACING)
+        _materialize_in_background(pending, mesh, behind)
 
 
-def _materialize_in_background(stores: list[Store], mesh: Mesh | None, niceness: Sequence[int]) -> None:
+def _materialize_in_background(stores: list[Store], mesh: Mesh | None, behind: bool) -> None:
     future: Future[dict[Value, jax.Array]] = Future()
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     for store in stores:
         store.resident = Cell(store.value, pending=future, sharding=shardings[store.value])
 
+    niceness = (19,) * default_threads() if behind else BESIDE_TRACING
+    before_us = list(_under_way) if behind else []
+    _under_way.add(future)
+    future.add_done_callback(_under_way.discard)
+
     def work() -> None:
+        wait(before_us)
         # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
