@@ -18,7 +18,7 @@ from ..capture.program import Value
 from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
-from .jaxlib import compile_options, x64
+from .jaxlib import compile_options, on_cpu, x64
 
 
 class _Function(NamedTuple):
@@ -155,12 +155,12 @@ class SegmentedStep:
 
     def _first_run(self, slots: list[Any], seed: Any) -> None:
         for turn in self._turns[: self._first]:
-            while not self._compiled.done(turn.function) and self._compiled.lower_next():
+            while not self._compiled.done(turn.function) and self._compiled.lower_next(hold=on_cpu()):
                 pass
             for slot in turn.reads:
                 slots[slot] = there(slots[slot])
             self._run([turn], slots, seed)
-        while self._compiled.lower_next():
+        while self._compiled.lower_next(hold=on_cpu()):
             pass
         if self._first in (0, len(self._turns)):
             self._finish(slots, seed)
@@ -171,6 +171,7 @@ class SegmentedStep:
 
         def finish() -> None:
             try:
+                jax.block_until_ready(list(results.values()))
                 with timeline.span("rest of the step"), x64():
                     self._finish(mine, seed)
                     arrays = jax.block_until_ready({i: mine[i] for group in self._results[:-1] for i in group})
@@ -188,6 +189,7 @@ class SegmentedStep:
 
     def _finish(self, slots: list[Any], seed: Any) -> None:
         """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
+        self._compiled.release()
         assert self.executables
         slots[:] = map(there, slots)
         self._run(self._turns[self._first :], slots, seed)
@@ -199,21 +201,35 @@ class _Compiling:
     def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
         self._name = name
         self._todo = dict(functions)
+        self._held: dict[int, Any] = {}
         self._futures: dict[int, Future[Any]] = {}
         self._executables: dict[int, Any] = {}
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
 
-    def lower_next(self, among: Container[int] | None = None) -> bool:
-        """Lower the next function, and begin to compile it; False if none is left (`among` these)."""
+    def lower_next(self, among: Container[int] | None = None, hold: bool = False) -> bool:
+        """Lower the next function, and begin to compile it; False if none is left (`among` these).
+
+        Args:
+            hold: begin to compile it at `release` only. Where the compiler runs on the cores on which the forward pass
+                does, the loss comes first.
+        """
         number = next((n for n in self._todo if among is None or n in among), None)
         if number is None:
             return False
         with timeline.span("lower"):
             lowered = _lower(f"{self._name}_{number}", self._todo.pop(number))
-        self._futures[number] = self._pool.submit(self._compile, lowered)
+        self._held[number] = lowered
+        if not hold:
+            self.release()
+        return True
+
+    def release(self) -> None:
+        """Compile what is lowered."""
+        while self._held:
+            number = next(iter(self._held))
+            self._futures[number] = self._pool.submit(self._compile, self._held.pop(number))
         if not self._todo:
             self._pool.shutdown(wait=False)
-        return True
 
     def _compile(self, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
