@@ -104,10 +104,8 @@ def maker(case, library):
     return lambda parameters: getattr(library, name)(pick(parameters), **STOCK[case])
 
 
-@pytest.mark.parametrize("case", STOCK)
+@pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # which computes in bfloat16: see below
 def test_stock_optimizers_traced(case, backend):
-    if case == "Muon":
-        pytest.skip("computes in bfloat16: see below")
     # SGD's momentum begins as the first gradient, undamped: the first step is another computation.
     compiles = 2 if case == "SGD, dampening" else 1
     ours = train_traced(maker(case, torch.optim), backend, compiles=compiles)
