@@ -1,6 +1,8 @@
 """Half precisions in traced steps: which dtypes, which values, and cbfloat16's rounding."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -202,3 +204,10 @@ def test_cbfloat16_elsewhere_is_refused(backend):
 
     with pytest.raises(fl.errors.LoweringError, match="bits"):
         bits(torch.ones(3, 3))
+
+
+def test_neither_precision_nor_optimizers_bring_jax():
+    code = (
+        "import sys, firstloss as fl; fl.amp.GradScaler; fl.optim.lr_scheduler.LinearLR; sys.exit('jax' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
