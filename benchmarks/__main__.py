@@ -22,6 +22,9 @@ FIGURES = (
     "mt19937_lanes",
     "stablehlo_llama_405b",
     "sharded_init",
+    "trainer_first_loss",
+    "trainer_overhead",
+    "trainer_resume",
 )
 
 

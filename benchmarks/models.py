@@ -12,6 +12,14 @@ LLAMA_1B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
 }
+LLAMA_100M = {
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 LLAMA_405B = {
     "vocab_size": 128256,
     "hidden_size": 16384,
