@@ -9,7 +9,7 @@ import time
 import pytest
 
 import firstloss as fl
-from firstloss.trainer import Callback, Checkpoint, EarlyStop, TrainingLoop
+from firstloss.trainer import Callback, Checkpoint, EarlyStop, Precision, TrainingLoop
 
 from .small import Net, bits, loader, trainer
 
@@ -173,3 +173,21 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
         killed.communicate()
     last = start(tmp_path / "killed", steps=40)
     assert last.communicate(timeout=240)[0] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_learns_and_resumes(dtype, backend, tmp_path):
+    options = {"max_steps": 6, "clip_grad_norm": 1.0}
+    whole = trainer(tmp_path / "whole", fresh(backend), precision=Precision(dtype), **options)
+    whole.fit(loader(shuffle=False))
+    plain = trainer(tmp_path / "plain", fresh(backend), **options)
+    plain.fit(loader(shuffle=False))
+    assert bits(whole) != bits(plain)  # something was computed in half precision
+    for ours, theirs in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype and (ours.detach().clone() - theirs.detach().clone()).abs().max() < 0.1
+    trainer(tmp_path / "parts", fresh(backend), precision=Precision(dtype), **{**options, "max_steps": 3}).fit(
+        loader(shuffle=False)
+    )
+    resumed = trainer(tmp_path / "parts", fresh(backend), precision=Precision(dtype), **options)
+    resumed.fit(loader(shuffle=False))
+    assert bits(resumed) == bits(whole) and resumed.precision.state_dict() == whole.precision.state_dict()

@@ -21,8 +21,8 @@ class Precision:
     """Weights and updates are float32; matrix products and convolutions are computed in `dtype`.
 
     Attributes:
-        dtype: "float32"; or mixed with "bfloat16", "float16" (with loss scaling) or "cbfloat16".
-        loss_scale: for float16: "dynamic", or a number. What overflows is not stepped.
+        dtype: "float32"; or mixed with "bfloat16", or with "float16" or "cbfloat16" and loss scaling.
+        loss_scale: "dynamic", or a number. With a dynamic one, a step whose gradients overflow is left out.
     """
 
     dtype: str = "float32"
@@ -35,10 +35,8 @@ class Precision:
 
     def setup(self) -> None:
         """Called once, before the steps are made."""
-        if self.dtype == "float32":
-            return
-        fl.amp.set_half_dtype(self.dtype)
-        if self.dtype == "float16":
+        if self.dtype in ("float16", "cbfloat16"):
+            fl.amp.set_half_dtype(self.dtype)
             self._scaler = fl.amp.GradScaler(loss_scale=self.loss_scale)
 
     @contextmanager
@@ -47,6 +45,7 @@ class Precision:
         if self.dtype == "float32":
             yield
         else:
+            fl.amp.set_half_dtype(self.dtype)  # of the process, in which another Trainer may have set another
             with fl.amp.autocast():
                 yield
 
