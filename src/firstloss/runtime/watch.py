@@ -23,6 +23,7 @@ from .reach import Reach
 
 _MISSING: Any = object()
 _CONTAINERS = (list, dict, set)
+_TABLES = (dict, types.MappingProxyType)  # the second: of a class
 _LARGEST = 256  # a container with more items than this is data, and not looked into
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -85,7 +86,9 @@ class Watch:
     def keep(self, wanted: Callable[[Slot], bool]) -> None:
         """Watch only the slots that are `wanted`; what was read before does not fit any more."""
         slots = [slot for slot in self.slots if wanted(slot)]
-        self._plain = [s for s in slots if isinstance(s.table, dict) and s.key is not None and s.get() is not _MISSING]
+        self._plain = [
+            s for s in slots if isinstance(s.table, _TABLES) and s.key is not None and s.get() is not _MISSING
+        ]
         self._tables = [s.table for s in self._plain]
         self._keys = [s.key for s in self._plain]
         plain = {id(slot) for slot in self._plain}
