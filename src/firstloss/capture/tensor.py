@@ -231,12 +231,19 @@ def become(tensor: Tensor, other: Tensor) -> None:
         other.requires_grad_(True)
     if grad is not None:
         tensor.grad = None
+    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_store", "_is_param")}
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})
     torch._C._swap_tensor_impl(tensor, other)
+    # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
+    other.__class__ = was
+    other.__dict__.clear()
+    other.__dict__.update(had)
+    if was is DeferredTensor:
+        had["_store"].tensors.append(weakref.ref(other))
     if grad is not None:
-        tensor.grad = grad
+        tensor.grad = Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad
 
 
 # -- Tensor.data -----------------------------------------------------------------------------------------------------
