@@ -38,6 +38,8 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
+    if not all(hasattr(library, f"firstloss_{name}") for name in ("lanes", "normal", "uniform", "finish")):
+        return None  # built from older source
     if library.firstloss_lanes() > 0:
         for kernel in (library.firstloss_normal, library.firstloss_uniform):
             kernel.argtypes = (
