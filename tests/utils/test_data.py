@@ -300,3 +300,16 @@ def test_the_next_batch_is_read_while_the_device_works(tmp_path):
 def test_an_executor_takes_the_loader_made_last():
     DataLoader(lambda: [7, 8])
     assert list(DataExecutor(num_steps=3)) == [7, 8, 7]
+
+
+def test_batches_of_a_tokenizer_keep_their_type(tmp_path):
+    from transformers import BatchEncoding
+
+    fl.backend("XLA", artifact_dir=tmp_path)
+    step = fl.trace(lambda batch: batch.input_ids.sum() + batch["mask"].sum())
+    loader = [BatchEncoding({"input_ids": torch.full((2,), i), "mask": torch.ones(2)}) for i in range(3)]
+    seen = []
+    for batch in DataExecutor(loader):
+        assert type(batch) is BatchEncoding
+        seen.append(step(batch))
+    assert [value.item() for value in seen] == [2.0, 4.0, 6.0]

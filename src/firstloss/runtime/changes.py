@@ -166,6 +166,8 @@ class Changes:
         reasons = []
         for i in watch.changed(known.state, now):
             slot = watch.slots[i]
+            if slot.name == "training":  # model.train() and model.eval() are meant to make another step of it
+                continue
             reason = f"{slot.what} {_change(known.state[i], now[i])}"
             read, written = watch.where_read(slot.name), watch.where_written(slot.name)
             places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
@@ -182,7 +184,7 @@ class Changes:
         """What the step itself has changed while it was traced, so that it will have to be traced again."""
         reasons = self._reasons(known)
         fresh = [known.watch.slots[i].what for i in known.misfit()]
-        if all(what in self._told for what in fresh):
+        if not reasons or all(what in self._told for what in fresh):
             return
         self._told.update(fresh)
         _warn(

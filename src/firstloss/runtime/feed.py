@@ -9,18 +9,21 @@ from torch.utils import _pytree as pytree
 
 from ..capture.tensor import DeferredTensor
 from . import backend as backends
+from .structures import flatten
 
 
 def put(batch: Any) -> Any:
     """`batch` with its tensors on the current backend's device; the transfer goes on while Python does.
 
-    Tensors in lists, tuples, dicts and named tuples are found; everything else stays as it is. On the XLA backend they
-    become tensors of the backend, in memory of their own: the loader may use its own again.
+    Tensors in lists, tuples, dicts (a tokenizer's too) and named tuples are found; everything else stays as it is. On
+    the XLA backend they become tensors of the backend, in memory of their own: the loader may use its own again.
     """
     backend = backends._current
     if backend is None:
         return batch
-    return pytree.tree_map_only(torch.Tensor, _on_xla if backend.is_xla else _eagerly(backend.torch_device), batch)
+    send = _on_xla if backend.is_xla else _eagerly(backend.torch_device)
+    leaves, spec = flatten(batch)
+    return pytree.tree_unflatten([send(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 def _eagerly(device: torch.device) -> Any:

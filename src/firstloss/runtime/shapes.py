@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.source import here
 from ..errors import GraphChangeWarning, ShapeError, TraceError
+from .structures import flatten
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Shapes:
             ShapeError: for a new kind, where those are refused.
             TraceError: for an argument that is neither a tensor nor a constant.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         kind = tuple(map(_kind, leaves))
         kinds = self._met.setdefault(spec, ())
         if kind in kinds:
