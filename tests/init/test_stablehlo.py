@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import BackendError, LoweringError, ShardingError
+from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ShardingError
 from firstloss.init.xla_engine import peak_bytes
 from tests.init.odd_model import Layers
 from tests.init.stablehlo_devices import program_of
@@ -161,3 +161,17 @@ def test_lanes_draw_what_one_lane_does():
         arguments = (streams.of(weight), streams.table, streams.positions(weight), ())
         one, many = (stablehlo.Functions(lanes).of(weight)(*arguments) for lanes in (0, 1 << 10))
     assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
+
+
+def test_a_constant_that_was_edited_since_is_an_error():
+    outside = torch.ones(1024, 1024)  # smaller ones are copied at capture
+
+    class Copy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(1024, 1024).copy_(outside))
+
+    made = fl.init_program(fl.deferred_init(Copy))
+    outside.add_(1)
+    with pytest.raises(ConstantChangedError, match="edited after it had been captured"):
+        made.to_stablehlo()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
@@ -17,7 +16,7 @@ from ..lower.rules import RULES
 from ..lower.unfused import unfused
 from .stablehlo_counter import part_of_draw
 from .stablehlo_fill import Box, Source, flat_indices, part_of_fill
-from .stablehlo_sketch import Apply, Data, Fill, Masked, Number, Sketch, Truncated, Whole
+from .stablehlo_tree import Apply, Data, Fill, Masked, Number, Sketch, Truncated, Whole
 
 Draws = Sequence[tuple[Any, Any]]  # of each draw: a Source, or under the counter policy a seed; and its position
 
@@ -158,6 +157,3 @@ def _verb(tree: Any) -> str:
 
 def _short(dtype: Any) -> str:
     return str(jnp.dtype(to_jax(dtype)))
-
-
-__all__ = ["Draws", "jax", "name_of", "part"]

@@ -15,7 +15,8 @@ from ..lower.mt19937_fills import kernel
 from ..lower.program import constant
 from .shardings import Axes, Placed, axes_of, by_default, checked, divided, local_shape, match
 from .stablehlo_fill import Box, words_drawn
-from .stablehlo_sketch import Apply, Fill, Masked, Sketch, Truncated, Unsketchable, Whole, known, sketch
+from .stablehlo_sketch import Unsketchable, known, sketch
+from .stablehlo_tree import Apply, Fill, Masked, Sketch, Truncated, Whole
 
 if TYPE_CHECKING:
     from .recipes import InitProgram, Recipe

@@ -1,141 +1,29 @@
-"""Sketches: what a recipe does, without where in the stream it does it. Recipes that are alike have equal sketches.
-
-A sketch is a tree of tuples that can be hashed: it is the key under which one function of a module, or one executable,
-serves all weights alike. Most recipes go element by element (fills, arithmetic, a row that is zeroed), and such a
-sketch can be evaluated for any box of the weight alone; the others are evaluated whole and cut.
-"""
+"""From a recipe to its sketch (`stablehlo_tree.py`): what it does, without where in the stream it does it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..capture.late import at_root
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous, slice_for
+from ..capture.replay import check_constant
 from ..lower.functional import functional
 from ..lower.mt19937_fills import kernel
-from ..lower.program import Slot, Template, View, _template, constant, view_of
+from ..lower.program import View, _template, constant, view_of
 from ..lower.rules import RULES
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, number_and_word
-from ..rng.stream import Stream
 from .slices import UNWRITTEN
+from .stablehlo_tree import Apply, Data, Fill, Masked, Number, Place, Sketch, Step, Truncated, Whole
 
 aten = torch.ops.aten
 
 _DEPTH = 64
-
-
-class Fill(NamedTuple):
-    """A random fill of the whole weight. `draw` numbers the recipe's places in the stream."""
-
-    draw: int
-    name: str
-    arguments: tuple[tuple[str, Any], ...]
-    dtype: torch.dtype
-    words: int  # drawn in all; 0 under the counter policy, which has no use for it
-
-
-class Truncated(NamedTuple):
-    """Normals drawn anew until they lie inside the bounds: the fill is its first round."""
-
-    fill: Fill
-    low: float
-    high: float
-
-
-class Number(NamedTuple):
-    """One number everywhere. Its kind tells 1 from 1.0 and True."""
-
-    kind: type
-    value: Any
-    dtype: torch.dtype
-
-
-class Data(NamedTuple):
-    """Values known at capture, by their digest; see `Sketch.data`."""
-
-    digest: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Apply(NamedTuple):
-    """An operation that goes element by element."""
-
-    op: Any
-    args: tuple
-    kwargs: tuple[tuple[str, Any], ...]
-    dtype: torch.dtype
-
-
-class Masked(NamedTuple):
-    """`new` at the elements [begin, end), as they lie in memory; elsewhere `old`."""
-
-    begin: int
-    end: int
-    new: Any
-    old: Any
-
-
-class Step(NamedTuple):
-    """One operation of a `Whole`: a node's template and its operands, which are numbers of earlier results."""
-
-    template: Template
-    inputs: tuple[int, ...]
-    fill: Any  # of a draw: a Fill, and the view that is filled
-    size: tuple[int, ...]
-    view: View | None
-
-
-class Whole(NamedTuple):
-    """A recipe that is evaluated whole: its constants (or unwritten memory), its operations, and what is shown."""
-
-    inputs: tuple[Any, ...]
-    steps: tuple[Step, ...]
-    result: int
-    view: View | None
-    dtype: torch.dtype
-
-
-class Place(NamedTuple):
-    """Where a draw begins: a word of a stream, or the number of a draw under the counter policy."""
-
-    stream: Stream
-    position: int
-
-
-class Sketch:
-    """One recipe's sketch, with what is its own.
-
-    Attributes:
-        tree: what it does: equal for recipes alike.
-        shape: of the weight in memory, where it lies row-major.
-        order: how the weight's dimensions are ordered in memory, the slowest first.
-        places: where its draws begin.
-        data: the arrays that `Data` in the tree names.
-    """
-
-    def __init__(self, tree: Any, shape: tuple[int, ...], order: tuple[int, ...], places: list[Place], data) -> None:
-        self.tree = tree
-        self.shape = shape
-        self.order = order
-        self.places = places
-        self.data: dict[str, np.ndarray] = data
-
-    @property
-    def whole(self) -> bool:
-        """Whether shards of it cannot be made alone."""
-        return type(self.tree) is Whole
-
-    @property
-    def pure(self) -> bool:
-        """Whether it is a fill or a number, with nothing else to it."""
-        return type(self.tree) in (Fill, Truncated, Number)
 
 
 class Unsketchable(Exception):
@@ -201,11 +89,14 @@ class _Drawer:
         return self._apply(node, value.dtype, node.args, depth, _base(value))
 
     def _known(self, value: Value) -> Data:
-        assert value.real is not None
-        array = constant(value.real)
         if not is_contiguous(value.shape, value.stride):
             raise _No
-        return self.data_of(array, value.dtype)
+        return self._values_of(value)
+
+    def _values_of(self, value: Value) -> Data:
+        assert value.real is not None
+        check_constant(value)
+        return self.data_of(constant(value.real), value.dtype)
 
     def data_of(self, array: np.ndarray, dtype: torch.dtype) -> Data:
         """Values that are known, as a leaf of the tree."""
@@ -258,7 +149,7 @@ class _Drawer:
         if math.prod(arg.size) == 1 != self.numel:
             if arg.value.real is None or arg.value.numel != 1:
                 raise _No
-            return self.data_of(constant(arg.value.real), arg.value.dtype)
+            return self._values_of(arg.value)
         if arg.size != like.size or arg.stride != like.stride or not arg.covers:
             raise _No
         tree = self.value(arg.value, depth - 1)
@@ -272,7 +163,7 @@ class _Drawer:
         assert node.draw is not None
         count = math.prod(target.size)
         straight = is_contiguous(target.size, target.stride)
-        if asked is None or not straight:
+        if asked is None or not straight or target.value.device.type != "cpu":
             raise Unsketchable(node, "draws in a way that only PyTorch's kernel knows")
         name, arguments = asked
         stream, position = at_root(node.draw.stream, node.draw.position)
@@ -304,7 +195,7 @@ class _Drawer:
                 if value.real is None:
                     inputs.append((value.shape, value.dtype))
                 else:
-                    inputs.append(self.data_of(constant(value.real), value.dtype))
+                    inputs.append(self._values_of(value))
         steps = []
         for node in nodes:
             slots: list[Value] = []
@@ -385,5 +276,3 @@ _FACTORIES = {
 }
 # Element by element, though not tagged so.
 _POINTWISE = {aten.copy.default, aten._to_copy.default, aten.clone.default}
-
-__all__ = ["Apply", "Data", "Fill", "Masked", "Number", "Place", "Sketch", "Slot", "Truncated", "Unsketchable", "Whole"]
