@@ -17,6 +17,8 @@ FIGURES = (
     "save_initialized",
     "trace_and_lower",
     "deep_layers",
+    "first_loss_ways",
+    "traced_loop",
     "time_to_first_loss",
     "loss_agreement",
     "mt19937_lanes",
