@@ -129,6 +129,13 @@ def test_progress_off_a_terminal_is_lines(tmp_path, capsys):
     assert "first loss 1." in said and "step 1  loss 1." in said and "val_loss" in said and "steps/s" in said
 
 
+def test_a_run_that_was_done_already_says_so(tmp_path, capsys):
+    for _ in range(2):
+        trainer(tmp_path, loggers=[ProgressLogger()], max_steps=1).fit(loader())
+    first, again = capsys.readouterr().err.split("resumed at step 1, from ")
+    assert "done at step 1; saved " in first and "nothing left to do" in again and "another model_dir" in again
+
+
 def test_progress_on_a_terminal_is_a_bar(tmp_path, capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -91,23 +91,25 @@ def test_ckpt_path(backend, tmp_path):
     first.fit(loader())
     # another run starts from the weights alone
     other = trainer(tmp_path / "other", backend, loop=TrainingLoop(max_steps=4))
-    found = other.validate(loader(count=16), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
-    assert found == first.validate(loader(count=16))
+    found = other.validate(loader(count=16, shuffle=False), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
+    assert found == first.validate(loader(count=16, shuffle=False))
     assert other.state.step == 0
     # a checkpoint of its own is gone on from, exactly
     back = trainer(tmp_path / "first", fresh(backend), max_steps=4)
     back.fit(loader(), ckpt_path=tmp_path / "first" / "checkpoints" / "step_2")
     assert bits(back) == bits(first)
-    # None starts afresh; a folder with checkpoints goes on, whatever weights it had begun from
-    anew = trainer(tmp_path / "first", fresh(backend), max_steps=1)
-    anew.fit(loader(), ckpt_path=None)
-    assert anew.state.step == 1
     # a Trainer that has not trained validates the folder's last checkpoint
     fl.save(first.model.state_dict(), tmp_path / "weights.safetensors")
     third = trainer(tmp_path / "first", fresh(backend))
-    assert third.validate(loader(count=16)) == third.validate(
-        loader(count=16), ckpt_path=tmp_path / "weights.safetensors"
+    assert third.validate(loader(count=16, shuffle=False)) == third.validate(
+        loader(count=16, shuffle=False), ckpt_path=tmp_path / "weights.safetensors"
     )
+    # None starts afresh
+    anew = trainer(tmp_path / "first", fresh(backend), max_steps=1)
+    anew.fit(loader(), ckpt_path=None)
+    assert anew.state.step == 1
+    # what came later in that folder is set aside, so that the new run's checkpoints are the newest
+    assert anew.folder.steps() == [1] and (tmp_path / "first" / "checkpoints" / "aside_1" / "step_4").is_dir()
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
@@ -116,7 +118,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     fl.save(weights, tmp_path / "w.safetensors")
     with pytest.raises(fl.errors.TrainerError, match="this Net: it lacks layers.4.weight; it has head.weight too much"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "w.safetensors")
-    with pytest.raises(fl.errors.CheckpointMissingError, match="no checkpoint at"):
+    with pytest.raises(fl.errors.TrainerError, match="nowhere' is not there. There is no checkpoint yet"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "nowhere")
 
 

@@ -106,6 +106,25 @@ class CheckpointFolder:
         with written_aside(os.path.join(self.path, "best.json"), "w") as file:
             json.dump(best, file)
 
+    def set_aside(self, step: int) -> None:
+        """Move what is later than `step` out of the way: a run that begins before it would not be the newest.
+
+        They go to `aside_1`, `aside_2`, ...: nothing is lost.
+        """
+        later = [os.path.basename(self.at(n)) for n in self.steps() if n > step]
+        if not later:
+            return
+        best = self.best()
+        if best is not None and best["step"] > step:
+            later.append("best.json")
+        number = 1
+        while os.path.exists(os.path.join(self.path, f"aside_{number}")):
+            number += 1
+        aside = os.path.join(self.path, f"aside_{number}")
+        os.makedirs(aside)
+        for name in later:
+            os.replace(os.path.join(self.path, name), os.path.join(aside, name))
+
     def clear(self, keep_last: int | None) -> None:
         """Remove what is neither among the newest nor the best."""
         if keep_last is None:

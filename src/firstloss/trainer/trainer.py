@@ -140,7 +140,8 @@ class Trainer:
             val_dataloader: what to validate on, when the loop says so and at the end.
             ckpt_path: by default the run goes on from its folder's last checkpoint, if there is one. A checkpoint of
                 this folder: it goes on from that one. Weights from elsewhere (another run's checkpoint, a safetensors
-                file, a Hugging Face folder): a folder without checkpoints starts from them. None: a fresh start.
+                file, a Hugging Face folder): a folder without checkpoints starts from them. None: nothing is loaded.
+                Checkpoints later than where the run begins are set aside, in a folder beside.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
@@ -152,6 +153,7 @@ class Trainer:
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
         with self._running():
             self._start(self._own_checkpoint(ckpt_path, again), ckpt_path)
+            self.folder.set_aside(self.state.step)
             self.callbacks("on_fit_start", self)
             began = self.state.step
             self._train(self.loop, val_dataloader)
@@ -232,6 +234,8 @@ class Trainer:
         if ckpt_path is None:
             return None
         path = None if isinstance(ckpt_path, EllipsisType) else os.fspath(ckpt_path)
+        if path is not None and not os.path.exists(path):
+            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
         if path is None or not self.folder.holds(path):
             path = self.folder.last() if self.checkpoint.autoload_last and not again else None
         return None if path is None else fl.load(path)

@@ -23,6 +23,7 @@ class ProgressLogger(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._began = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if sys.stderr.isatty():
@@ -31,8 +32,9 @@ class ProgressLogger(Callback):
             self._bar.start()
             total = trainer.loop.max_steps if trainer.loop is not None else None
             self._task = self._bar.add_task("training", total=total, completed=trainer.state.step, numbers="")
+        self._began = trainer.state.step
         if trainer.state.step:
-            self._say(f"resumed at step {trainer.state.step}")
+            self._say(f"resumed at step {trainer.state.step}, from {trainer.folder.at(trainer.state.step)}")
 
     def on_compile_start(self, trainer: Trainer, name: str) -> None:
         if self._bar is not None:
@@ -57,8 +59,16 @@ class ProgressLogger(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._close()
-        if trainer.state.stopped:
-            self._say(f"stopped at step {trainer.state.step}: {trainer.state.stopped}")
+        step, last = trainer.state.step, trainer.folder.last()
+        if step == self._began:
+            self._say(
+                "nothing left to do: the run is at the end of its loop. To train on, raise max_steps or max_epochs; "
+                f"to start afresh, give another model_dir than {trainer.model_dir}, or fit(ckpt_path=None)"
+            )
+        elif trainer.state.stopped:
+            self._say(f"stopped at step {step}: {trainer.state.stopped}; saved {last}")
+        else:
+            self._say(f"done at step {step}; saved {last}")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._close()
