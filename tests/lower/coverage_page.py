@@ -10,7 +10,7 @@ import torch
 
 from firstloss.lower.rules import RULES
 
-from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, GOOD, LEFT_OUT, PASSES, REFUSED
+from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, GOOD, LEFT_OUT, PASSES, REFUSED, tested
 
 CORE = {
     getattr(getattr(torch.ops.aten, name), overload or "default")
@@ -41,7 +41,7 @@ float32 and int64.
   *as exact*: outside that tolerance element by element, but within it of the result in float64 when measured against
   the largest element, or no more than twice as far from it as eager is. Both are sums of the same terms in another
   order.
-- **drawn**: random; shape and dtype are compared, the distributions in `tests/lower/test_random.py`.
+- **drawn**: random; shape and dtype are compared, the distributions are in `tests/lower/test_random.py`.
 - **dynamic**: the shape of the result, or whether there is an error, depends on values: refused with an error at the
   user's line that says what to write instead.
 - **refused**: refused with an error that names the operation and the reason.
@@ -120,8 +120,11 @@ def _operations(outcomes: dict[str, dict[str, Any]]) -> list[str]:
         f"| operation | {' | '.join(names)} | otherwise |",
         f"| --- |{' ---: |' * len(names)} --- |",
     ]
-    for name in sorted(outcomes):
-        outcome = outcomes[name]
+    for name in sorted(op.full_name for op in tested()):
+        outcome = outcomes.get(name)
+        if outcome is None:
+            lines.append(f"| {name} |{' |' * len(names)} not swept yet |")
+            continue
         cells = " | ".join(_cell(outcome["dtypes"].get(dtype)) for dtype in names)
         lines.append(f"| {name} | {cells} | {_remark(outcome)} |")
     return lines

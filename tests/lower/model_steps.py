@@ -129,7 +129,7 @@ def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
         try:
             exact_loss, exact = train(case, torch.float64)
             worst, wrong = compare(ours, eager, exact)
-            note = "no farther from float64 than eager"
+            note = "" if wrong else "no farther from float64 than eager"
         except Exception as error:
             note = f"no float64 run: {type(error).__name__}: {error}"[:200]
     out["worst"] = worst

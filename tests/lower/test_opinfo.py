@@ -10,25 +10,9 @@ import os
 import pytest
 import torch
 
+from .coverage_page import CORE, ELSEWHERE
 from .harness import RULES
 from .sweep import DTYPES, op_db, sweep_op
-
-CORE = {
-    getattr(getattr(torch.ops.aten, name), overload or "default")
-    for name, _, overload in (
-        n[6:].partition(".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")
-    )
-    if torch.Tag.core in getattr(getattr(torch.ops.aten, name), overload or "default").tags
-}
-
-# Core overloads that are no lowering's business, and why.
-ELSEWHERE = {
-    "aten.atan2.out": "functional graphs have no out",
-    "aten.resize_.default": "functional graphs have aten.resize",
-    "aten.sym_stride.int": "strides are known at capture",
-    "aten.sym_storage_offset.default": "known at capture",
-    "aten.sym_is_contiguous.default": "known at capture",
-}
 
 
 def test_core_aten_is_covered():

@@ -22,6 +22,7 @@ _IRREGULAR = {
     aten._unsafe_view.default: aten.view.default,
     aten.pow_.Scalar: aten.pow.Tensor_Scalar,
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.polygamma_.default: aten.polygamma_.default,  # takes its arguments in another order: a rule of its own
     aten.floor_divide_.Tensor: aten.floor_divide.default,
     aten.__ilshift__.Scalar: aten.__lshift__.Scalar,
     aten.__ilshift__.Tensor: aten.__lshift__.Tensor,

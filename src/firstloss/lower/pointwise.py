@@ -231,6 +231,11 @@ def polygamma(n, self):
     return where(x < -shift, math.nan, (-1) ** (n + 1) * float(math.factorial(n)) * zeta)
 
 
+@rule(aten.polygamma_.default)
+def polygamma_(self, n):
+    return polygamma(n, self)
+
+
 @rule(aten.mvlgamma.default)
 def mvlgamma(self, p):
     (x,) = floats(self)

@@ -188,12 +188,6 @@ def poisson(self, *, rng_key):
     return jax.random.poisson(rng_key, cast(self, opmath(self.dtype)), self.shape, jnp.int64)
 
 
-@rule(aten.binomial.default)
-def binomial(count, prob, *, rng_key):
-    count, prob = operands(count, prob)
-    return jax.random.binomial(rng_key, count, prob, count.shape, count.dtype)
-
-
 @rule(aten._standard_gamma.default)
 def _standard_gamma(self, *, rng_key):
     return jax.random.gamma(rng_key, cast(self, opmath(self.dtype)))

@@ -1,0 +1,207 @@
+"""Steps per second of a Llama and of a ResNet-18: Firstloss, Flax NNX, eager PyTorch and torch.compile.
+
+    python -m benchmarks.step_speed [--rounds N] [--dtype bfloat16] [--json]
+
+Each side trains in a process of its own, in turns; what is timed are steps that follow a few to warm up. Flax is a
+dependency of this benchmark alone: pip install --no-deps -r requirements/bench.txt. A side that is not installed, or
+that finds no C++ compiler (torch.compile), is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness
+
+NAME = "steps per second of what is compiled"
+GOAL = "at least as fast as the Flax NNX program"
+SIDES = ("firstloss", "flax", "eager", "compile")
+MODELS = ("llama", "resnet")
+LLAMA = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+LENGTH, ROWS = 128, 4
+IMAGES, SIDE, CLASSES = 8, 64, 100
+WARM = 3
+SECONDS = 6.0  # that the timed steps take, about
+
+
+def child(side: str, args: argparse.Namespace) -> dict[str, float]:
+    make = flax_step if side == "flax" else torch_step
+    return timed(*make(side, args))
+
+
+def timed(step: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, float]:
+    """Steps per second, with the loss waited for at the end alone."""
+    began = time.perf_counter()
+    loss = wait(step())
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(WARM):
+        loss = step()
+    wait(loss)
+    once = (time.perf_counter() - began) / WARM
+    count = max(3, min(200, int(SECONDS / once)))
+    began = time.perf_counter()
+    for _ in range(count):
+        loss = step()
+    value = wait(loss)
+    return {"steps per second": count / (time.perf_counter() - began), "first step": first, "loss": value}
+
+
+def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[Any], float]]:
+    import torch
+    from torch.nn import functional
+
+    import firstloss as fl
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    loss_of: Callable[..., Any]
+    if args.model == "llama":
+        from benchmarks.models import llama
+
+        batch: Any = (torch.randint(LLAMA["vocab_size"], (ROWS, LENGTH)),)
+
+        def build() -> Any:
+            return llama(**LLAMA).to(dtype)
+
+        def loss_of(model: Any, ids: Any) -> Any:
+            return model(input_ids=ids, labels=ids).loss
+
+        def optimize(parameters: Any) -> Any:
+            return torch.optim.AdamW(parameters, lr=1e-3)
+    else:
+        from benchmarks.sweep_constructors import prepare
+
+        prepare()
+        import torchvision
+
+        batch = (torch.randn(IMAGES, 3, SIDE, SIDE).to(dtype), torch.randint(CLASSES, (IMAGES,)))
+
+        def build() -> Any:
+            return torchvision.models.resnet18(num_classes=CLASSES).to(dtype)
+
+        def loss_of(model: Any, images: Any, labels: Any) -> Any:
+            return functional.cross_entropy(model(images), labels)
+
+        def optimize(parameters: Any) -> Any:
+            return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    if side == "firstloss":
+        backend = fl.backend("XLA", artifact_dir=tempfile.mkdtemp())
+        with backend.device:
+            model = build()
+        called = fl.compile(model, backend)
+    else:
+        called = model = build()
+        if side == "compile":
+            called = torch.compile(model)
+    optimizer = optimize(model.parameters())
+
+    def step(*batch: Any) -> Any:
+        loss = loss_of(called, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = fl.trace(step) if side == "firstloss" else step
+    return lambda: run(*batch), lambda loss: float(loss)
+
+
+def flax_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[Any], float]]:
+    import jax
+    import optax
+    from flax import nnx
+    from jax import numpy as jnp
+
+    from benchmarks import flax_models
+
+    dtype = jnp.dtype(args.dtype)
+    key = jax.random.key(0)
+    model: Any
+    batch: Any
+    if args.model == "llama":
+        model, transformation = flax_models.Llama(LLAMA, nnx.Rngs(0)), optax.adamw(1e-3, weight_decay=0.01)
+        batch = jax.random.randint(key, (ROWS, LENGTH), 0, LLAMA["vocab_size"])
+    else:
+        model, transformation = flax_models.ResNet18(CLASSES, nnx.Rngs(0)), optax.sgd(0.01, momentum=0.9)
+        images = jax.random.normal(key, (IMAGES, SIDE, SIDE, 3), dtype)
+        batch = (images, jax.random.randint(key, (IMAGES,), 0, CLASSES))
+    if args.dtype != "float32":
+        state = nnx.state(model)
+        nnx.update(model, jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, state))
+    run = flax_models.stepper(model, transformation)
+    return lambda: run(batch), lambda loss: float(loss)
+
+
+def is_there(side: str) -> bool:
+    import importlib.util
+    import shutil
+
+    if side == "flax":
+        return importlib.util.find_spec("flax") is not None and importlib.util.find_spec("optax") is not None
+    return side != "compile" or any(shutil.which(c) for c in ("g++", "clang++", "c++"))
+
+
+def measure(args: argparse.Namespace) -> harness.Figure:
+    sides = [side for side in args.sides.split(",") if is_there(side)]
+    data: dict[str, Any] = {}
+    rows, met = [], True
+    for model in args.models.split(","):
+        runs = harness.interleaved(sides, args.rounds, lambda side, model=model: run_child(side, model, args))
+        data[model] = runs
+        for side in sides:
+            speed = harness.middle(runs[side], "steps per second")
+            more = ""
+            if side != "firstloss" and "firstloss" in sides:
+                more = f" (Firstloss: {harness.ratio(runs['firstloss'], runs[side], 'steps per second'):.2f} times)"
+            rows.append((f"{model}, {args.dtype}: {side}", f"{speed:.2f} steps/s{more}"))
+        if "flax" in sides and "firstloss" in sides:
+            met &= harness.ratio(runs["firstloss"], runs["flax"], "steps per second") >= 1
+    return harness.Figure(NAME, GOAL, rows, met, data)
+
+
+def run_child(side: str, model: str, args: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.step_speed", "--child", side, "--models", model, "--dtype", args.dtype]
+    path = os.pathsep.join([os.path.join(harness.ROOT, "src"), harness.ROOT, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode:
+        sys.exit(f"benchmarks: {' '.join(command)} ended with status {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side is run (default 3)")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--child", metavar="SIDE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        args.model = args.models
+        print(json.dumps(child(args.child, args)))
+        return
+    figure = measure(args)
+    harness.report([figure], args.json)
+    sys.exit(0 if figure.met else 1)
+
+
+if __name__ == "__main__":
+    main()
