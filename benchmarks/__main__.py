@@ -19,6 +19,7 @@ FIGURES = (
     "deep_layers",
     "first_loss_ways",
     "traced_loop",
+    "step_memory",
     "time_to_first_loss",
     "loss_agreement",
     "mt19937_lanes",

@@ -1,0 +1,177 @@
+"""Peak memory of placing weights and of a training step, against what parameters, state and activations take.
+
+Activations are the tensors that autograd keeps for the backward pass, counted once each in an eager run of the same
+step. Gradients take their place while it goes on, so what a step has to hold beside parameters and state is the larger
+of the two. Measured is the peak of the process's resident memory, reset by Linux before each phase, against what it had
+before the model: what the libraries and the compiler hold by then is not counted, and told apart. The C library is
+asked to give back what is freed; what its heaps hold on to by default is a row of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import tempfile
+
+from benchmarks import harness, models
+
+NAME = "peak memory of placement and of a training step, Llama of 0.1B parameters, SGD with momentum"
+GOAL = "within 10% of what parameters, state and activations take"
+FIELDS = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+STEPS = 3
+# Each array is a mapping of its own, and goes back to the system when it is freed: what is resident is what is held.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+def child(side, args):
+    import torch
+
+    import firstloss as fl
+
+    models.import_llama()
+    fields = models.LLAMA_TINY if args.tiny else FIELDS
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(fields["vocab_size"], (1, 64) if args.tiny else (4, 256), generator=generator)
+    torch.manual_seed(0)
+    if side == "needed":
+        return needed(models.llama(**fields), batch)
+    with tempfile.TemporaryDirectory() as artifacts:
+        backend = fl.backend("XLA", artifact_dir=artifacts)
+        model, optimizer, step = prepare(backend, models.LLAMA_TINY)  # what is made once: imports, caches, thread pools
+        step(batch[:1] % 256).item()
+        backend.models.clear()
+        del model, optimizer, step
+        before = settled()
+        model, optimizer, step = prepare(backend, fields)
+        reset_peak()
+        for parameter in model.parameters():
+            parameter._store.resident.array()
+        found = {"placement": peak() - before}
+        step(batch)
+        wait(model)
+        own = settled() - before - live(model, optimizer)  # what tracing and compiling have left
+        reset_peak()
+        for _ in range(STEPS):
+            step(batch)
+        wait(model)
+        found |= {"step": peak() - before - own, "left": own}
+    return found
+
+
+def prepare(backend, fields):
+    import torch
+
+    import firstloss as fl
+
+    with backend.device:
+        model = models.llama(**fields)
+    compiled = fl.compile(model, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    @fl.trace
+    def step(batch):
+        loss = compiled(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def needed(model, batch):
+    """Bytes of parameters, of the optimizer's state, and of what autograd keeps, in eager PyTorch."""
+    import torch
+
+    parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=batch, labels=batch).loss
+    return {
+        "parameters": sum(parameters.values()),
+        "state": sum(parameters.values()),
+        "activations": sum(kept.values()),
+        "loss": loss.item(),
+    }
+
+
+def wait(model):
+    """Until the last step is through: its loss is there before its backward pass."""
+    for parameter in model.parameters():
+        parameter._store.resident.array().block_until_ready()
+
+
+def live(model, optimizer):
+    tensors = [*model.parameters(), *(v for entries in optimizer.state.values() for v in entries.values())]
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def settled():
+    """Resident bytes once what is free has gone back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return harness.resident()
+
+
+def reset_peak():
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def peak():
+    """The highest resident bytes since `reset_peak`."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def measure(args):
+    def run(side):
+        child = "needed" if side == "needed" else "firstloss"
+        command = [sys.executable, "-m", "benchmarks.step_memory", "--child", child, *(["--tiny"] if args.tiny else [])]
+        environment = EXACT if side == "firstloss" else {}
+        return json.loads(harness.output_of(command, environment).splitlines()[-1])
+
+    runs = harness.interleaved(("needed", "firstloss", "default heap"), args.rounds, run)
+    takes, ours, default = runs["needed"][0], runs["firstloss"], runs["default heap"]
+    both = takes["parameters"] + takes["state"]
+    least = both + max(takes["activations"], takes["parameters"])
+    placement, step = harness.middle(ours, "placement"), harness.middle(ours, "step")
+    rows = [
+        ("parameters", megabytes(takes["parameters"])),
+        ("optimizer's state", megabytes(takes["state"])),
+        ("activations (gradients take as much as the parameters)", megabytes(takes["activations"])),
+        ("peak of placement", f"{megabytes(placement)}, {placement / takes['parameters']:.3f} of the parameters"),
+        ("a step has to hold", megabytes(least)),
+        ("peak of a step", f"{megabytes(step)}, {step / least:.3f} of that"),
+        (
+            "with the C library's default heap, which keeps what is free",
+            f"{megabytes(harness.middle(default, 'step'))}, {harness.middle(default, 'step') / least:.3f} of that",
+        ),
+        ("left by tracing and compiling", megabytes(harness.middle(ours, "left"))),
+    ]
+    met = placement <= 1.1 * takes["parameters"] and step <= 1.1 * least
+    return harness.Figure(NAME, GOAL, rows, met, {"runs": runs})
+
+
+def megabytes(count):
+    return f"{count / 1e6:,.0f} MB"
+
+
+if __name__ == "__main__":
+    harness.main(sys.modules["__main__"])
