@@ -465,7 +465,8 @@ def test_reading_a_value_in_a_step_names_the_line(kind, capsys):
         return
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X)
-    assert f"{__file__}:" in str(caught.value) and "torch.where" in str(caught.value)
+    instead = "F.one_hot" if kind == "while" else "torch.where"  # of unique: sort, and compare neighbours
+    assert f"{__file__}:" in str(caught.value) and instead in str(caught.value)
 
 
 def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -28,17 +29,23 @@ UNKNOWN = Source("<unknown>", 0)
 
 
 def here() -> Source:
-    """The innermost frame that belongs neither to torch nor to Firstloss.
+    """The line of the innermost frame that belongs neither to torch nor to Firstloss.
 
     When there is none (a backward pass started from torch's own code), the answer is `UNKNOWN`.
     """
-    frame = sys._getframe(1)
+    frame = user_frame()
+    return UNKNOWN if frame is None else Source(frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to Firstloss."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         skip = _is_machinery.get(name)
         if skip is None:
             skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")
         if not skip:
-            return Source(name, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return UNKNOWN
+            return frame
+        frame = frame.f_back
+    return None

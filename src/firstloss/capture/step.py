@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError, ValueReadError
 from ..rng.stream import Position
-from . import recorder
+from . import dynamic, recorder
 from .deferred import _Capture
 from .program import Draw, Node, Value
 from .recorder import DeferredTensor, Store
@@ -92,15 +92,8 @@ class StepTrace(recorder._Tracing):
         return DeferredTensor.wrap(store, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
-        """Somebody asks for a value."""
-        what = (
-            "the size of a result that depends on values" if op is not aten._local_scalar_dense.default else "a value"
-        )
-        raise ValueReadError(
-            f"{here()}: this line asks for {what} ({op}) while the step is being traced, when no tensor has a value "
-            "yet. Compute with tensors instead: torch.where(condition, a, b) for a branch, a mask for a selection; "
-            "return the tensor from the step to read or print it afterwards."
-        )
+        """Somebody asks for a value, or for what depends on one."""
+        raise ValueReadError(dynamic.message(op))
 
     def key_draw(self, node: Node) -> None:
         """A random operation: the next key of the step's stream."""

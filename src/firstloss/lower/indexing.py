@@ -78,13 +78,19 @@ def index(self, indices):
 
 def _by_mask(self, indices, values, accumulate):
     """`x[mask] = values`: the n-th selected place takes the n-th value, so how many there are need not be known."""
-    mask = indices[0]
-    if any(i is not None for i in indices[1:]):
+    if sum(i is not None for i in indices) > 1:
         raise NotImplementedError(
             "A boolean mask beside another index selects a number of elements that depends on values, which a compiled "
             "program cannot know. Write torch.where(mask, values, x) with a mask of the shape of x."
         )
-    mask = cast(mask, np.dtype(bool))
+    lead = next(n for n, index in enumerate(indices) if index is not None)
+    mask = cast(indices[lead], np.dtype(bool))
+    if lead:  # x[:, mask] = values
+        masked = range(lead, lead + mask.ndim)
+        rank = self.ndim - mask.ndim + 1
+        values = jnp.moveaxis(lax.expand_dims(values, range(rank - values.ndim)), lead, 0)
+        front = jnp.moveaxis(self, masked, range(mask.ndim))
+        return jnp.moveaxis(_by_mask(front, [mask], values, accumulate), range(mask.ndim), masked)
     rest = self.shape[mask.ndim :]
     if values.ndim > len(rest) and values.shape[0] != 1:
         order = lax.max(lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1, np.int64(0))
@@ -380,13 +386,24 @@ def bincount(self, weights=None, minlength=0):
     aten.unique_dim.default,
     aten.unique_consecutive.default,
     aten.unique_dim_consecutive.default,
-    aten.repeat_interleave.Tensor,
 )
 def nonzero(self, *_, **__):
     raise NotImplementedError(
         "The shape of this result depends on values, which a compiled program cannot have. Write "
         "torch.where(mask, x, other), or multiply by the mask before a reduction, or use torch.nonzero_static."
     )
+
+
+@rule(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats, *, output_size):
+    """Place n belongs to the first element whose repeats, added up, pass n.
+
+    Eager PyTorch raises where `output_size` is not the sum of `repeats`; here every place is then out of range.
+    """
+    ends = lax.cumsum(cast(repeats, np.dtype(np.int64)))
+    places = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
+    total = ends[-1] if repeats.size else 0
+    return where(total == output_size, cast(places, np.dtype(np.int64)), np.int64(repeats.size))
 
 
 @rule(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
