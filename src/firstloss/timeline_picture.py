@@ -21,6 +21,7 @@ _COLOURS = {
     "materialize": "#009E73",
     "move": "#009E73",
     "first step": "#D55E00",
+    "rest of the step": "#F0E442",
 }
 _OTHER = "#F0E442"
 _INK = "#222222"
@@ -73,7 +74,10 @@ def _draw_group(axis, name: str, timeline: Timeline, width: float) -> None:
         bars = [(span.start, max(span.seconds, width / 600)) for span in spans]  # a hair, where it would vanish
         axis.broken_barh(bars, (height[row.name] - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.5)
         end = max(span.end for span in spans)
-        axis.text(end + width * 0.006, height[row.name], duration(row.seconds), va="center", fontsize=9, color=_INK)
+        inside = end > 0.93 * width  # there is no room behind a bar that ends at the axis' end, or beyond
+        at = min(end, width) + (-1 if inside else 1) * width * 0.006
+        side = "right" if inside else "left"
+        axis.text(at, height[row.name], duration(row.seconds), va="center", ha=side, fontsize=9, color=_INK)
     if timeline.first_loss is not None:
         axis.axvline(timeline.first_loss, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)))
         axis.annotate(
