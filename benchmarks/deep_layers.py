@@ -31,16 +31,7 @@ def child(side, args):
         with backend.device:
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compiled = fl.compile(model, backend)
-
-        @fl.trace
-        def step(batch):
-            loss = compiled(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = models.training_step(model, optimizer, backend)
         losses = [step(batch).item()]
         clock = timeline.current()
         spans = [span for span in clock.spans if span.name in ("trace", "lower", "compile")]

@@ -43,16 +43,7 @@ def child(side, args):
         with backend.device:
             model = models.llama(**fields)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    compiled = fl.compile(model, backend)
-
-    @fl.trace
-    def step(batch):
-        loss = compiled(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = models.training_step(model, optimizer, backend)
     loss = step(batch).item()
     seconds = clock.now() - began
     phases = {row.name: row.seconds for row in clock.table() if row.name != "import"}

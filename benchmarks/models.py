@@ -49,3 +49,20 @@ def llama(**fields: int) -> Any:
 def import_llama() -> None:
     """Import all that constructing a Llama imports, and construct a small one: the model's own code is warm."""
     llama(**LLAMA_TINY)
+
+
+def training_step(model: Any, optimizer: Any, backend: Any) -> Any:
+    """Give `model` to `backend`; returns the traced step of its training, from a batch of tokens to the loss."""
+    import firstloss as fl
+
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(batch: Any) -> Any:
+        loss = compiled(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step

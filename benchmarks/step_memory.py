@@ -70,22 +70,10 @@ def child(side, args):
 def prepare(backend, fields):
     import torch
 
-    import firstloss as fl
-
     with backend.device:
         model = models.llama(**fields)
-    compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    @fl.trace
-    def step(batch):
-        loss = compiled(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return model, optimizer, step
+    return model, optimizer, models.training_step(model, optimizer, backend)
 
 
 def needed(model, batch):

@@ -34,16 +34,7 @@ def firstloss_road(fields, batch):
         with backend.device:
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compiled = fl.compile(model, backend)
-
-        @fl.trace
-        def step(batch):
-            loss = compiled(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = models.training_step(model, optimizer, backend)
         step(batch).item()
     phases = {name: timeline.current().seconds(name) for name in ("trace", "lower", "compile")}
     return {**phases, "seconds": phases["trace"] + phases["lower"]}

@@ -36,16 +36,7 @@ def child(side, args):
         with backend.device:
             model = models.llama(**(models.LLAMA_TINY if args.tiny else {**models.LLAMA_24_LAYERS, **fields}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        compiled = fl.compile(model, backend)
-
-        @fl.trace
-        def step(batch):
-            loss = compiled(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
+        step = models.training_step(model, optimizer, backend)
         for _ in range(3):
             step(batch).item()
         if kind == "traced":
