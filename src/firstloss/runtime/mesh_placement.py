@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,8 +56,8 @@ class Shard(NamedTuple):
     devices: list[jax.Device]
 
 
-def make(wanted: Mapping[Value, NamedSharding]) -> dict[Value, jax.Array]:
-    """Run the recipes of the parts that devices of this process hold."""
+def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
+    """Run the recipes of the parts that devices of this process hold; `niceness` as in `torch_engine.run`."""
     out: dict[Value, jax.Array] = {}
     for chunk in _chunks(wanted):
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
@@ -74,7 +74,7 @@ def make(wanted: Mapping[Value, NamedSharding]) -> dict[Value, jax.Array]:
                 memory.allocate,
                 torch_engine.default_threads(),
             )
-            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, niceness=(5,))
+            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, niceness=niceness)
         for shard in (*rows, *rest):
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()

@@ -75,7 +75,9 @@ def _materialize_in_background(stores: list[Store], mesh: Mesh | None, behind: b
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
         try:
             with timeline.span("materialize"):
-                future.set_result(_make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings))
+                future.set_result(
+                    _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
+                )
         except BaseException as error:  # the thread that waits for the weights raises it
             future.set_exception(error)
         finally:
