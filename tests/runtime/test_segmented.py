@@ -213,3 +213,29 @@ def test_an_order_of_calls_in_which_everything_is_there_when_needed():
         assert all(value in there for value in call.inputs if value in made)
         there.update(call.outputs)
     assert made == {value for node in program.nodes for value in node.outputs}
+
+
+def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, monkeypatch):
+    from firstloss.runtime import segmented
+
+    monkeypatch.setattr(segments, "_SAVED", 60)
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    with backend.device:
+        model = Deep()
+    optimizer = adamw(model.parameters())
+    compiled = fl.compile(model, backend)
+    run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
+    lower = segmented._lower
+
+    def refuse(name, function):
+        if function.reused:  # it renews the state: only what comes after the loss does
+            raise fl.errors.LoweringError("no rule")
+        return lower(name, function)
+
+    monkeypatch.setattr(segmented, "_lower", refuse)
+    before = model.embed.weight.detach().to("cpu").clone()
+    batch = tokens()
+    for _ in range(2):
+        with pytest.raises(fl.errors.LoweringError, match="no rule"):
+            run(batch)
+    assert torch.equal(model.embed.weight.detach().to("cpu"), before)

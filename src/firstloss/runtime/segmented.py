@@ -141,8 +141,8 @@ class SegmentedStep:
         if self._ran:
             self._run(self._turns, slots, seed)
         else:
-            self._ran = True
             self._first_run(slots, seed)
+            self._ran = True
         return tuple(tuple(slots[i] for i in group) for group in self._results)
 
     def _run(self, turns: Sequence[_Turn], slots: list[Any], seed: Any) -> None:
@@ -190,7 +190,7 @@ class SegmentedStep:
     def _finish(self, slots: list[Any], seed: Any) -> None:
         """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
         self._compiled.release()
-        assert self.executables
+        self._compiled.all()
         slots[:] = map(there, slots)
         self._run(self._turns[self._first :], slots, seed)
 
@@ -217,8 +217,8 @@ class _Compiling:
         if number is None:
             return False
         with timeline.span("lower"):
-            lowered = _lower(f"{self._name}_{number}", self._todo.pop(number))
-        self._held[number] = lowered
+            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number])
+        del self._todo[number]
         if not hold:
             self.release()
         return True
