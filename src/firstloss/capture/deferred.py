@@ -16,6 +16,7 @@ from . import patches as _patches  # noqa: F401 - in place before the first capt
 from . import recorder, session
 from . import regions as _regions  # noqa: F401 - likewise
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
+from . import storages as _storages  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
@@ -103,6 +104,7 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         )
     with deferred():
         result = fn(*args, **kwargs)
+        _redeem_tickets(result)
     if not any(True for _ in tensors_in(result)):
         name = getattr(fn, "__qualname__", repr(fn))
         raise NothingDeferredError(
@@ -110,6 +112,16 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             "initialise. Pass a callable that returns an nn.Module or a tensor."
         )
     return result
+
+
+def _redeem_tickets(result: Any) -> None:
+    """Generators and their states that the constructor kept: nobody will know tickets when the capture has ended."""
+    for tensor in tensors_in(result):
+        session.generators.redeem(tensor)
+    for module in result.modules() if isinstance(result, torch.nn.Module) else ():
+        for attribute in vars(module).values():
+            if isinstance(attribute, torch.Generator):
+                session.generators.load(attribute)
 
 
 def _describe(result: Any) -> str:

@@ -25,6 +25,7 @@ POLICIES: dict[str, Callable[[NDArray[np.uint8]], Stream]] = {"eager": Stream.fr
 
 # A ticket's first two state words; those of a real state are these with probability 2**-64. The third is its number.
 _MAGIC = (0x46697273, 0x744C6F73)
+_STATE_BYTES = 5056
 # A state is an array of 64-bit words: seed, left and seeded, next, then 624 state words of 32 bits each.
 _FIRST, _SECOND, _NUMBER = 3, 4, 5
 
@@ -62,12 +63,24 @@ class Generators:
             stream, position = self.where(generator)
             generator.set_state(torch.from_numpy(stream.state_at(position)))
 
+    def redeem(self, state: torch.Tensor) -> None:
+        """Where somebody kept a ticket in `state`, any tensor: write the real state there."""
+        if is_ticket(state):
+            stream, position = self._tickets[_ticket(state)]  # type: ignore[index]
+            state.numpy()[:] = stream.state_at(position)
+
     def settle(self) -> None:
         """Leave every generator where its stream has come to."""
         for generator in self._touched.values():
             self.load(generator)
         self._touched.clear()
         self._tickets.clear()
+
+
+def is_ticket(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a state that `Generator.get_state` gave out during capture."""
+    plain = type(tensor) is torch.Tensor and tensor.dtype == torch.uint8 and tensor.shape == (_STATE_BYTES,)
+    return plain and _ticket(tensor) is not None
 
 
 def _ticket(state: torch.Tensor) -> int | None:

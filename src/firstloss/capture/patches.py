@@ -6,18 +6,24 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
+from ..errors import CaptureError
 from . import session
+from .generators import is_ticket
+from .source import here
 from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass
 _original_new = torch.Tensor.__new__
 _original_materialize = UninitializedTensorMixin.materialize
 _original_get_rng_state = torch.random.get_rng_state
+_original_set_rng_state = torch.random.set_rng_state
 _original_manual_seed = torch.random.manual_seed
+_original_swap_tensors = torch.utils.swap_tensors
 
 
 def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -43,6 +49,16 @@ def get_rng_state() -> torch.Tensor:
     return _original_get_rng_state()
 
 
+def set_rng_state(new_state: Any) -> None:
+    """As `torch.set_rng_state`; what a generator said of itself during a capture means nothing after it."""
+    if not session.depth and is_ticket(new_state):
+        raise CaptureError(
+            f"{here()}: this state was read by Generator.get_state() in a deferred block, which has ended; there it "
+            "stands for a place in a stream, and here for nothing. Read it by torch.get_rng_state(), or later."
+        )
+    _original_set_rng_state(new_state)
+
+
 def manual_seed(seed: Any) -> torch.Generator:
     """As `torch.manual_seed`; counted, since a generator does not tell that it was given the seed that it had."""
     session.seedings += 1
@@ -62,13 +78,32 @@ def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) ->
     reseat(self, data._store, geometry_of(data))
 
 
+def swap_tensors(t1: Any, t2: Any) -> None:
+    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference: a Store's are put aside for it."""
+    _forget(t1)
+    _forget(t2)
+    try:
+        _original_swap_tensors(t1, t2)
+    finally:
+        for tensor in (t1, t2):
+            if type(tensor) is DeferredTensor:
+                tensor._store.tensors.append(weakref.ref(tensor))
+
+
+def _forget(tensor: Any) -> None:
+    if type(tensor) is DeferredTensor:
+        tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
+
+
 def install() -> None:
     """Put the replacements in place."""
     UninitializedTensorMixin.materialize = materialize
+    torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
+        module.set_rng_state = set_rng_state  # type: ignore[attr-defined]
         module.manual_seed = manual_seed  # type: ignore[attr-defined]
 
 

@@ -77,7 +77,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
-        if any(map(is_unusual, call.real)):
+        if any(map(is_unusual, call.real)) or (how.opaque and not how.view):
             return run_to_find_out(call)
         if call.deferred and not session.depth and not how.view and all(map(is_in_file, call.deferred)):
             return read_and_run(call)

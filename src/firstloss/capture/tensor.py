@@ -168,6 +168,9 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.data_ptr`, on the materialized tensor."""
         return made(self).data_ptr()
 
+    def __dlpack__(self, *args, **kwargs):
+        return made(self).__dlpack__(*args, **kwargs)
+
     def untyped_storage(self):
         """As `torch.Tensor.untyped_storage`, on the materialized tensor."""
         return made(self).untyped_storage()

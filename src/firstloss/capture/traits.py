@@ -41,6 +41,10 @@ _LAZY_BITS = {
 }
 
 
+# Whose operations are known to draw only what their schema says.
+_OURS = frozenset({"aten", "prims", "prim", "firstloss", "quantized", "torchvision"})
+
+
 class Traits(NamedTuple):
     """`writes`: positions (int) or keywords (str) of the arguments written to; `returns`: for each return value the
     entry of `writes` that it is, or None for a new tensor."""
@@ -53,6 +57,7 @@ class Traits(NamedTuple):
     random: str | None  # the operation's name in the table of words drawn, or None
     generator: int | None  # position of the `generator` argument where it is positional
     replacement: OpOverload | None
+    opaque: bool  # a user's own operation: it may draw, and its meta kernel may be missing
 
 
 @functools.cache
@@ -94,4 +99,5 @@ def traits(op: OpOverload) -> Traits:
         random,
         generator,
         replacement,
+        op.namespace not in _OURS,
     )

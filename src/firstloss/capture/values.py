@@ -157,6 +157,8 @@ def content(tensor: Tensor) -> Tensor:
 def _call(call: Call, args: Any, kwargs: dict) -> Any:
     if call.traits.random is not None and not call.on_meta:
         session.generators.load(call.generator())
+    elif call.traits.opaque:
+        session.generators.load(torch.default_generator)
     with torch._C._DisableTorchDispatch():
         return call.op(*args, **kwargs)
 
