@@ -414,6 +414,13 @@ def nothing_whole():
     assert drawn <= rows * width + 64, drawn
     assert longest <= rows * width * 4 / 1.5, longest
     assert found.to_local().untyped_storage().nbytes() == rows * width * 4 // world
+    # FSDP pads shards that are no equal parts; what the constructor drew there is drawn anew, and is dead.
+    layer = fl.deferred_init(nn.Linear, width, rows + 1, bias=False)
+    fully_shard(layer)
+    nn.init.normal_(layer.weight)
+    drawn = 0
+    fl.materialize_module(layer)
+    assert drawn <= (rows // world + 1) * width + 64, drawn
 
 
 def checkpoint(folder):

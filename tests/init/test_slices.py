@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss.capture.pen import Pen
 from firstloss.capture.program import Ref
 from firstloss.init import materialize
 from firstloss.init.slices import Slicer, Wholes
@@ -49,6 +50,20 @@ def two_halves():
     return table
 
 
+def filled_twice():
+    """As a padded shard that is initialised again after sharding, and edited."""
+    table = torch.zeros(210, 100)
+    shard = table[:200]
+    shard.copy_(normal((200, 100)))
+    shard[:3].zero_()
+    shard.copy_(normal((900, 100))[300:500]).mul_(2)
+    table[50:60].copy_(shard[:10])
+    table[50:55].uniform_(3, 4)
+    table[52:53].fill_(1)
+    table[:40].uniform_(1, 2)
+    return table
+
+
 def moved_within():
     table = normal((100, 100))
     table[:30].copy_(table[60:90])
@@ -77,6 +92,7 @@ CUTTABLE = {
     "bfloat16": lambda: normal((777, 3), torch.bfloat16),
     "float64": lambda: normal((777, 3), torch.float64),
     "uniform": uniform,
+    "filled twice": filled_twice,
     "embedding": embedding,
     "scaled": scaled,
     "half": half,
@@ -226,3 +242,25 @@ def test_an_edited_constant_is_an_error():
     constant.add_(1)
     with pytest.raises(fl.errors.ConstantChangedError):
         Slicer(refuse).make(kept._store.value, torch.empty(1000, 1000))
+
+
+def test_what_is_written_anew_is_not_drawn(monkeypatch):
+    """A shard that FSDP has padded, initialised after sharding: the constructor's fill is dead."""
+
+    def make():
+        first, second = torch.empty(900, 100).normal_(), torch.empty(900, 100).uniform_()
+        padded = torch.zeros(310, 100)
+        padded[:300].copy_(first[300:600])
+        padded[:300].copy_(second[300:600])
+        return padded
+
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    deferred = fl.deferred_init(make)
+    drawn = []
+    draw = Pen.draw
+    monkeypatch.setattr(Pen, "draw", lambda pen, op, target, *rest: (drawn.append(op), draw(pen, op, target, *rest)))
+    fl.materialize_tensor(deferred)
+    assert torch.equal(deferred, eager)
+    assert set(drawn) == {torch.ops.aten.uniform_.default}

@@ -42,6 +42,7 @@ _MAX_DEPTH = 8
 # In-place fills that draw nothing, and the random ones whose kernels may be cut (see `rng.draws.granule`).
 _CONSTANT_FILLS = {aten.zero_.default, aten.fill_.Scalar}
 _RANDOM_FILLS = {aten.uniform_.default, aten.normal_.default}
+_REPLACING = {op.overloadpacket for op in (*_CONSTANT_FILLS, *_RANDOM_FILLS, aten.copy_.default)}
 # Factories, and the in-place operation that makes the same: (operation, its further arguments).
 _FACTORIES: dict[Any, Callable[[Node], tuple[Any, tuple]]] = {
     aten.zeros.default: lambda node: (aten.zero_.default, ()),
@@ -152,14 +153,22 @@ class Slicer:
 
     def _find_plan(self, value: Value, partial: bool, depth: int) -> _Plan:
         steps: list[_Step] = []
+        replaced: list[
+            tuple[int, int]
+        ] = []  # ranges that a later step writes anew, as the second fill of a padded shard
         at = value
         while not at.known and at.node is not None and at.node.op not in UNWRITTEN:
+            if _is_within(at.node, replaced):
+                at = at.node.writes[0].value
+                continue
             step = self._step(at, depth)
             if step is None or (partial and not step.partial) or len(steps) == _MAX_STEPS:
                 break
             steps.append(step)
             if step.made or step.node.overwrites:
                 return _Plan(None, steps[::-1])
+            if step.op.overloadpacket in _REPLACING and (span := _span(step.target)) is not None:
+                replaced.append(span)
             at = step.target.value
         return _Plan(at, steps[::-1])
 
@@ -331,6 +340,20 @@ class Wholes:
                 buffer = self._make(value)
             self._made[value] = buffer
             return buffer
+
+
+def _span(target: Ref) -> tuple[int, int] | None:
+    """The elements of its storage that a target without gaps shows."""
+    if target.dtype != target.value.dtype or not is_contiguous(target.size, target.stride):
+        return None
+    return target.offset, target.offset + math.prod(target.size)
+
+
+def _is_within(node: Node, replaced: list[tuple[int, int]]) -> bool:
+    """Whether all that `node` writes is written anew later, by whom nothing is read of it."""
+    if len(node.outputs) != 1 or len(node.writes) != 1 or (span := _span(node.writes[0])) is None:
+        return False
+    return any(begin <= span[0] and span[1] <= end for begin, end in replaced)
 
 
 def _has_options(kwargs: dict[str, Any]) -> bool:
