@@ -85,10 +85,13 @@ class _Peak:
 
 
 def write_plainly(path, size, direct):
-    """Write `size` bytes that are there already, 16 MiB at a time, front to back, until they are on disk."""
+    """Write `size` bytes front to back, until they are on disk: the same 2 MiB again and again, which stay in the cache.
+
+    Bytes that come from memory are written some 10% slower.
+    """
     from firstloss.init.direct_file import BLOCK, DirectFile, aligned
 
-    data = aligned(16 << 20).random_()
+    data = aligned(2 << 20).random_()
     out = DirectFile(path, direct=direct)
     for begin in range(0, size, len(data)):
         out.write(data[: -(-min(len(data), size - begin) // BLOCK) * BLOCK], begin)

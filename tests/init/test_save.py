@@ -154,7 +154,7 @@ import sys, torch
 import firstloss as fl
 from firstloss.init import save
 from tests.init.test_save import llama
-save._PIECE, save._RUN = 4096, 10 * 4096
+save._PIECE, save._RUN, save._SYNC = 4096, 10 * 4096, 30 * 4096
 torch.manual_seed(0)
 print("begin", flush=True)
 def progress(done, total):

@@ -43,13 +43,13 @@ class Journal:
                 raise SaveError(f"{os.path.dirname(self.path)} is being written by another process") from None
             # A file system that cannot lock: go without.
 
-    def add(self, what: str) -> None:
-        """Record that `what` (a line) is done, for good."""
+    def add(self, *what: str) -> None:
+        """Record that each of `what` (lines) is done, for good."""
         with self._lock:
-            self._file.write(what.encode() + b"\n")
+            self._file.write("".join(f"{line}\n" for line in what).encode())
             self._file.flush()
             os.fsync(self._file.fileno())
-            self.done.add(what)
+            self.done.update(what)
 
     def __enter__(self) -> Journal:
         return self

@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,9 @@ from .saved_tensors import Saved, config_names, tensors_to_save, write_configs
 from .slices import Slicer, Wholes
 from .torch_engine import default_threads
 
-_PIECE = 8 << 20  # bytes drawn and written at a time: a multiple of BLOCK
-_RUN = 32 * _PIECE  # bytes that one thread takes on, and that are journaled together
+_PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
+_RUN = 32 * _PIECE  # bytes that one thread takes on
+_SYNC = 1 << 30  # bytes that are waited for, and journaled, together: to wait stops the disk
 _INDEX = "model.safetensors.index.json"
 _COMPLETE = "complete"  # the journal's word for: everything is in the work folder, or moved out of it already
 
@@ -205,11 +206,13 @@ class _Writer:
         self._stop = threading.Event()
         self._wholes = Wholes(_make_whole)
         self._own = threading.local()
+        self._written: list[_Run] = []  # and not yet known to be on disk
+        self._lock = threading.Lock()
 
     def write(self, file: _File, runs: list[_Run], out: DirectFile, journal: Journal) -> None:
-        """Write `runs` of `file`, each noted in the journal when it is on disk."""
-        # One thread more than cores: there is always one to wait for the disk.
-        with ThreadPoolExecutor(default_threads() + 1, thread_name_prefix="firstloss-save") as pool:
+        """Write `runs` of `file`, all noted in the journal when they are on disk."""
+        # Twice as many threads as cores: for each that draws there is one that waits for the disk.
+        with ThreadPoolExecutor(2 * default_threads(), thread_name_prefix="firstloss-save") as pool:
             futures = [pool.submit(self._write_run, run, out, journal) for run in runs]
             try:
                 for future in futures:
@@ -217,7 +220,10 @@ class _Writer:
             except BaseException:
                 self._stop.set()
                 pool.shutdown(cancel_futures=True)
+                with suppress(OSError):
+                    self._sync(out, journal)
                 raise
+        self._sync(out, journal)
 
     def _write_run(self, run: _Run, out: DirectFile, journal: Journal) -> None:
         own = self._own
@@ -232,8 +238,19 @@ class _Writer:
                 whole_blocks = -(-(end - begin) // BLOCK) * BLOCK
                 out.write(own.buffer[:whole_blocks], len(run.file.head) + begin)
                 self._count(end - begin)
-        out.sync()
-        journal.add(run.line)
+        with self._lock:
+            self._written.append(run)
+            enough = sum(run.end - run.begin for run in self._written) >= _SYNC
+        if enough:
+            self._sync(out, journal)
+
+    def _sync(self, out: DirectFile, journal: Journal) -> None:
+        """Wait until all that has been written so far is on disk, and note it."""
+        with self._lock:
+            written, self._written = self._written, []
+        if written:
+            out.sync()
+            journal.add(*(run.line for run in written))
 
     def _make(self, file: _File, begin: int, end: int, slicer: Slicer, buffer: torch.Tensor) -> None:
         """Bytes [begin, end) of a file's data, in `buffer`."""

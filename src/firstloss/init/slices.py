@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.pen import Pen
+from ..capture.pen import Pen, is_native
 from ..capture.program import Node, Ref, Value, dense_count, is_contiguous
 from ..capture.replay import check_constant, look
 from ..rng import draws
@@ -33,6 +33,8 @@ aten = torch.ops.aten
 _BLOCK_BYTES = 8 << 20
 # Elements drawn at a time: they stay in a core's L2 cache, which PyTorch's normal kernel goes over twice.
 _PIECE = 1 << 16
+# The native kernels keep to the cache by themselves.
+_NATIVE_PIECE = 1 << 22
 # A fill this short is drawn whole: nothing is saved by cutting it.
 _SHORT = 1 << 10
 # Recipes are followed through so many edits and copies; beyond, they are made whole.
@@ -300,7 +302,8 @@ class Slicer:
                 origin.rejection.correct(into)
             return
         into = into.view(-1)
-        for begin, end in cover(first, last, count, unit, _PIECE) if count >= _SHORT else [(0, count)]:
+        piece = _NATIVE_PIECE if is_native(step.op, into, step.args, {}) else _PIECE
+        for begin, end in cover(first, last, count, unit, piece) if count >= _SHORT else [(0, count)]:
             self._pen.move(origin.stream, _position(origin.position, name, dtype, begin))
             inside = first <= begin and end <= last
             part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
