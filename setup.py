@@ -18,7 +18,13 @@ FLAGS = [
 
 setup(
     ext_modules=[
-        Extension(f"firstloss.rng.{name}", [f"src/firstloss/rng/{name}.c"], extra_compile_args=FLAGS, optional=True)
+        Extension(
+            f"firstloss.rng.{name}",
+            [f"src/firstloss/rng/{name}.c"],
+            depends=["src/firstloss/rng/_kernels.h"],
+            extra_compile_args=FLAGS,
+            optional=True,
+        )
         for name in ("_counter", "_fill", "_jump")
     ]
 )

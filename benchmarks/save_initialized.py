@@ -85,9 +85,9 @@ class _Peak:
 
 
 def write_plainly(path, size, direct):
-    """Write `size` bytes front to back, until they are on disk: the same 2 MiB again and again, which stay in the cache.
+    """Write `size` bytes front to back, until they are on disk.
 
-    Bytes that come from memory are written some 10% slower.
+    They are the same 2 MiB again and again, which stay in the cache: bytes from memory are written some 10% slower.
     """
     from firstloss.init.direct_file import BLOCK, DirectFile, aligned
 

@@ -6,14 +6,7 @@
  * No Python and no state: called through ctypes, from any number of threads at once.
  */
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "_kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -21,31 +14,11 @@
 #define CLONES
 #endif
 
-#if defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
-#define ALIGNED __attribute__((aligned(64)))
-#else
-#define INLINE static inline
-#define ALIGNED
-#endif
-
 enum {
     LANES = 4,           /* words in a Philox block */
     BLOCKS = 64,         /* made at a time */
     CHUNK = LANES * BLOCKS,
 };
-
-INLINE float as_float(uint32_t bits) {
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-INLINE uint32_t as_bits(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return bits;
-}
 
 INLINE uint32_t high(uint32_t a, uint32_t b) {
     return (uint32_t)((uint64_t)a * b >> 32);

@@ -15,14 +15,7 @@
  * No Python and no state but the caller's: called through ctypes, from any number of threads at once.
  */
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "_kernels.h"
 
 EXPORT int firstloss_lanes(void);
 
@@ -50,22 +43,6 @@ struct cursor {
     uint32_t words[N];
     uint32_t drawn;
 };
-
-/* Inlined into each of the two versions of its caller, and compiled for the vectors of that one. */
-#define INLINE static inline __attribute__((always_inline))
-#define ALIGNED __attribute__((aligned(64)))
-
-INLINE float as_float(uint32_t bits) {
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-INLINE uint32_t as_bits(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return bits;
-}
 
 /* The next `count` uniforms, 24 bits each; at most CHUNK. `words` is the block that is drawn from and room for BLOCKS
  * more behind it; afterwards it begins with the block that was drawn from last. */

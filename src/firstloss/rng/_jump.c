@@ -3,14 +3,7 @@
  * No Python and no state: called through ctypes, from any number of threads at once.
  */
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
+#include "_kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
