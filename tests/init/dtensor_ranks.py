@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -333,6 +335,47 @@ def skipped(seed, real):
     generator = seeded(seed)
     torch.empty(real.to_local().shape).normal_(generator=generator)
     return generator
+
+
+def changes_after_sharding():
+    """What users do to a sharded model before its weights are there: reset, convert, load, copy, tie."""
+
+    def reset(model):
+        torch.manual_seed(5)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # of an embedding with a row that is not trained, too
+        return model
+
+    def edit(model):
+        with torch.no_grad():
+            model.head.weight.mul_(0.5).add_(1)
+        for parameter in model.blocks.parameters():
+            parameter.data.normal_(0, 0.5)
+        return model
+
+    for change in (reset, edit, lambda model: model.half(), copy.deepcopy):
+        eager, deferred = both()
+        if change is copy.deepcopy:  # FSDP's modules cannot be copied
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            parallelize_module(deferred, mesh, PLAN)
+        else:
+            fully_shard(deferred)
+        torch.manual_seed(7)
+        eager = change(eager)
+        torch.manual_seed(7)
+        with no_collectives():
+            deferred = change(deferred)
+            fl.materialize_module(deferred)
+        assert_slices(deferred, eager)
+
+    eager, deferred = both()
+    loaded = {name: torch.full(tensor.shape, 3.0) for name, tensor in eager.state_dict().items()}
+    fully_shard(deferred)
+    set_model_state_dict(deferred, dict(loaded), options=StateDictOptions(full_state_dict=True))
+    fl.materialize_module(deferred)
+    eager.load_state_dict(loaded)
+    assert_slices(deferred, eager)
 
 
 def counter():

@@ -12,7 +12,7 @@ ON_ANY = ["fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_s
 ON = {
     1: [],
     2: [*ON_ANY, "fsdp_policies", "real_tensors_still_travel", "collectives_are_refused", "nothing_whole", "llama"],
-    4: [*ON_ANY, "two_dimensions", "in_any_order", "init_after_sharding", "counter"],
+    4: [*ON_ANY, "two_dimensions", "in_any_order", "init_after_sharding", "changes_after_sharding", "counter"],
 }
 
 

@@ -66,6 +66,8 @@ def install(dtensor: Any) -> None:
         handlers[op] = _or_else(handlers, op, _eye, target="out")
     for name in _INITIALISERS:
         setattr(torch.nn.init, name, _initialiser(getattr(torch.nn.init, name)))
+    for kind in (torch.nn.Embedding, torch.nn.EmbeddingBag):
+        kind._fill_padding_idx_with_zero = _padding(kind._fill_padding_idx_with_zero)  # type: ignore[method-assign]
 
 
 def _fill(op: Any, args: tuple, kwargs: dict) -> Any:
@@ -110,3 +112,18 @@ def _initialiser(original: Callable) -> Callable:
         return original(tensor, *args, **kwargs)
 
     return initialise
+
+
+def _padding(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def fill_padding(self: Any) -> None:
+        """The row of `padding_idx` of this rank's part; DTensors would gather the whole weight, and edit a copy."""
+        if self.padding_idx is None or not shard_is_deferred(self.weight):
+            original(self)
+            return
+        with torch.no_grad():
+            row = _whole(self.weight, torch.bool).zero_()
+            row[self.padding_idx].fill_(True)
+            self.weight._local_tensor.masked_fill_(_distributed(row, self.weight)._local_tensor, 0)
+
+    return fill_padding
