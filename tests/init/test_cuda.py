@@ -1,10 +1,13 @@
 """What needs a GPU: weights on it, and models constructed for it."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss.capture import cuda_draw
+from firstloss.rng import cuda_layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
 
@@ -44,9 +47,71 @@ def test_the_counter_policy_is_the_same_on_any_device():
         assert b.is_cuda and torch.equal(a, b.cpu())
 
 
-def test_the_eager_policy_knows_the_cpus_stream_only():
-    with pytest.raises(fl.errors.CaptureError, match=r"draws on device 'cuda.*materialize_module"):
-        fl.deferred_init(nn.Linear, 3, 3, device="cuda")
-    module = fl.deferred_init(nn.LayerNorm, 3, device="cuda")  # nothing is drawn
+def on_gpu():
+    with torch.device("cuda"):
+        module = nn.Sequential(nn.Embedding(3000, 700), nn.Linear(700, 900), nn.LayerNorm(900), nn.Linear(5, 3).half())
+        module.order = torch.randperm(100)  # drawn at once, as the next one is
+        nn.init.trunc_normal_(module[1].weight, std=0.02, a=-0.03, b=0.03)
+        nn.init.normal_(module[0].weight, std=0.02)
+        module.register_buffer("noise", torch.empty(1001, dtype=torch.float64).uniform_(-1, 1))
+        torch.cuda.manual_seed(8)
+        module.register_buffer("seeded", torch.randn(333, 777).mul_(2))
+    return module
+
+
+def assert_same_bits(expected, found):
+    for (name, a), (_, b) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
+        assert b.is_cuda and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_captured_on_the_gpu_it_has_the_gpus_bits(reverse):
+    torch.manual_seed(0)
+    expected = on_gpu()
+    state = torch.cuda.get_rng_state()
+    torch.manual_seed(0)
+    found = fl.deferred_init(on_gpu)
+    assert fl.is_deferred(found[0]) and torch.equal(torch.cuda.get_rng_state(), state)
+    torch.cuda.manual_seed(77)
+    children = list(found.children())
+    for child in reversed(children) if reverse else children:
+        fl.materialize_module(child)
+    fl.materialize_module(found)
+    assert_same_bits(expected, found)
+    after = torch.cuda.get_rng_state()
+    torch.cuda.manual_seed(77)
+    assert torch.equal(torch.cuda.get_rng_state(), after)
+
+
+def test_a_part_is_a_slice_of_what_the_gpu_would_have_drawn():
+    torch.manual_seed(0)
+    expected = torch.empty(3000, 700, device="cuda").normal_()
+    torch.manual_seed(0)
+    with fl.deferred():
+        whole = torch.empty(3000, 700, device="cuda").normal_()
+        parts = [whole[1000:2000].clone(), whole[:, 100:200].clone()]
+    del whole
+    for part in parts:
+        fl.materialize_tensor(part)
+    assert torch.equal(parts[0], expected[1000:2000]) and torch.equal(parts[1], expected[:, 100:200])
+
+
+def test_each_uniform_is_where_the_layout_says():
+    index = torch.cuda.current_device()
+    assert cuda_draw.layout_is_known(index)
+    device = cuda_draw.gpu(index)
+    for numel in (5, 100_003, 3_000_001):
+        generator = torch.Generator("cuda").manual_seed(9)
+        found = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()
+        for element in {0, numel // 3, numel - 1}:
+            place = cuda_layout.place(element, numel, device)
+            word = cuda_layout.words(9, place.subsequence, place.offset)[place.lane]
+            # curand_uniform, which rounds to (0, 1]; PyTorch turns its 1 into 0.
+            expected = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
+            assert found[element] == (0 if expected == 1 else expected)
+
+
+def test_nothing_that_draws_nothing_is_drawn():
+    module = fl.deferred_init(nn.LayerNorm, 3, device="cuda")
     fl.materialize_module(module)
     assert module.weight.is_cuda

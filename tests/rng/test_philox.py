@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from firstloss.rng import philox
+from firstloss.rng.philox_stream import PhiloxStream
+from firstloss.rng.stream import Position
 
 # From kat_vectors of the Random123 library, lines "philox4x32 10": counter, key, words.
 KNOWN = [
@@ -27,3 +29,12 @@ def test_counters_broadcast():
     many = philox.words(7, np.arange(5)[:, None], [1, 1 << 40])
     assert many.shape == (5, 2, 4) and many.dtype == np.uint32
     assert np.array_equal(many[3, 1], philox.words(7, 3, 1 << 40))
+
+
+def test_a_cuda_generators_state_is_its_seed_and_offset():
+    stream = PhiloxStream(-1)
+    state = stream.state_at(Position(1 << 40))
+    assert state.dtype == np.uint8 and state.shape == (16,)
+    assert state.view("<u8").tolist() == [2**64 - 1, 1 << 40]
+    with pytest.raises(NotImplementedError, match="cuda_layout"):
+        stream.words_at(0, 4)

@@ -82,11 +82,16 @@ class Call:
             return self.kwargs.get(where)
         return self.args[where] if where < len(self.args) else None
 
-    def generator(self) -> torch.Generator:
-        """The generator that the call draws from."""
+    def given_generator(self) -> torch.Generator | None:
+        """The generator that the call was given to draw from."""
         found = self.kwargs.get("generator")
         if found is None and self.traits.generator is not None and self.traits.generator < len(self.args):
             found = self.args[self.traits.generator]
+        return found
+
+    def generator(self) -> torch.Generator:
+        """The generator that the call draws from, on the CPU."""
+        found = self.given_generator()
         return torch.default_generator if found is None else found
 
     def device(self) -> torch.device:

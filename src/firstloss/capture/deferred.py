@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -21,7 +23,7 @@ from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import DeferredTensor
-from .source import here
+from .source import here, is_machinery
 from .tensor import has_strangers
 
 T = TypeVar("T")
@@ -69,10 +71,27 @@ def _deferred(policy: str) -> Iterator[None]:
     try:
         with timeline.span("capture"), _Capture():
             yield
+    except (AssertionError, RuntimeError) as error:
+        _explain_no_cuda(error)
+        raise
     finally:
         session.leave()
         if collecting:
             gc.enable()
+
+
+def _explain_no_cuda(error: Exception) -> None:
+    """An error of ours in the place of torch's, where a constructor asks for a GPU that this machine does not have."""
+    found = traceback.extract_tb(error.__traceback__)
+    if not found or not found[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
+        return
+    where = next((f"{f.filename}:{f.lineno}" for f in reversed(found) if not is_machinery(f.filename)), str(here()))
+    reason = str(error).splitlines()[0].rstrip(".")
+    raise CaptureError(
+        f"{where}: the constructor asks for a CUDA device, and there is none here ({reason}). What a GPU would draw "
+        "depends on the GPU, so it is captured where there is one. Construct for the CPU, and move the weights where "
+        "they are needed: firstloss.materialize_module(module, device='cuda')."
+    ) from error
 
 
 def _policy(rng: str | None) -> str:

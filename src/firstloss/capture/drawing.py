@@ -10,7 +10,7 @@ from ..errors import CaptureError
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import Position, Stream
-from . import session
+from . import cuda_draw, session
 from .call import Call
 from .counter_draw import has_rule, words_of
 from .late import LateStream
@@ -37,6 +37,9 @@ def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool
         dense = is_contiguous(size, stride)
     else:
         return False
+    if device.type == "cuda" and not (session.generators.policy == "counter" and has_rule(node.op)):
+        given = call.given_generator()
+        return cuda_draw.record(node, call.traits.random or "", math.prod(size), dtype, device, given)
     generator = call.generator()
     counted = session.generators.policy == "counter" and has_rule(node.op) and generator.device.type == "cpu"
     if not counted:
@@ -92,11 +95,11 @@ def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, po
 
 
 def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:
-    """Only the CPU's stream is known."""
+    """Only the streams of CPUs and GPUs are known, each drawn from by its own device."""
     if device.type != "cpu" or generator.device.type != "cpu":
         raise CaptureError(
-            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on the CPU's "
-            "stream: construct under the CPU device, and say device='{device}' to firstloss.materialize_module."
+            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on a CPU's or GPU's "
+            f"stream: construct under the CPU device, and say device='{device}' to firstloss.materialize_module."
         )
 
 

@@ -85,5 +85,7 @@ def is_ticket(tensor: torch.Tensor) -> bool:
 
 def _ticket(state: torch.Tensor) -> int | None:
     """The number of the ticket that `state` is, or None."""
+    if len(state) != _STATE_BYTES:  # of a generator on another device, which needs none
+        return None
     words = state.numpy().view(np.int64)
     return int(words[_NUMBER]) if (words[_FIRST], words[_SECOND]) == _MAGIC else None

@@ -13,7 +13,9 @@ import torch
 
 from ..errors import ConstantChangedError, MaterializeError
 from ..rng.counter_stream import CounterStream
+from ..rng.philox_stream import PhiloxStream
 from . import counter_draw
+from .cuda_draw import generator_at
 from .pen import draw
 from .program import Node, Ref, Value
 
@@ -109,6 +111,9 @@ class Replay:
         kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
         if node.draw is None:
             result = node.op(*args, **kwargs)
+        elif isinstance(node.draw.stream, PhiloxStream):
+            device = node.outputs[0].device
+            result = draw(node.op, args, kwargs, generator_at(node.draw.stream, node.draw.position, device))
         elif isinstance(node.draw.stream, CounterStream):
             result = counter_draw.run(
                 node.op, args, kwargs, node.draw.stream, node.draw.position, lambda g: draw(node.op, args, kwargs, g)

@@ -43,9 +43,13 @@ def user_frame() -> FrameType | None:
     while frame is not None:
         name = frame.f_code.co_filename
         skip = _is_machinery.get(name)
-        if skip is None:
-            skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")
-        if not skip:
+        if not (is_machinery(name) if skip is None else skip):
             return frame
         frame = frame.f_back
     return None
+
+
+def is_machinery(name: str) -> bool:
+    """Whether a file of this name is torch's, Firstloss's, or none."""
+    skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")
+    return skip

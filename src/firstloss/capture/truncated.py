@@ -61,6 +61,8 @@ def trunc_normal_(
         )
     with torch.no_grad():
         source = torch.default_generator if generator is None else generator
+        if tensor.device.type == "cuda" and session.generators.policy != "counter":
+            return _original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
         if isinstance(session.generators.where(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
         blocks = is_contiguous(tensor.shape, tensor.stride()) and may_be_cut(tensor.numel(), tensor.dtype)

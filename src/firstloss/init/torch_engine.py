@@ -25,6 +25,7 @@ from ..capture.program import Node, Value, is_contiguous, slice_for
 from ..capture.rejection import Rejection
 from ..capture.replay import Replay, look
 from ..rng import draws
+from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position, Stream
 from .chains import apply, find_chains, split_finish
 from .memory import allocate_huge
@@ -166,7 +167,9 @@ def _independent_fills(nodes: list[Node]) -> list[Node]:
     made = {value for node in nodes for value in node.outputs}
     out = []
     for node in nodes:
-        if node.draw is not None and node.overwrites and node.writes[0].value not in made:
+        if node.draw is None or isinstance(node.draw.stream, PhiloxStream):  # a GPU fills by itself, and at once
+            continue
+        if node.overwrites and node.writes[0].value not in made:
             if not any(True for _ in node.reads()):
                 out.append(node)
     # A target that two fills in the slice write is in use in between.
