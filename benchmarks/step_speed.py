@@ -2,9 +2,10 @@
 
     python -m benchmarks.step_speed [--rounds N] [--dtype bfloat16] [--json]
 
-Each side trains in a process of its own, in turns; what is timed are steps that follow a few to warm up. Flax is a
-dependency of this benchmark alone: pip install --no-deps -r requirements/bench.txt. A side that is not installed, or
-that finds no C++ compiler (torch.compile), is left out.
+Each side trains in a process of its own, and they take turns of some seconds: all are built and warm before the first
+turn that counts, and what else the machine does falls on all of them. What is timed is up to the last weight's update.
+Flax is a dependency of this benchmark alone: pip install --no-deps -r requirements/bench.txt. A side that is not
+installed, or that finds no C++ compiler (torch.compile), is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import harness
+from firstloss import heap
 
 NAME = "steps per second of what is compiled"
 GOAL = "at least as fast as the Flax NNX program"
@@ -35,31 +37,67 @@ LLAMA = {
 }
 LENGTH, ROWS = 128, 4
 IMAGES, SIDE, CLASSES = 8, 64, 100
-WARM = 3
-SECONDS = 6.0  # that the timed steps take, about
+SECONDS = 3.0  # that a turn takes, about
 
 
-def child(side: str, args: argparse.Namespace) -> dict[str, float]:
-    make = flax_step if side == "flax" else torch_step
-    return timed(*make(side, args))
-
-
-def timed(step: Callable[[], Any], wait: Callable[[Any], Any]) -> dict[str, float]:
-    """Steps per second, with the loss waited for at the end alone."""
+def child(side: str, args: argparse.Namespace) -> None:
+    """Build and warm one side; then, for each line on stdin, a turn of that many steps, and what it took on stdout."""
     began = time.perf_counter()
+    step, wait = (flax_step if side == "flax" else torch_step)(side, args)
     loss = wait(step())
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    for _ in range(WARM):
-        loss = step()
-    wait(loss)
-    once = (time.perf_counter() - began) / WARM
-    count = max(3, min(200, int(SECONDS / once)))
-    began = time.perf_counter()
-    for _ in range(count):
+    print(json.dumps({"first step": time.perf_counter() - began, "loss": loss}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(turn(step, wait, int(line))), flush=True)
+
+
+def turn(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> dict[str, float]:
+    """Seconds of the clock and of all cores for `steps` steps, which are waited for at the end alone."""
+    cores, began = time.process_time(), time.perf_counter()
+    for _ in range(steps):
         loss = step()
     value = wait(loss)
-    return {"steps per second": count / (time.perf_counter() - began), "first step": first, "loss": value}
+    return {"seconds": time.perf_counter() - began, "core seconds": time.process_time() - cores, "loss": value}
+
+
+class Side:
+    """A child process that trains one model in one way, a turn at a time."""
+
+    def __init__(self, side: str, model: str, args: argparse.Namespace) -> None:
+        command = [sys.executable, "-m", "benchmarks.step_speed", "--child", side, "--models", model]
+        path = os.pathsep.join([os.path.join(harness.ROOT, "src"), harness.ROOT, os.environ.get("PYTHONPATH", "")])
+        self._name = side
+        self._seconds = 0.1 if args.tiny else SECONDS
+        self._process = subprocess.Popen(
+            [*command, "--dtype", args.dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**heap.environment(heap.HUGE_PAGES, heap.KEPT), **os.environ, "PYTHONPATH": path},
+        )
+        self.first = self._answer()
+        self._steps = 1
+
+    def turn(self) -> dict[str, float]:
+        """A turn of about `SECONDS`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{self._steps}\n")
+        self._process.stdin.flush()
+        found = self._answer()
+        each = found["seconds"] / self._steps
+        found |= {"steps per second": 1 / each, "core seconds per step": found["core seconds"] / self._steps}
+        self._steps = max(3, min(200, int(self._seconds / each)))
+        return found
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"benchmarks: step_speed --child {self._name} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[Any], float]]:
@@ -120,7 +158,14 @@ def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], 
         return loss
 
     run = fl.trace(step) if side == "firstloss" else step
-    return lambda: run(*batch), lambda loss: float(loss)
+
+    def wait(loss: Any) -> float:
+        if side == "firstloss":  # the loss is there before the backward pass
+            for parameter in model.parameters():
+                parameter._store.resident.array().block_until_ready()
+        return loss.item()
+
+    return lambda: run(*batch), wait
 
 
 def flax_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[Any], float]]:
@@ -163,44 +208,49 @@ def measure(args: argparse.Namespace) -> harness.Figure:
     data: dict[str, Any] = {}
     rows, met = [], True
     for model in args.models.split(","):
-        runs = harness.interleaved(sides, args.rounds, lambda side, model=model: run_child(side, model, args))
-        data[model] = runs
+        runs = data[model] = turns(sides, model, args)
         for side in sides:
-            speed = harness.middle(runs[side], "steps per second")
+            speed, cores = (harness.middle(runs[side], key) for key in ("steps per second", "core seconds per step"))
             more = ""
             if side != "firstloss" and "firstloss" in sides:
                 more = f" (Firstloss: {harness.ratio(runs['firstloss'], runs[side], 'steps per second'):.2f} times)"
-            rows.append((f"{model}, {args.dtype}: {side}", f"{speed:.2f} steps/s{more}"))
+            rows.append((f"{model}, {args.dtype}: {side}", f"{speed:.2f} steps/s, {cores:.3f} core s a step{more}"))
         if "flax" in sides and "firstloss" in sides:
             met &= harness.ratio(runs["firstloss"], runs["flax"], "steps per second") >= 1
     return harness.Figure(NAME, GOAL, rows, met, data)
 
 
-def run_child(side: str, model: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.step_speed", "--child", side, "--models", model, "--dtype", args.dtype]
-    path = os.pathsep.join([os.path.join(harness.ROOT, "src"), harness.ROOT, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
-    if done.returncode:
-        sys.exit(f"benchmarks: {' '.join(command)} ended with status {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+def turns(sides: list[str], model: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """For each side what its turns took, of which the first, a warm one, does not count."""
+    running = {}
+    for side in sides:
+        print(f"  {model}: {side}", file=sys.stderr, flush=True)
+        running[side] = Side(side, model, args)
+        running[side].turn()
+        running[side].turn()
+    found = harness.interleaved(sides, args.rounds, lambda side: running[side].turn())
+    for side in running.values():
+        side.close()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each side is run (default 3)")
+    parser.add_argument("--rounds", type=int, default=7, help="how many turns of each side count (default 7)")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--child", metavar="SIDE", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="short turns, to see that the benchmark itself works")
     args = parser.parse_args()
     if args.child:
         args.model = args.models
-        print(json.dumps(child(args.child, args)))
+        child(args.child, args)
         return
     figure = measure(args)
     harness.report([figure], args.json)
-    sys.exit(0 if figure.met else 1)
+    sys.exit(0 if figure.met or args.tiny else 1)
 
 
 if __name__ == "__main__":
