@@ -37,6 +37,11 @@ def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, 
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         edges = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, output_padding, strict=True)]
         weight, stride, spread = _transposed_weight(weight, groups), (1,) * space, stride
+    if any(k > n for k, n in zip(weight.shape[2:], x.shape[2:], strict=True)):
+        # On a CPU, XLA leaves a kernel that is larger than the input to a plain loop, up to 100 times slower than the
+        # library it calls else. Zeros that are there, and not asked for as padding, make the input larger.
+        x = lax.pad(x, cast(0, x.dtype), [(0, 0, 0)] * 2 + [(*e, s - 1) for e, s in zip(edges, spread, strict=True)])
+        edges, spread = [(0, 0)] * space, (1,) * space
     return lax.conv_general_dilated(
         x,
         weight,
@@ -47,6 +52,16 @@ def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, 
         feature_group_count=groups,
         precision=lax.Precision.HIGHEST,
     )
+
+
+def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, output_padding, groups):
+    if transposed:  # one output place more, where the output's padding was longer than the stride
+        x = _convolve(g, weight, stride, padding, dilation, False, output_padding, groups)
+        return lax.slice(x, (0,) * x.ndim, (*x.shape[:2], *lengths))
+    space = len(lengths)
+    numbers = (lengths, g.shape[2:], weight.shape[2:], *(each(v, space) for v in (stride, padding, dilation)))
+    rest = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in zip(*numbers, strict=True)]
+    return _convolve(g, weight, stride, padding, dilation, True, rest, groups)
 
 
 def _plain(x):
@@ -64,13 +79,16 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
 def convolution_backward(
     grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
-    """A convolution is linear in each operand, so its derivatives are its transposes (conjugated, when complex)."""
+    """A convolution is linear in each operand, so its derivatives are its transposes (conjugated, when complex).
+
+    That of the input is the transposed convolution with the same weight, and the other way round.
+    """
     g, x, w = _plain(grad_output), _plain(input), _plain(weight)
     if is_complex(x.dtype):
         x, w = lax.conj(x), lax.conj(w)
     how = (stride, padding, dilation, transposed, output_padding, groups)
     return (
-        jax.linear_transpose(lambda x: _convolve(x, w, *how), x)(g)[0] if output_mask[0] else None,
+        _input_gradient(g, x.shape[2:], w, *how) if output_mask[0] else None,
         jax.linear_transpose(lambda w: _convolve(x, w, *how), w)(g)[0] if output_mask[1] else None,
         lax.reduce_sum(g, (0, *range(2, g.ndim))) if output_mask[2] else None,
     )
