@@ -27,6 +27,10 @@ _SAVED = 400
 _MOST_SEGMENTS = 48
 # At least so many calls in a segment.
 _LEAST_CALLS = 24
+# A run of at least so many periods, each of which touches fewer bytes than this (about a millisecond's work), is cut at
+# every second one: beginning a segment takes the device some 40 microseconds. Longer segments take longer to compile.
+_LEAST_BYTES = 16 << 20
+_MANY = 8
 
 
 class Cut(NamedTuple):
@@ -120,7 +124,10 @@ def _bounds(run: Run, calls: Sequence[Call], last_use: dict[Value, int]) -> list
         cost.append(total)
     phase = (run.period // 2 + min(range(run.period), key=lambda o: (cost[o], o))) % run.period
     repeats = (length - phase) // run.period
-    group = max(-(-repeats // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period))
+    layer = calls[run.start : run.start + run.period]
+    touched = sum(value.nbytes for call in layer for value in (*call.inputs, *call.outputs))
+    short = repeats >= _MANY and touched < _LEAST_BYTES
+    group = max(-(-repeats // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period), 2 if short else 1)
     begin = run.start + phase
     return [begin + k * group * run.period for k in range(repeats // group + 1)]
 

@@ -32,6 +32,9 @@ class Cell:
 
     The array is replaced by each step that changes it. The host sees it through `host()`; after `edit()` what the host
     has is what counts, and goes to the device before the next step.
+
+    Attributes:
+        current: the array, if it is there and is what counts; a step asks this of each weight, so it is no property.
     """
 
     _last_edited: Callable[[], Cell | None] = staticmethod(lambda: None)
@@ -46,7 +49,7 @@ class Cell:
         """`sharding` says where on a mesh the content is to lie; None for the default device."""
         self.value = value  # for its geometry
         self.sharding = sharding
-        self._array = array
+        self._array = self.current = array
         self._pending = pending  # gives {Value: array} when the materialization under way is through
         self._host: torch.Tensor | None = None
         self._edited = False
@@ -62,6 +65,7 @@ class Cell:
             self._pending = None
         elif callable(self._array):
             self._array = self._array()
+        self.current = self._array
         return self._array
 
     def later(self) -> Callable[[], jax.Array] | None:
@@ -78,6 +82,7 @@ class Cell:
     def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
         """What a step has made of it; a function that waits for it, where that is still to come."""
         self._array = array
+        self.current = None if callable(array) else array
         self._pending = None
         self._host = None
         self._edited = False
@@ -131,12 +136,14 @@ class Cell:
         value = self.value
         new = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
         self._host = new if whole else new.copy_(self.host())
-        self._edited = True
+        self._edited, self.current = True, None
         return whole
 
     def leave(self) -> None:
         """Of a whole edit that failed: what was there counts."""
         self._host, self._edited = None, False
+        if self._array is not None:
+            self.set(self._array)
 
     def edited(self) -> None:
         """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""

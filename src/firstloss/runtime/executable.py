@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -250,8 +251,8 @@ class Executable:
 
     def __call__(self, leaves: list[Any]) -> Any:
         with x64():
-            state, rest = self._arrays(self._changed, leaves), self._arrays(self._read, leaves)
-            seed = self._backend.keys.next() if self._tracing.draws else np.zeros(2, np.uint32)
+            state, rest = self._state(leaves), self._arrays(self._read, leaves)
+            seed = self._backend.keys.next() if self._tracing.draws else _no_seed(self._backend.mesh is None)
             begin = timeline.current().now()
             new, made, results = self._compiled(state, rest, seed)
             if not self._ran:
@@ -279,6 +280,14 @@ class Executable:
         if loop is not None:
             loop.dispatched(results)
         return pytree.tree_unflatten(out, self._result_spec)
+
+    def _state(self, leaves: list[Any]) -> tuple:
+        """What stands for the state that the step changes. There may be a thousand arrays, and from one step to the
+        next nobody has touched most of them: only the others are asked for."""
+        if self._where or not self._ran:
+            return self._arrays(self._changed, leaves)
+        arrays = [h.resident.current if type(h) is Store and h.resident else None for h in self._changed.values()]
+        return tuple([self._array(v, leaves) if a is None else a for v, a in zip(self._changed, arrays, strict=True)])
 
     def _arrays(self, values: Iterable[Value], leaves: list[Any]) -> tuple:
         """What stands for the inputs `values`. A step in segments waits itself for those that are still being made."""
@@ -344,6 +353,12 @@ def _nobody_elses(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     whole = storage.nbytes() == tensor.numel() * tensor.itemsize and tensor.is_contiguous()
     return whole and torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's own, and `storage`
+
+
+@functools.cache
+def _no_seed(on_device: bool) -> Any:
+    """For a step that draws nothing."""
+    return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)
 
 
 def _whole(value: Value) -> Ref:

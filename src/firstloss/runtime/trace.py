@@ -109,7 +109,7 @@ class TracedStep:
         if self._seen != (id(backend), len(backend.models)):
             self._seen = (id(backend), len(backend.models))
             self._all = [p for model in backend.models for p in model.parameters()]
-        return tuple((p.requires_grad, p.grad is not None) for p in self._all)
+        return tuple([p.requires_grad for p in self._all]), tuple([p.grad is not None for p in self._all])
 
     def program(self) -> Program:
         """The Program executed last."""
