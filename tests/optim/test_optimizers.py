@@ -324,3 +324,64 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
         made[1].step()
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in reference.parameters()])
     assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # lives on the backend: nobody waits for it
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Binds its state, and the weights' data, to new tensors at each step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["before"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["before"] = state["mean"]
+                state["mean"] = 0.9 * state["mean"] + p.grad
+                p.data = p.data - group["lr"] * (state["mean"] + 0.5 * state["before"])
+
+
+def sgd_with_momentum(parameters):
+    return torch.optim.SGD(parameters, 0.1, 0.9)
+
+
+def _cleared(optimizer):
+    optimizer.state.clear()
+
+
+def _replaced(optimizer):
+    for p, entries in optimizer.state.items():
+        entries["momentum_buffer"] = torch.ones_like(p)
+
+
+@pytest.mark.parametrize(
+    "make, change", [(Rebinding, None), (sgd_with_momentum, _cleared), (sgd_with_momentum, _replaced)]
+)
+def test_state_that_is_bound_anew(make, change, tmp_path):
+    """By the optimizer itself, or by somebody between steps."""
+
+    def losses(on):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        backend = fl.backend("XLA", artifact_dir=tmp_path) if on else fl.backend("CPU")
+        compiled, optimizer, x = fl.compile(model, backend), make(model.parameters()), torch.ones(3, 4)
+
+        @fl.trace
+        def step(x):
+            optimizer.zero_grad()
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        out = []
+        for n in range(6):
+            out.append(step(x).item())
+            if n == 2 and change is not None:
+                change(optimizer)
+        return out
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-5, atol=0)  # float32, six steps

@@ -109,10 +109,10 @@ class _Same:
             return False
         if a.real is None or b.real is None:
             return a.node is None  # memory that was never written
-        return a.real is b.real or _equal(a.real, b.real)
+        return a.real is b.real or same_bytes(a.real, b.real)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes."""
     with torch._C._DisableTorchDispatch():
         return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from . import session
 from .call import Call
-from .constants import constant_tensor, edits
+from .constants import constant_tensor, edits, owned_by_torch
 from .file_value import is_in_file
 from .program import dense_count
 from .scalars import number_of
@@ -47,6 +47,8 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return Hooks.dispatch(aten.alias.default, args, kwargs)
     if session.trace is None and (not session.depth or edits(tensor) is None):
         return tensor  # numpy may edit its memory at any time, and this tensor has to show it
+    if session.trace is not None and not owned_by_torch(tensor):
+        return tensor  # an input, which is read anew at each step
     out = constant_tensor(tensor, copy=False)
     out._store.trace = session.trace
     return out

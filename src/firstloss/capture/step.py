@@ -203,14 +203,17 @@ def _new_state(
     found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
     for parameter, entries in optimizer.state.items():
         before = had.get(parameter, {})
-        for key, entry in entries.items():
+        for key, entry in list(entries.items()):
             if isinstance(entry, (int, float)) and not isinstance(entry, bool) and before.get(key) != entry:
                 raise TraceError(
                     f"{type(optimizer).__name__} keeps state[{key!r}] as a Python number and changes it in step(): "
                     "a compiled step would see the same number for ever. Keep it as a tensor: "
                     f"state[{key!r}] = torch.tensor(0.0)."
                 )
-            if key in before or not is_traced(entry, rehearsal):
+            if key in before:
+                entries[key] = before[key]  # which the rehearsal may have bound to another tensor
+                continue
+            if not is_traced(entry, rehearsal):
                 continue
             store = entry._store
             if not _reads_inputs(store.first, rehearsal):

@@ -143,13 +143,16 @@ class Changes:
 
         def find(traced: Any) -> Any:
             if not same_step(known.executable, traced):
-                raise GraphChangedError(
-                    f"{self._name} does something else now than when it was traced, {known.uses} "
-                    f"step{'s' if known.uses > 1 else ''} ago: {_place(known.executable, traced)}. Its Python reads "
-                    "something that changes and cannot be seen from outside: the time, an iterator, a file, a random "
-                    f"number. {_ADVICE}"
-                )
-            return known.executable
+                where = _place(known.executable, traced)
+            elif known.executable.reads_other_tensors(traced):
+                where = "the same operations on another tensor, which is no argument"
+            else:
+                return known.executable
+            raise GraphChangedError(
+                f"{self._name} does something else now than when it was traced, {known.uses} "
+                f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python reads something that changes and cannot "
+                f"be seen from outside: the time, an iterator, a file, a random number. {_ADVICE}"
+            )
 
         fresh = _traced(trace, roots, find)
         fresh.uses = known.uses
@@ -195,7 +198,8 @@ class Changes:
 
 _ADVICE = (
     "A compiled step has one graph: keep what changes in a tensor, and choose with torch.where(condition, a, b) "
-    "instead of `if condition:`; count in a tensor (step = torch.zeros(()), then step += 1), not in a Python number."
+    "instead of `if condition:`; count in a tensor (step = torch.zeros(()), then step += 1), not in a Python number; "
+    "pass a batch as an argument."
 )
 
 

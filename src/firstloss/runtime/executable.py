@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..capture import session
+from ..capture.compare import same_bytes
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
 from ..capture.program import Program, Ref, Value
@@ -82,6 +83,8 @@ class Executable:
             try:
                 result = self._trace(step, leaves, spec)
                 self._settle(result)
+                self._optimizers.settled()
+                self._incoming = self._gradients_read(gradients)
                 same = find(self) if backend.mesh is None else None
             except BaseException:
                 self._undo(gradients)
@@ -91,6 +94,7 @@ class Executable:
         with _uncollected():
             self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
+        self._just_traced = True
         self._reseated = session.reseated
 
     # -- from Python to a Program --
@@ -108,6 +112,7 @@ class Executable:
                     arguments.append(made)
             args, kwargs = pytree.tree_unflatten(traced, spec)
             result = step(*args, **kwargs)
+            self._optimizers.carry()
             if self._around is not None:
                 self._around.carry()
         for argument in arguments:
@@ -168,6 +173,21 @@ class Executable:
             needed.update(ref.value for ref in node.writes)
         self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
 
+    def _gradients_read(self, before: dict[torch.nn.Parameter, torch.Tensor | None]) -> dict[Value, Any]:
+        """The inputs that are gradients from before the step, and whose: an eager backward pass makes new ones."""
+        whose = {id(g._store if type(g) is DeferredTensor else g): p for p, g in before.items() if g is not None}
+        return {value: whose[id(home)] for value, home in self._tracing.inputs.items() if id(home) in whose}
+
+    def _follow_gradients(self) -> None:
+        """A gradient that has been replaced since the last step is an input, or is written to, in its stead."""
+        for value, parameter in self._incoming.items():
+            gradient: Any = parameter.grad
+            home = gradient._store if type(gradient) is DeferredTensor else gradient
+            if home is not self._tracing.inputs[value]:
+                self._tracing.inputs[value] = home
+                if value in self._changed:
+                    self._changed[value] = home
+
     def signature(self) -> tuple:
         """What goes in and comes out, beside the Program: if both are the same, so is the compiled step."""
         order = {value: i for i, value in enumerate(self._tracing.inputs)}
@@ -178,6 +198,15 @@ class Executable:
             [name for name in self._results if isinstance(name, str)],
             self._arguments,
         )
+
+    def reads_other_tensors(self, other: Executable) -> bool:
+        """Whether `other`, which has the same signature, reads other tensors from off the backend: it was given
+        another batch by something that is no argument."""
+        return any(_differ(a, b) for a, b in zip(self._from_outside(), other._from_outside(), strict=True))
+
+    def _from_outside(self) -> list[Store | torch.Tensor]:
+        given = (*self._batch, *self._optimizers.hyperparameters, *self._incoming)
+        return [home for value, home in self._tracing.inputs.items() if value not in given]
 
     def _undo(self, gradients: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """A step that could not be traced leaves nothing behind."""
@@ -194,7 +223,7 @@ class Executable:
         """Whether it was for a first step, or a number that is baked in or a weight's memory has been changed since."""
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
             return True
-        return self._optimizers.outdated()
+        return self._optimizers.outdated() or not all(map(_is_laid_out, self._incoming, self._incoming.values()))
 
     # -- from a Program to an executable --
 
@@ -250,6 +279,9 @@ class Executable:
     # -- from a batch to a loss --
 
     def __call__(self, leaves: list[Any]) -> Any:
+        if not self._just_traced:
+            self._follow_gradients()
+        self._just_traced = False
         with x64():
             state, rest = self._state(leaves), self._arrays(self._read, leaves)
             seed = self._backend.keys.next() if self._tracing.draws else _no_seed(self._backend.mesh is None)
@@ -344,6 +376,23 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _is_laid_out(value: Value, parameter: torch.nn.Parameter) -> bool:
+    """Whether the gradient of now can stand for the one that `value` was."""
+    gradient = parameter.grad
+    if gradient is None or gradient.shape != parameter.shape or gradient.dtype != value.dtype:
+        return False
+    if type(gradient) is not DeferredTensor:
+        return True
+    return gradient._ref().whole and gradient._store.value.stride == value.stride
+
+
+def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:
+    """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
+    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.data_ptr() != b.data_ptr() and not same_bytes(a, b)
 
 
 def _nobody_elses(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ class Optimizers:
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._rehearsing = False
         self._baked: dict[tuple[int, int, str], Any] = {}
+        self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of state, before the step's own changes
+        self._state: list[StateOf] = []
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -107,12 +110,30 @@ class Optimizers:
     def outdated(self) -> bool:
         """Whether the executable is right no longer: a number baked into it has been changed since. What changes once
         may change again, so it will be an input of the next one."""
+        if any(state.replaced() for state in self._state):
+            return True
         now = self._constants()
         for place, value in now.items():
             number, group, key = place
             if self._baked.get(place) != value and _may_vary(self.seen[number], value):
                 _varying.setdefault(self.seen[number], set()).add((group, key))
         return now != self._baked
+
+    def carry(self) -> None:
+        """At the end of the traced step: state that `step()` has bound to another tensor stays in the one it was in.
+
+        So `state["m"] = 0.9 * state["m"] + p.grad` is carried as `state["m"].mul_(0.9).add_(p.grad)` is.
+        """
+        moved = [(e, key, old, e[key]) for e, key, old in self._entries if e.get(key) is not old and key in e]
+        moved = [m for m in moved if isinstance(m[3], torch.Tensor) and m[3].shape == m[2].shape]
+        with torch.no_grad():
+            contents = [new.detach().clone() for *_, new in moved]
+            for (entries, key, old, _), content in zip(moved, contents, strict=True):
+                entries[key] = old.copy_(content)
+
+    def settled(self) -> None:
+        """The trace has ended: the state that there is now is what the executable works on."""
+        self._state = [StateOf(optimizer) for optimizer in self.seen]
 
     def _constants(self) -> dict[tuple[int, int, str], Any]:
         """What is baked into the trace: all in the groups but the weights and the inputs. A tensor that the step reads
@@ -164,6 +185,10 @@ class Optimizers:
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self._make_input(optimizer, i, key)
+        for entries in optimizer.state.values():
+            self._entries += [
+                (entries, key, value) for key, value in entries.items() if isinstance(value, torch.Tensor)
+            ]
 
     def _make_symbolic(self, group: dict[str, Any], key: str, value: Any) -> None:
         """A schedule's tensor stands where the optimizer expects a number."""
@@ -198,6 +223,39 @@ class Optimizers:
     def _set(self, group: dict[str, Any], key: str, value: Any) -> None:
         self._restore.append((group, key, group[key], value))
         group[key] = value
+
+
+class StateOf:
+    """The objects in an optimizer's state, to see whether somebody has put others in their place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._look()
+
+    def _look(self) -> None:
+        state = self._optimizer.state
+        self._weights = list(state)
+        self._entries = list(state.values())
+        self._tables = [entries for entries in self._entries for _ in entries]
+        self._keys = [key for entries in self._entries for key in entries]
+        self._values = [value for entries in self._entries for value in entries.values()]
+
+    def replaced(self) -> bool:
+        """Whether an entry is another object than it was."""
+        state = self._optimizer.state
+        if len(state) == len(self._weights) and all(map(operator.is_, map(state.get, self._weights), self._entries)):
+            try:
+                return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
+            except KeyError:
+                return True
+        before = self._weights, self._keys, self._values
+        self._look()  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
+        now = self._weights, self._keys, self._values
+        return any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in zip(before, now, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or isinstance(a, str) and a == b
 
 
 @contextmanager

@@ -18,18 +18,17 @@ import numpy as np
 import torch
 
 from ..capture.source import Source
-from . import reads
-from .reach import Reach
+from . import contents, reads
+from .reach import Reach, Slotted, attributes, names_by_string
 
 _MISSING: Any = object()
-_CONTAINERS = (list, dict, set)
 _TABLES = (dict, types.MappingProxyType)  # the second: of a class
-_LARGEST = 256  # a container with more items than this is data, and not looked into
+_NUMBERS = (int, float, bool, str)
 _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Slot:
-    """One place: `table[key]`; or `table` itself, a container, of which the items count (`key` is None)."""
+    """One place: `table[key]`; or what the function `table` gives (`key` is None)."""
 
     __slots__ = ("table", "key", "name", "what", "always")
 
@@ -42,11 +41,8 @@ class Slot:
 
     def get(self) -> Any:
         """What is there now."""
-        if callable(self.table):
-            return self.table()
         if self.key is None:
-            items = self.table.items() if isinstance(self.table, dict) else self.table
-            return tuple(items) if len(self.table) <= _LARGEST else len(self.table)
+            return self.table()
         if isinstance(self.table, types.CellType):
             try:
                 return self.table.cell_contents
@@ -59,7 +55,7 @@ class Slot:
     @property
     def writable(self) -> bool:
         """Whether `put` works."""
-        return self.key is not None and isinstance(self.table, (dict, list, types.CellType))
+        return self.key is not None and isinstance(self.table, (dict, list, types.CellType, Slotted))
 
     def put(self, value: Any) -> None:
         """Put `value` there."""
@@ -77,9 +73,12 @@ class Watch:
         self.slots: list[Slot] = []
         self._seen: set[tuple[int, Any]] = set()
         self._owners: list[tuple[dict, str, set[str]]] = []
+        self._everywhere: dict[int, tuple[Any, str]] = {}  # all attributes and globals, mentioned by name or not
         self._functions()
         for found in self.reach.objects.values():
             self._attributes(found)
+        for held in self.reach.holders.values():  # found without a name: a default argument, what an object stands for
+            self._content(held, "", _a(type(held).__qualname__), True)
         del self._seen
         self.keep(lambda slot: True)
 
@@ -114,6 +113,7 @@ class Watch:
         """A trace begins: what it rebinds will be seen against what is there now."""
         self.before = self.read()
         self._generators = [read() for read in _GENERATORS.values()]
+        self._whole = [(table, title, dict(table)) for table, title in self._everywhere.values()]
 
     def carry(self) -> None:
         """At the end of the traced step: where it has rebound a name from one tensor to another, the first takes over
@@ -153,21 +153,30 @@ class Watch:
         """A trace has ended: what it has newly made is a slot from now on, and so is a generator that it has used."""
         for table, title, names in self._owners:
             for name in (self.reach.names & table.keys()) - names:
-                slot = Slot(table, name, name, f"the attribute {name} {title}")
-                self.slots.append(slot)
-                self.before.append(_MISSING)
-                self._other.append(slot)
+                self._add(Slot(table, name, name, f"the attribute {name} {title}"), _MISSING)
+        known = {(id(slot.table), slot.key) for slot in self.slots}
+        for table, title, before in self._whole:  # what is set by a name that is worked out
+            for name, value in before.items():
+                now = table.get(name)
+                if now is not value and type(value) in _NUMBERS and not same(value, now):
+                    if (id(table), name) not in known:
+                        self._add(Slot(table, name, name, f"{name} {title}", True), value)
         for (name, read), before in zip(_GENERATORS.items(), self._generators, strict=True):
             if read() != before:
-                self.slots.append(Slot(read, None, name, f"the state of the random generator of Python's {name}", True))
-                self.before.append(before)
-                self._other.append(self.slots[-1])
+                what = f"the state of the random generator of Python's {name}"
+                self._add(Slot(read, None, name, what, True), before)
+
+    def _add(self, slot: Slot, before: Any) -> None:
+        self.slots.append(slot)
+        self._other.append(slot)
+        self.before.append(before)
 
     # -- what there is to watch --
 
     def _functions(self) -> None:
         for code, function in self.reach.functions.items():
             table = function.__globals__
+            self._everywhere[id(table)] = (table, f"of {table.get('__name__', '?')}")
             for name in set(code.co_names) & table.keys():
                 self._slot(table, name, name, f"the global {name} of {table.get('__name__', '?')}")
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -180,9 +189,12 @@ class Watch:
             title = f"of the class {found.__qualname__}"
         else:
             title = f"of {_a(type(found).__qualname__)}"
-        table: Any = found.__dict__ if hasattr(found, "__dict__") else {}
+        table: Any = attributes(found)
+        self._everywhere[id(table)] = (table, title)
         names = self.reach.names & table.keys()
-        if isinstance(table, dict):  # an attribute of the class may be hidden by one of the instance's
+        if "__wrapped__" in table and not isinstance(found, types.FunctionType):  # what wraps it has more of its own
+            names = {name for name in names if not name.startswith("_")}
+        if isinstance(table, (dict, Slotted)):  # an attribute of the class may be hidden by one of the instance's
             names |= {name for name in self._shared(type(found)) if not callable(getattr(type(found), name))}
             self._owners.append((table, title, names))
         for name in names:
@@ -201,24 +213,36 @@ class Watch:
         return out
 
     def _slot(self, table: Any, key: Any, name: str, what: str, always: bool = False) -> None:
-        if (id(table), key) in self._seen or name.startswith("__"):
+        if (id(table), key) in self._seen or _is_dunder(name):
             return
         self._seen.add((id(table), key))
         slot = Slot(table, key, name, what, always)
         self.slots.append(slot)
-        held = slot.get()
-        if type(held) in _CONTAINERS and (id(held), None) not in self._seen:
-            self._seen.add((id(held), None))
-            self.slots.append(Slot(held, None, name, f"what is in {what.removeprefix('the ')}"))
-            if type(held) is not set and len(held) <= _LARGEST:
-                items = held.items() if type(held) is dict else enumerate(held)
-                inside = [Slot(held, k, name, f"an item of {what}") for k, v in items if isinstance(v, torch.Tensor)]
-                self.slots += inside
+        self._content(slot.get(), name, what, always)
+
+    def _content(self, held: Any, name: str, what: str, always: bool) -> None:
+        """Watch what is in `held`, which was found under `name`, and in what is in that."""
+        if (id(held), None) in self._seen or not contents.holds(held):
+            return
+        self._seen.add((id(held), None))
+        read = contents.reader(held)
+        if read is not None:
+            self.slots.append(Slot(read, None, name, f"what is in {what.removeprefix('the ')}", always))
+        if isinstance(held, (list, dict)) and len(held) <= contents.LARGEST:
+            items = held.items() if isinstance(held, dict) else enumerate(held)
+            inside = [
+                Slot(held, k, name, f"an item of {what}", always) for k, v in items if isinstance(v, torch.Tensor)
+            ]
+            self.slots += inside
+        for inner in contents.inside(held):
+            self._content(inner, name, what, always)
 
     # -- what the code says about a name --
 
     def unread(self, slots: Iterable[int], codes: Iterable[types.CodeType] | None = None) -> list[int]:
         """Those of `slots` that no code reads for anything but their own update: of `codes`, or of all in reach."""
+        if any(map(names_by_string, self.reach.functions if codes is None else codes)):
+            return []
         return [
             i
             for i in slots
@@ -265,7 +289,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, _PLAIN):
         return bool(a == b) or a != a
     if isinstance(a, (tuple, frozenset)) and len(a) == len(b):
-        return all(map(same, a, b)) if isinstance(a, tuple) else a == b
+        return all(map(operator.is_, a, b)) or all(map(same, a, b)) if isinstance(a, tuple) else a == b
     return False
 
 
@@ -274,6 +298,10 @@ def _with_inner(code: types.CodeType) -> Iterable[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _with_inner(constant)
+
+
+def _is_dunder(name: Any) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _a(name: str) -> str:

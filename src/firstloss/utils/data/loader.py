@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...capture import session
+from ...capture.source import here
 from ...errors import LoaderError
 from ...runtime import feed
 from .random_state import RandomState
@@ -173,6 +175,11 @@ class Reader:
         """Read the next batch, if that has not been done."""
         if self._ahead is not None:
             return
+        if session.trace is not None:
+            raise LoaderError(
+                f"{here()}: {self._loader.name} is read inside a traced step, which is traced once and would see one "
+                "batch for ever. Loop over the loader outside, and pass the batch to the step as an argument."
+            )
         try:
             self._ahead = self._read()
         except LoaderError as error:
