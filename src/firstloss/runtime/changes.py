@@ -6,7 +6,7 @@ A compiled step repeats what its Python did when it was traced. Two things watch
   about 0.1 ms for a transformer of 24 layers). Where one has changed that code of the step reads, the step is traced
   again, which takes a fraction of a second, and the two Programs are compared. The same Program: nothing is compiled.
   Another one: it is compiled, and a `GraphChangeWarning` names what has changed and where the Programs part.
-- What cannot be seen so (the time, a file, an iterator) is found by tracing again at the second call, while the device
+- What cannot be seen so (the time, a file) is found by tracing again at the second call, while the device
   runs the first, and later as often as takes less than 1% of the time. Where the Programs part then, steps may have
   been run that should have been others, and that is a `GraphChangedError`.
 """
@@ -151,7 +151,7 @@ class Changes:
             raise GraphChangedError(
                 f"{self._name} does something else now than when it was traced, {known.uses} "
                 f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python reads something that changes and cannot "
-                f"be seen from outside: the time, an iterator, a file, a random number. {_ADVICE}"
+                f"be seen from outside: the time, a file, a loader, a random number. {_ADVICE}"
             )
 
         fresh = _traced(trace, roots, find)

@@ -28,6 +28,7 @@ from ..lower.segments import cut
 from . import loop as loops
 from .backend import Backend
 from .cell import Cell
+from .gradients import Gradients
 from .jaxlib import compile_options, lend, to_host, x64
 from .mesh import fit, put
 from .optimizers import Optimizers
@@ -79,18 +80,16 @@ class Executable:
         self._batch: dict[Value, int] = {}
         self._where: dict[Value, Any] = {}  # on a mesh, where each input lies
         with timeline.span("trace"):
-            gradients = {p: p.grad for p in backend.parameters()}
+            self._gradients = Gradients(backend.parameters())
             try:
                 result = self._trace(step, leaves, spec)
                 self._settle(result)
                 self._optimizers.settled()
-                self._incoming = self._gradients_read(gradients)
+                self._gradients.traced(self._tracing.inputs)
                 same = find(self) if backend.mesh is None else None
             except BaseException:
-                self._undo(gradients)
+                self._undo()
                 raise
-        # Which gradients the step leaves behind or clears: at later calls no Python of the step's runs that would.
-        self._gradients = [(p, p.grad) for p in backend.parameters() if p.grad is not gradients[p]]
         with _uncollected():
             self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
@@ -173,21 +172,6 @@ class Executable:
             needed.update(ref.value for ref in node.writes)
         self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
 
-    def _gradients_read(self, before: dict[torch.nn.Parameter, torch.Tensor | None]) -> dict[Value, Any]:
-        """The inputs that are gradients from before the step, and whose: an eager backward pass makes new ones."""
-        whose = {id(g._store if type(g) is DeferredTensor else g): p for p, g in before.items() if g is not None}
-        return {value: whose[id(home)] for value, home in self._tracing.inputs.items() if id(home) in whose}
-
-    def _follow_gradients(self) -> None:
-        """A gradient that has been replaced since the last step is an input, or is written to, in its stead."""
-        for value, parameter in self._incoming.items():
-            gradient: Any = parameter.grad
-            home = gradient._store if type(gradient) is DeferredTensor else gradient
-            if home is not self._tracing.inputs[value]:
-                self._tracing.inputs[value] = home
-                if value in self._changed:
-                    self._changed[value] = home
-
     def signature(self) -> tuple:
         """What goes in and comes out, beside the Program: if both are the same, so is the compiled step."""
         order = {value: i for i, value in enumerate(self._tracing.inputs)}
@@ -205,13 +189,12 @@ class Executable:
         return any(_differ(a, b) for a, b in zip(self._from_outside(), other._from_outside(), strict=True))
 
     def _from_outside(self) -> list[Store | torch.Tensor]:
-        given = (*self._batch, *self._optimizers.hyperparameters, *self._incoming)
+        given = (*self._batch, *self._optimizers.hyperparameters, *self._gradients.read)
         return [home for value, home in self._tracing.inputs.items() if value not in given]
 
-    def _undo(self, gradients: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
+    def _undo(self) -> None:
         """A step that could not be traced leaves nothing behind."""
-        for parameter in self._backend.parameters():
-            parameter.grad = gradients.get(parameter)
+        self._gradients.undo()
         new = self._optimizers.new_state
         for optimizer in self._optimizers.seen:
             for entries in optimizer.state.values():
@@ -223,7 +206,7 @@ class Executable:
         """Whether it was for a first step, or a number that is baked in or a weight's memory has been changed since."""
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
             return True
-        return self._optimizers.outdated() or not all(map(_is_laid_out, self._incoming, self._incoming.values()))
+        return self._optimizers.outdated() or not self._gradients.fit()
 
     # -- from a Program to an executable --
 
@@ -280,7 +263,7 @@ class Executable:
 
     def __call__(self, leaves: list[Any]) -> Any:
         if not self._just_traced:
-            self._follow_gradients()
+            self._gradients.follow(self._tracing.inputs, self._changed)
         self._just_traced = False
         with x64():
             state, rest = self._state(leaves), self._arrays(self._read, leaves)
@@ -302,8 +285,7 @@ class Executable:
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
             store.resident.set(array)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+        self._gradients.leave()
         arrays = iter(results)
         out = [result.value if isinstance(result, Kept) else resident(next(arrays)) for result in self._results]
         for call in self._tracing.closures:
@@ -376,16 +358,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _is_laid_out(value: Value, parameter: torch.nn.Parameter) -> bool:
-    """Whether the gradient of now can stand for the one that `value` was."""
-    gradient = parameter.grad
-    if gradient is None or gradient.shape != parameter.shape or gradient.dtype != value.dtype:
-        return False
-    if type(gradient) is not DeferredTensor:
-        return True
-    return gradient._ref().whole and gradient._store.value.stride == value.stride
 
 
 def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safet
 _CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
 _LIBRARY = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 _INSTALLED = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # So much code is no step's own: a library that can reach all of itself. What lies beyond is left to `changes.verify`.
 _MOST_FUNCTIONS = 4000
 # And so many lists and dicts are data.
@@ -203,9 +204,9 @@ class Reach:
             for name in fresh & table.keys():
                 self._todo += table.pop(name)
         for what in list(self.objects.values()):
-            table = attributes(what)
-            for name in fresh & table.keys():
-                self._follow(table[name])
+            own = attributes(what)
+            for name in fresh & own.keys():
+                self._follow(own[name])
 
 
 class Slotted(Mapping[str, Any]):
@@ -238,11 +239,11 @@ def attributes(what: Any) -> Mapping[str, Any]:
     table = getattr(what, "__dict__", None)
     if table is not None:
         return table
-    return Slotted(what, _slots(type(what)))
+    return Slotted(what, _slots(type(what)))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _slots(cls: type) -> set[str]:
+def _slots(cls: Any) -> set[str]:
     """The names in the `__slots__` of a class of the user's."""
     bases = [base for base in cls.__mro__ if not _is_closed(base.__module__)]
     return {name for base in bases for name, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
@@ -260,7 +261,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def names_by_string(code: types.CodeType) -> bool:
     """Whether code of the user's names attributes by strings that it works out, so that it may read any."""
-    if _BY_STRING.isdisjoint(code.co_names) or code.co_filename.startswith((_LIBRARY, *_INSTALLED)):
+    if _BY_STRING.isdisjoint(code.co_names) or code.co_filename.startswith((_LIBRARY, _OURS, *_INSTALLED)):
         return False
     return not any(isinstance(c, str) and c.isidentifier() for c in code.co_consts)
 
@@ -275,7 +276,7 @@ def _holds_state(what: Any) -> bool:
         return False
     kind = type(what)
     if not hasattr(what, "__dict__"):
-        return not _is_closed(kind.__module__) and bool(_slots(kind))
+        return not _is_closed(kind.__module__) and bool(_slots(kind))  # type: ignore[arg-type]
     return _is_open_root(kind.__module__)
 
 

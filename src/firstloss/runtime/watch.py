@@ -72,7 +72,7 @@ class Watch:
         self.reach = Reach(*roots)
         self.slots: list[Slot] = []
         self._seen: set[tuple[int, Any]] = set()
-        self._owners: list[tuple[dict, str, set[str]]] = []
+        self._owners: list[tuple[Any, str, set[str]]] = []
         self._everywhere: dict[int, tuple[Any, str]] = {}  # all attributes and globals, mentioned by name or not
         self._functions()
         for found in self.reach.objects.values():

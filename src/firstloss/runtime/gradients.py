@@ -1,0 +1,70 @@
+"""The gradients that a step finds in the weights, and those that it leaves there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..capture.program import Value
+from ..capture.tensor import DeferredTensor, Store
+
+Homes = dict[Value, Store | torch.Tensor]
+
+
+class Gradients:
+    """Of the weights of one executable: at later calls no Python of the step's runs that would read or set them."""
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        """To be made before the step is traced."""
+        self._before = {p: p.grad for p in weights}
+        self._read: dict[Value, torch.nn.Parameter] = {}
+        self._left: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+
+    def traced(self, inputs: Homes) -> None:
+        """The step has been traced, and reads `inputs`."""
+        whose = {id(_home(g)): p for p, g in self._before.items() if g is not None}
+        self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
+        self._left = [(p, p.grad) for p, before in self._before.items() if p.grad is not before]
+
+    def undo(self) -> None:
+        """The step could not be traced."""
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+
+    def fit(self) -> bool:
+        """Whether the gradients that are there now can stand for those that the step was traced with."""
+        return all(map(_is_laid_out, self._read, self._read.values()))
+
+    @property
+    def read(self) -> Iterable[Value]:
+        """The inputs that are gradients."""
+        return self._read
+
+    def follow(self, inputs: Homes, changed: dict[Value, Any]) -> None:
+        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead."""
+        for value, parameter in self._read.items():
+            home = _home(parameter.grad)
+            if home is not inputs[value]:
+                inputs[value] = home
+                if value in changed:
+                    changed[value] = home
+
+    def leave(self) -> None:
+        """After a call: weights have the gradients that the step has left or cleared."""
+        for parameter, gradient in self._left:
+            parameter.grad = gradient
+
+
+def _home(gradient: Any) -> Store | torch.Tensor:
+    return gradient._store if type(gradient) is DeferredTensor else gradient
+
+
+def _is_laid_out(value: Value, parameter: torch.nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is None or gradient.shape != parameter.shape or gradient.dtype != value.dtype:
+        return False
+    if type(gradient) is not DeferredTensor:
+        return True
+    return gradient._ref().whole and gradient._store.value.stride == value.stride
