@@ -68,9 +68,9 @@ def in_child(module: str, side: str, args: argparse.Namespace) -> dict[str, Any]
 def output_of(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """The stdout of a command, which must succeed; its stderr goes to ours."""
     path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT, os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {}), "PYTHONPATH": path}
-    )
+    full = {**os.environ, **(environment or {}), "PYTHONPATH": path}
+    full.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once, not at each start
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=full)
     if done.returncode != 0:
         sys.exit(f"benchmarks: {' '.join(command)} ended with status {done.returncode}")
     return done.stdout

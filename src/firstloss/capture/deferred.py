@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
+from ..uncollected import uncollected
 from . import patches as _patches  # noqa: F401 - in place before the first capture
 from . import recorder, session
 from . import regions as _regions  # noqa: F401 - likewise
@@ -64,20 +64,15 @@ def deferred(rng: str | None = None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _deferred(policy: str) -> Iterator[None]:
-    collecting = gc.isenabled()
-    if collecting:
-        gc.disable()  # a capture makes tens of thousands of small live objects, and the collector would walk them all
     session.enter(policy)
     try:
-        with timeline.span("capture"), _Capture():
+        with timeline.span("capture"), uncollected(), _Capture():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
         raise
     finally:
         session.leave()
-        if collecting:
-            gc.enable()
 
 
 def _explain_no_cuda(error: Exception) -> None:

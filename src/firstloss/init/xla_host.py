@@ -7,22 +7,20 @@ and sent.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import torch
-from jax import lax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from ..capture.program import Ref, Value, is_contiguous
 from ..capture.replay import look
+from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
 from . import torch_engine
@@ -63,8 +61,8 @@ def make_on_host(weights: Sequence[Any], shardings: Mapping[str, Sharding]) -> d
         for weight in weights:
             sharding, shape, dtype = shardings[weight.name], weight.recipe.shape, weight.recipe.dtype
             if _ours(sharding):
-                array = _empty(shape, to_jax(dtype), sharding)
-                memory = {part.device: _tensor_of(part.data, dtype) for part in array.addressable_shards}
+                array = unwritten.array_on(sharding, shape, to_jax(dtype))
+                memory = {part.device: unwritten.memory_of(part.data, dtype) for part in array.addressable_shards}
                 out[weight.name] = array
             else:
                 places = sharding.addressable_devices_indices_map(shape)
@@ -81,38 +79,6 @@ def make_on_host(weights: Sequence[Any], shardings: Mapping[str, Sharding]) -> d
 
 def _ours(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """An array whose memory nobody has written."""
-    array = _allocator(shape, dtype, sharding)()
-    array.block_until_ready()
-    return array
-
-
-@lru_cache(maxsize=512)
-def _allocator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
-    with jax.enable_x64(True):
-        if not isinstance(sharding, NamedSharding):
-            return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
-        local = sharding.shard_shape(shape)
-        make = jax.shard_map(
-            lambda: lax.empty(local, dtype),
-            mesh=sharding.mesh,
-            in_specs=(),
-            out_specs=sharding.spec,
-            check_vma=False,
-        )
-        return jax.jit(make).lower().compile()
-
-
-def _tensor_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the memory of an array that nobody else has seen yet."""
-    count = array.size * dtype.itemsize
-    if count == 0:
-        return torch.empty(array.shape, dtype=dtype)
-    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
-    return torch.frombuffer(memory, dtype=dtype).view(array.shape)
 
 
 def _extent(shape: tuple[int, ...], index: tuple[slice, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

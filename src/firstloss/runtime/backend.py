@@ -138,7 +138,7 @@ def backend(
     kind = name.upper()
     if kind in _XLA_NAMES:
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
-            from . import executable  # noqa: F401
+            from . import compiled, executable, trace  # noqa: F401
             from .jaxlib import use_compilation_cache
             from .mesh import Mesh
 

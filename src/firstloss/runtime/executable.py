@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -32,6 +30,7 @@ from .gradients import Gradients
 from .jaxlib import compile_options, lend, to_host, x64
 from .mesh import fit, put
 from .optimizers import Optimizers
+from .placement import begin_behind
 from .segmented import SegmentedStep, there
 
 
@@ -90,8 +89,7 @@ class Executable:
             except BaseException:
                 self._undo()
                 raise
-        with _uncollected():
-            self._compiled: Any = self._compile() if same is None else same._compiled
+        self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
         self._just_traced = True
         self._reseated = session.reseated
@@ -233,6 +231,8 @@ class Executable:
             new = [f"new{i}" for i in range(len(changed))]
             return SegmentedStep(self._name, pieces, changed, read, (new, [f"made{i}" for i in range(made)], names))
 
+        begin_behind()  # a step in one piece waits for all
+
         def run(state: tuple, rest: tuple, seed: Any) -> tuple:
             values = dict(zip([*changed, *read], [*state, *rest], strict=True))
             key = jax.random.fold_in(jax.random.key(seed[0]), seed[1]) if draws else None
@@ -346,18 +346,6 @@ class Executable:
         if home.resident is None:
             self._backend.claim(home.alive())
         return home.resident.sharding or mesh.whole
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: lowering makes a great many objects that live, and looking through them finds nothing."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:

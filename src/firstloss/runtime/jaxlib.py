@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ except ImportError as error:
         "this needs JAX, which is not installed. Install it with: pip install 'firstloss[xla]'"
     ) from error
 
+from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import constant
 
@@ -64,24 +65,18 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-@functools.cache
-def _allocator(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    with x64():
-        return jax.jit(lambda: jax.lax.empty(shape, dtype)).lower().compile()
-
-
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:
     """Memory that a CPU device owns, as a JAX array and as a torch tensor on the same bytes, row-major.
 
     The array's content may be written through the tensor until the array has been given to anybody else.
     """
-    array = _allocator(tuple(shape), to_jax(dtype))()
-    array.block_until_ready()
-    count = array.size * dtype.itemsize
-    if count == 0:
-        return array, torch.empty(shape, dtype=dtype)
-    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
-    return array, torch.frombuffer(memory, dtype=dtype).view(shape)
+    return empties([(shape, dtype)])[0]
+
+
+def empties(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[jax.Array, torch.Tensor]]:
+    """As `empty`, many at once."""
+    arrays = unwritten.arrays([(tuple(shape), to_jax(dtype)) for shape, dtype in kinds])
+    return [(array, unwritten.memory_of(array, dtype)) for array, (_, dtype) in zip(arrays, kinds, strict=True)]
 
 
 def to_device(tensor: torch.Tensor) -> jax.Array:

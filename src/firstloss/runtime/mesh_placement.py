@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +18,7 @@ from ..capture.source import UNKNOWN
 from ..capture.step import dense_stride
 from ..init import shard_engine, torch_engine
 from ..init.materialize import run_recipes
+from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
 from .jaxlib import on_cpu, x64
@@ -158,11 +157,9 @@ class _Memory:
 
     def _empty(self, value: Value) -> jax.Array:
         shape, dtype = tuple(value.shape), to_jax(value.dtype)
-        with x64():
-            array = _allocator(shape, dtype, self._shardings[value])()
-        array.block_until_ready()
+        array = unwritten.array_on(self._shardings[value], shape, dtype)
         for shard in array.addressable_shards:
-            self._views[value, shard.device] = _memory_of(shard.data, value.dtype)
+            self._views[value, shard.device] = unwritten.memory_of(shard.data, value.dtype)
         return array
 
     def allocate(self, part: Value) -> torch.Tensor:
@@ -189,22 +186,3 @@ class _Memory:
                 shape, sharding = tuple(value.shape), self._shardings[value]
                 self._arrays[value] = jax.make_array_from_single_device_arrays(shape, sharding, parts)
         return self._arrays
-
-
-_allocators: dict[tuple, object] = {}
-
-
-def _allocator(shape: tuple[int, ...], dtype: object, sharding: NamedSharding):
-    key = (shape, dtype, sharding)
-    if key not in _allocators:
-        _allocators[key] = jax.jit(lambda: jax.lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
-    return _allocators[key]
-
-
-def _memory_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of an array on one CPU device, as a tensor."""
-    count = math.prod(array.shape) * dtype.itemsize
-    if not count:
-        return torch.empty(array.shape, dtype=dtype)
-    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
-    return torch.frombuffer(memory, dtype=dtype).view(array.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..init.materialize import run_recipes
 from ..init.torch_engine import default_threads
 from . import mesh_placement
 from .cell import Cell
-from .jaxlib import empty, on_cpu, to_device
+from .jaxlib import empties, empty, on_cpu, to_device
 from .mesh import Mesh, put
 
 # Smaller weights go through host memory: a buffer of the device's own costs a call.
@@ -32,7 +32,49 @@ _SWITCH_SECONDS = 0.0003
 BESIDE_TRACING = (5,)
 
 
+class _Making(Future):
+    """Weights being made by a thread of their own, from `begin` on. Whoever waits for them begins it."""
+
+    def __init__(self, make: Callable[[], dict[Value, jax.Array]]) -> None:
+        super().__init__()
+        self._make = make
+        self._lock = threading.Lock()
+        self._begun = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+        threading.Thread(target=self._work, name="firstloss-materialize", daemon=True).start()
+
+    def result(self, timeout: float | None = None) -> dict[Value, jax.Array]:
+        self.begin()
+        return super().result(timeout)
+
+    def _work(self) -> None:
+        # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+        try:
+            with timeline.span("materialize"):
+                self.set_result(self._make())
+        except BaseException as error:  # the thread that waits for the weights raises it
+            self.set_exception(error)
+        finally:
+            sys.setswitchinterval(before)
+
+
+_behind: list[weakref.ref[_Making]] = []
 _under_way: set[Future] = set()
+
+
+def begin_behind() -> None:
+    """The first loss is there, or waits for all: begin with what it does not need."""
+    while _behind:
+        making = _behind.pop(0)()
+        if making is not None:  # nobody holds the state of a step that could not be traced
+            making.begin()
 
 
 def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False) -> None:
@@ -58,42 +100,40 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
 
 
 def _materialize_in_background(stores: list[Store], mesh: Mesh | None, behind: bool) -> None:
-    future: Future[dict[Value, jax.Array]] = Future()
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
-    for store in stores:
-        store.resident = Cell(store.value, pending=future, sharding=shardings[store.value])
-
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
-    _under_way.add(future)
-    future.add_done_callback(_under_way.discard)
 
-    def work() -> None:
+    def make() -> dict[Value, jax.Array]:
         wait(before_us)
-        # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SWITCH_SECONDS))
-        try:
-            with timeline.span("materialize"):
-                future.set_result(
-                    _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
-                )
-        except BaseException as error:  # the thread that waits for the weights raises it
-            future.set_exception(error)
-        finally:
-            sys.setswitchinterval(before)
+        return _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
 
-    threading.Thread(target=work, name="firstloss-materialize", daemon=True).start()
+    making = _Making(make)
+    for store in stores:
+        store.resident = Cell(store.value, pending=making, sharding=shardings[store.value])
+    if behind and on_cpu():  # the forward pass needs the same cores
+        _behind.append(weakref.ref(making))
+        return
+    _under_way.add(making)
+    making.add_done_callback(_under_way.discard)
+    making.begin()
 
 
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
     """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
+    ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
+    kinds = [_kind(value) for value in values if _is_direct(value)]
+    for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # asked for all at once
+        ready.setdefault(kind, []).append(pair)
     arrays: dict[int, jax.Array] = {}
 
     def allocate(value: Value) -> torch.Tensor:
-        if not on_cpu() or value.nbytes < _DIRECT_BYTES or not is_contiguous(value.shape, value.stride):
+        if not _is_direct(value):
             return allocate_host(value)
-        array, memory = empty(value.shape, value.dtype)
+        try:  # several threads ask
+            array, memory = ready[_kind(value)].pop()
+        except (KeyError, IndexError):  # for something on the way to a weight
+            array, memory = empty(*_kind(value))
         arrays[memory.data_ptr()] = array
         return memory
 
@@ -103,6 +143,14 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
         out[value] = array if array is not None else to_device(buffer)
     return out
+
+
+def _is_direct(value: Value) -> bool:
+    return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
+
+
+def _kind(value: Value) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.dtype
 
 
 def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:

@@ -19,6 +19,7 @@ from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
 from .jaxlib import compile_options, on_cpu, x64
+from .placement import begin_behind
 
 
 class _Function(NamedTuple):
@@ -189,6 +190,7 @@ class SegmentedStep:
 
     def _finish(self, slots: list[Any], seed: Any) -> None:
         """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
+        begin_behind()
         self._compiled.release()
         self._compiled.all()
         slots[:] = map(there, slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ..amp.precision import precision_key
 from ..capture.program import Program
 from ..errors import TraceError
+from ..uncollected import uncollected
 from .backend import Backend, current_backend
 from .changes import Changes
 from .shapes import Pad, Shapes
@@ -82,16 +84,18 @@ class TracedStep:
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
         known = self._changes(backend, spec, kind)
-        if not known.fits():  # it may be that parameters were replaced
+        fits = known.fits()
+        if not fits:  # it may be that parameters were replaced
             self._seen = None
             known = self._changes(backend, spec, kind)
 
         def trace(around: Any, find: Any) -> Executable:
             return Executable(self._step, leaves, spec, backend, around, find)
 
-        executable = known.executable(trace, (self._step, *backend.models))
-        self._latest = known
-        return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
+        with nullcontext() if fits else uncollected():
+            executable = known.executable(trace, (self._step, *backend.models))
+            self._latest = known
+            return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
     def _changes(self, backend: Backend, spec: Any, kind: tuple) -> Changes:
         """The executables for this kind of batch."""

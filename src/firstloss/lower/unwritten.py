@@ -1,0 +1,119 @@
+"""Arrays on CPU devices whose memory nobody has written.
+
+`jax.lax.empty` is such an array on a GPU or a TPU; on a CPU it is zeros, written at the speed of memory: for a weight
+that is about to be drawn, as long again as drawing it. A custom call whose handler does nothing leaves its results as
+XLA allocated them.
+
+The handler is Python: XLA calls it once for all results. It has the signature of a handler in XLA's foreign function
+interface (`xla/ffi/api/c_api.h`), of whose structures it needs the first fields.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import lax
+from jax.sharding import NamedSharding, Sharding
+
+_NAME = "firstloss_unwritten"
+_METADATA = 1  # the type of the extension with which XLA asks what the handler is
+_API_VERSION = (0, 1)  # the oldest that XLA takes; the fields below have not moved since
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+    ]
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("version_size", ctypes.c_size_t),
+        ("version_extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension))]
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
+def _handler(frame: Any) -> None:
+    """Does nothing, which is no error; asked for its version, it says it."""
+    extension = frame.contents.extension
+    if extension and extension.contents.type == _METADATA:
+        metadata = _Metadata.from_address(extension.contents.metadata)
+        metadata.major, metadata.minor = _API_VERSION
+
+
+@functools.cache
+def _is_registered() -> bool:
+    jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
+    try:
+        jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)
+    except Exception as error:  # another version of the interface: memory is written once more, and all works
+        print(f"firstloss: memory of CPU devices is cleared before it is filled ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+def arrays(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
+    """An array for each shape and dtype, on the default device, a CPU; whatever its memory holds."""
+    made = _maker(tuple(kinds))()
+    jax.block_until_ready(made)
+    return made
+
+
+def array_on(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """An array on several CPU devices, whatever their memory holds."""
+    return _sharded_maker(shape, dtype, sharding)().block_until_ready()
+
+
+def memory_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of an array on one CPU device, as a tensor. It may be written until the array is given to anybody."""
+    count = array.size * dtype.itemsize
+    if count == 0:
+        return torch.empty(array.shape, dtype=dtype)
+    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
+    return torch.frombuffer(memory, dtype=dtype).view(array.shape)
+
+
+@functools.lru_cache(maxsize=512)
+def _maker(kinds: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> Any:
+    with jax.enable_x64(True):
+        return jax.jit(lambda: _left(kinds)).lower().compile()
+
+
+@functools.lru_cache(maxsize=512)
+def _sharded_maker(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
+    with jax.enable_x64(True):
+        if not isinstance(sharding, NamedSharding):
+            return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
+        local = sharding.shard_shape(shape)
+        make = jax.shard_map(
+            lambda: _left([(local, dtype)])[0],
+            mesh=sharding.mesh,
+            in_specs=(),
+            out_specs=sharding.spec,
+            check_vma=False,
+        )
+        return jax.jit(make).lower().compile()
+
+
+def _left(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
+    if not _is_registered():
+        return [lax.empty(shape, dtype) for shape, dtype in kinds]
+    return list(jax.ffi.ffi_call(_NAME, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds])())

@@ -1,0 +1,48 @@
+"""Memory that nobody has written."""
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+
+from firstloss.lower import unwritten
+
+
+def compiled(kinds):
+    return unwritten._maker(tuple(kinds)).as_text()
+
+
+def test_nothing_is_written():
+    text = compiled([((4096, 300), np.dtype("float32")), ((1 << 20,), np.dtype("int64"))])
+    assert "custom-call" in text and "broadcast" not in text
+
+
+def test_each_is_an_array_of_its_own_that_can_be_donated():
+    kinds = [((512, 300), np.dtype("float32"))] * 3 + [((), np.dtype("int64")), ((0, 4), np.dtype("float32"))]
+    arrays = unwritten.arrays(kinds)
+    assert [(array.shape, array.dtype) for array in arrays] == kinds
+    addresses = [array.unsafe_buffer_pointer() for array in arrays[:3]]
+    assert len(set(addresses)) == 3
+    for number, array in enumerate(arrays[:3]):
+        unwritten.memory_of(array, torch.float32).fill_(number)
+    for number, array in enumerate(arrays[:3]):
+        doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
+        assert doubled.unsafe_buffer_pointer() == addresses[number]
+        assert np.array_equal(doubled, np.full((512, 300), 2.0 * number))
+
+
+def test_where_xla_takes_no_handler_memory_is_cleared(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("incompatible version")
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    monkeypatch.setattr(unwritten, "_is_registered", unwritten._is_registered.__wrapped__)
+    (array,) = unwritten.arrays([((77, 55), np.dtype("float32"))])
+    assert np.array_equal(array, np.zeros((77, 55)))
+
+
+def test_a_sharding():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    array = unwritten.array_on(sharding, (64, 8), np.dtype("float32"))
+    assert array.shape == (64, 8) and array.sharding.is_equivalent_to(sharding, 2)

@@ -1,0 +1,71 @@
+"""When weights are made, and in what memory."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.runtime import placement
+
+
+@pytest.fixture
+def backend(tmp_path):
+    return fl.backend("XLA", artifact_dir=tmp_path)
+
+
+def making():
+    return [thread for thread in threading.enumerate() if thread.name == "firstloss-materialize"]
+
+
+def behind(backend, *shape):
+    state = fl.deferred_init(torch.zeros, *shape)
+    backend.claim([state], behind=True)
+    return state
+
+
+def test_what_is_behind_waits_until_it_is_begun(backend):
+    state = behind(backend, 300, 200)
+    assert not making() and not state._store.resident._pending.done()
+    placement.begin_behind()
+    assert torch.equal(torch.Tensor(state._store.resident.read()), torch.zeros(300, 200))
+
+
+def test_who_reads_it_begins_it(backend):
+    assert torch.equal(behind(backend, 300, 200).cpu(), torch.zeros(300, 200))
+
+
+def test_what_nobody_holds_any_more_is_not_made(backend):
+    state = behind(backend, 300, 200)
+    pending = state._store.resident._pending
+    begun = []
+    pending.begin = lambda: begun.append(True)
+    del state
+    gc.collect()
+    waiting = len(placement._behind)
+    del pending
+    gc.collect()
+    placement.begin_behind()
+    assert waiting and not begun and not placement._behind
+
+
+def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
+    """Memory is asked for by shape, all at once; recipes need more of a shape than there are weights."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            first = torch.randn(300, 200)
+            self.a = torch.nn.Parameter(first.clone())
+            self.b = torch.nn.Parameter(first.exp() + self.a.detach())
+            self.c = torch.nn.Parameter(torch.rand(300, 200))
+
+    torch.manual_seed(0)
+    eager = Model()
+    torch.manual_seed(0)
+    with backend.device:
+        model = Model()
+    fl.compile(model, backend)
+    for name, weight in eager.named_parameters():
+        assert torch.equal(getattr(model, name).cpu(), weight), name

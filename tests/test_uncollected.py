@@ -1,0 +1,57 @@
+"""Blocks without garbage collection."""
+
+import gc
+import weakref
+
+from firstloss.uncollected import uncollected
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_nothing_is_collected_inside_and_all_can_be_afterwards():
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with uncollected():
+            kept = [[] for _ in range(100_000)]
+            garbage = weakref.ref(Cycle())
+            assert not collections and not gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled() and len(kept) == 100_000 and not gc.get_freeze_count()
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+def test_it_begins_no_collection_afterwards():
+    with uncollected():
+        kept = [[] for _ in range(100_000)]
+    assert gc.get_count()[0] < 1000 and len(kept) == 100_000
+
+
+def test_who_has_switched_collection_off_finds_it_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_somebody_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        with uncollected():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
