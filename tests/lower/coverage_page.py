@@ -6,19 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from firstloss.lower.rules import RULES
 
+from .listed import CORE
 from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, GOOD, LEFT_OUT, PASSES, REFUSED, tested
-
-CORE = {
-    getattr(getattr(torch.ops.aten, name), overload or "default")
-    for name, _, overload in (
-        n[6:].partition(".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")
-    )
-    if torch.Tag.core in getattr(getattr(torch.ops.aten, name), overload or "default").tags
-}
 
 # Core overloads that are no lowering's business, and why.
 ELSEWHERE = {

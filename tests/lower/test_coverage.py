@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .coverage_page import CORE
-from .samples import GOOD, LEFT_OUT, examine, tested
+from .listed import CORE
+from .samples import GOOD, LEFT_OUT, tested
+from .verdicts import examine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 

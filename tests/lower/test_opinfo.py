@@ -10,8 +10,9 @@ import os
 import pytest
 import torch
 
-from .coverage_page import CORE, ELSEWHERE
+from .coverage_page import ELSEWHERE
 from .harness import RULES
+from .listed import CORE, CORE_NAMES, aten_names
 from .sweep import DTYPES, op_db, sweep_op
 
 
@@ -22,17 +23,7 @@ def test_core_aten_is_covered():
     print(f"{len(CORE & set(RULES))} of {len(CORE)} Core ATen overloads have a rule; {len(RULES)} rules in all")
 
 
-CORE_NAMES = {overload._schema.name.removeprefix("aten::").strip("_") for overload in CORE}
 EVERYTHING = "FIRSTLOSS_SWEEP" in os.environ
-
-
-def aten_names(op) -> set[str]:
-    return {
-        op.name,
-        op.name.rpartition(".")[2],
-        op.aten_name or "",
-        (op.aten_backward_name or "").removesuffix("_backward"),
-    }
 
 
 CHOSEN = [op for op in op_db if EVERYTHING or aten_names(op) & CORE_NAMES]

@@ -1,0 +1,154 @@
+"""What becomes of samples: compiled, run, and compared with what eager PyTorch gave.
+
+Compiling is what takes the time, so that a sweep compiles many samples as one program, and without XLA's effort to make
+it fast: the lowering is what is shown to be right. A few samples of each operation, and whatever is not right at once,
+are compiled as a user's step is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+from torch.testing._comparison import default_tolerances
+from torch.testing._internal.common_device_type import toleranceOverride
+
+from firstloss.lower import program as lowering
+
+from .harness import to_tensor
+from .samples import AS_EXACT, DIFFERS, DRAWN, FAILS, PASSES, REFUSED, WIDE, Sample, plain, prepare
+
+CHUNK = 48  # samples compiled as one program: fewer programs compile faster, up to a size
+# A quarter to a fifteenth of the time: LLVM does not optimise, and XLA's older code generator, one kernel a module.
+QUICKLY = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+AS_USERS = 2  # samples of an operation in each dtype that are compiled as a user's step is
+
+UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# Of equal values an unstable or partial sort takes any: the places are compared by the values that they name.
+PLACES = {"sort": 1, "msort": None, "topk": 1, "kthvalue": 1, "mode": 1, "median": 1, "nanmedian": 1, "argsort": 0}
+
+
+def tolerance_of(op: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """What PyTorch's tests allow `op`: the dtype's tolerance, or the widest of the operation's own on a CPU."""
+    rtol, atol = default_tolerances(dtype)
+    for decorator in op.decorators:
+        if getattr(decorator, "device_type", None) not in (None, "cpu"):
+            continue
+        for inner in getattr(decorator, "decorators", [decorator]):
+            if isinstance(inner, toleranceOverride) and dtype in inner.d:
+                atol, rtol = max(atol, inner.d[dtype].atol), max(rtol, inner.d[dtype].rtol)
+    return rtol, atol
+
+
+def execute(samples: list[Sample], options: dict[str, Any] | None = None) -> list[list[Any]]:
+    """The outputs of each sample, all compiled together with `options`; apart where that fails, to find out which."""
+
+    def lowered(sample: Sample, arrays: Any) -> list[Any]:
+        assert sample.program is not None
+        try:
+            key = jax.random.key(0) if sample.drawn else None
+            return list(lowering.lower(sample.program, dict(zip(sample.values, arrays, strict=True)), key).values())
+        except NotImplementedError as error:
+            sample.settle(REFUSED, error)
+        except Exception as error:
+            sample.settle(FAILS, f"lowering: {type(error).__name__}: {error}")
+        return []
+
+    def together(every: list) -> list:
+        return [lowered(s, a) for s, a in zip(samples, every, strict=True)]
+
+    try:
+        return jax.jit(together, compiler_options=options)([s.arrays for s in samples])
+    except Exception:
+        found = []
+        for sample in samples:
+            try:
+                alone = jax.jit(lambda arrays, sample=sample: lowered(sample, arrays), compiler_options=options)
+                found.append(alone(sample.arrays))
+            except Exception as error:
+                sample.settle(FAILS, f"XLA: {type(error).__name__}: {error}")
+                found.append([])
+        return found
+
+
+def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> None:
+    """Compare what the executable gave with what eager gave."""
+    try:
+        assert len(outputs) == len(sample.expected), f"{len(outputs)} results for {len(sample.expected)}"
+        captured = [ref.dtype for ref in sample.program.outputs.values()] if sample.program is not None else []
+        assert captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
+        ours = [to_tensor(x, y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
+        pairs = zip(ours, sample.expected, strict=True)
+        if "batch_norm" in op.name:  # what evaluation does not save is empty for PyTorch's kernel, unread in any case
+            pairs = ((x, y) for x, y in pairs if y.shape != (0,))
+        for x, y in pairs:
+            assert x.shape == y.shape, f"shape {tuple(x.shape)} for {tuple(y.shape)}"
+        if sample.drawn:
+            return sample.settle(DRAWN)
+        if op.name in UNWRITTEN:
+            return
+        truth: list[torch.Tensor] | None = None
+        for i, (x, y) in enumerate(zip(ours, sample.expected, strict=True)):
+            if x.shape != y.shape or i > 1 and op.name in PLACES and dtype == torch.bfloat16:  # gradients go by places
+                continue
+            if op.name in PLACES and y.dtype == torch.int64 and dtype != torch.int64 or PLACES.get(op.name, -1) == i:
+                continue
+            rtol, atol = tolerance_of(op, dtype) if y.dtype == dtype else default_tolerances(y.dtype)
+            try:
+                torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True)
+            except AssertionError as error:
+                if y.dtype not in WIDE:
+                    raise
+                truth = sample.exact() if truth is None else truth
+                if len(truth) != len(ours) or not _is_as_exact(x, y, truth[i], rtol, atol):
+                    raise AssertionError(f"result {i}: {error}") from None
+                sample.settle(AS_EXACT, error)
+    except (AssertionError, ValueError, TypeError) as error:
+        sample.settle(DIFFERS, error)
+
+
+def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, rtol: float, atol: float) -> bool:
+    """Whether ours stands to the float64 result as eager does.
+
+    Either within the tolerance, measured against the largest element (a sum of terms of both signs is only as exact as
+    the terms); or no more than twice as far as eager, whose own roundings are as many.
+    """
+    truth = plain(truth)
+    if truth.shape != ours.shape:
+        return False
+    # where the result is too large for the dtype, eager says what it is
+    if not torch.equal(torch.isfinite(ours), torch.isfinite(eager)):
+        return False
+    finite = torch.isfinite(truth) & torch.isfinite(eager)
+    wide = truth.dtype
+    us, them = (ours.to(wide) - truth)[finite].abs(), (eager.to(wide) - truth)[finite].abs()
+    if not us.numel():
+        return True
+    return bool(us.max() <= atol + rtol * truth[finite].abs().max()) or bool(us.max() <= 2 * them.max())
+
+
+def examine(op: Any, dtype: torch.dtype, limit: int = 2000, quickly: bool = False) -> list[Sample]:
+    """Every sample of `op` in `dtype`, with its verdict."""
+    with jax.enable_x64(True):
+        samples = prepare(op, dtype, limit)
+        ready = [s for s in samples if s.verdict == PASSES and s.program is not None]
+        if quickly:
+            _settle(op, dtype, ready[AS_USERS:], QUICKLY)
+            ready = ready[:AS_USERS] + [s for s in ready[AS_USERS:] if s.verdict not in (PASSES, DRAWN, REFUSED)]
+        _settle(op, dtype, ready, None)
+    return samples
+
+
+def _settle(op: Any, dtype: torch.dtype, samples: list[Sample], options: dict[str, Any] | None) -> None:
+    for i in range(0, len(samples), CHUNK):
+        part = samples[i : i + CHUNK]
+        for sample in part:
+            sample.settle(PASSES)
+        for sample, outputs in zip(part, execute(part, options), strict=True):
+            if sample.verdict == PASSES:
+                judge(op, dtype, sample, outputs)
