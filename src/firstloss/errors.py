@@ -59,6 +59,10 @@ class ValueReadError(TraceError):
     """A step asked for the value of a traced tensor; there is none until the step runs."""
 
 
+class StepAssertionError(FirstlossError, RuntimeError):
+    """A condition that a traced step asserts (`torch._assert_async`) did not hold when the step had run."""
+
+
 class LoweringError(FirstlossError, NotImplementedError):
     """An ATen operation has no StableHLO rule, or its rule disagrees with what capture recorded."""
 

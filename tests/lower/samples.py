@@ -85,7 +85,7 @@ def results_of(call: Callable, sample: Any, tree: Any, grad: bool, gauge: bool) 
         outputs = [x for x in tree_leaves(compared) if isinstance(x, torch.Tensor) and x.requires_grad]
         inputs = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
         if outputs and inputs:
-            weights = [torch.linspace(0.5, 1.5, x.numel()).to(x.dtype).reshape(x.shape) for x in outputs]
+            weights = [((torch.arange(x.numel()) % 9 + 4) / 8).to(x.dtype).reshape(x.shape) for x in outputs]  # exact
             results += torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
     return [x for x in results if x is not None]
 
@@ -203,6 +203,8 @@ def prepare(op: Any, dtype: torch.dtype, limit: int) -> list[Sample]:
                 prepared.append(Sample([], list, verdict=LEFT_OUT, why=f"no samples: {error}"[:200]))
                 continue
             for sample in samples:
+                if variant == "in place" and sample.broadcasts_input:  # an error, but for a few kernels that resize
+                    continue
                 found = prepare_one(op, dtype, variant, call, sample, grad)
                 if found is not None and (variant == "function" or found.verdict != LEFT_OUT):
                     prepared.append(found)

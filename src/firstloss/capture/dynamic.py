@@ -80,8 +80,8 @@ VALUES = {
 }
 
 _BACKWARD = (
-    "This is the backward pass of something whose value or size is chosen by values; for x[mask] = v, with a v that "
-    "wants a gradient, write x = torch.where(mask, v, x)."
+    "This is the backward pass of something whose value or size is chosen by values; for "
+    "x.index_put((mask,), v), with a v that wants a gradient, write x[mask] = v or x = torch.where(mask, v, x)."
 )
 
 

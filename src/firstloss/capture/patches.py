@@ -6,6 +6,7 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -95,12 +96,26 @@ def _forget(tensor: Any) -> None:
         tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
 
 
+def _tensor_split(original: Any) -> Any:
+    """As `original`, which reads the places to split at straight from a tensor's memory."""
+
+    @functools.wraps(original)
+    def tensor_split(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
+        kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
+        return original(x, *args, **kwargs)
+
+    return tensor_split
+
+
 def install() -> None:
     """Put the replacements in place."""
     UninitializedTensorMixin.materialize = materialize
     torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
+    for owner in (torch, torch.Tensor):
+        owner.tensor_split = _tensor_split(owner.tensor_split)  # type: ignore[attr-defined, method-assign]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
         module.set_rng_state = set_rng_state  # type: ignore[attr-defined]

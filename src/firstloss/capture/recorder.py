@@ -19,6 +19,7 @@ from .call import Call
 from .constants import ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
+from .known import run_on_known
 from .program import Node, Ref, Value, dense_count
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
@@ -112,9 +113,10 @@ def _record(call: Call) -> Any:
         try:
             geometry, default = infer(call)
         except NeedsValues:
-            if trace is not None:
-                trace.refuse_read(call.op)
-            return run_to_find_out(call)
+            if trace is None:
+                return run_to_find_out(call)
+            made = run_on_known(call)
+            return trace.refuse_read(call.op) if made is None else made
         if default is not None:
             call = _with_dtype(call, default)
     if how.view:

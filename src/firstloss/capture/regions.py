@@ -120,6 +120,11 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
         raise TraceError(
             f"{here()}: a branch or a loop's body writes to a tensor from outside of it. Return the new value instead."
         )
+    if tracing.closures:
+        raise TraceError(
+            f"{tracing.closures[0].source}: a step closure or an assertion within a branch or a loop's body would run "
+            "without knowing whether, or how often. Return its tensors from there, and call it outside."
+        )
     program = Program({v.label or "in": v for v in inputs}, outputs)
     read = {value for node in program.nodes for value in node.reads()}
     if read & set(tracing.inputs) - set(inputs):

@@ -12,6 +12,7 @@ from . import session
 from .call import Call
 from .constants import constant_tensor, edits, owned_by_torch
 from .file_value import is_in_file
+from .known import known
 from .program import dense_count
 from .scalars import number_of
 from .shapes import infer
@@ -29,13 +30,12 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with torch._C._DisableTorchDispatch():
             return op(*args, **kwargs)
     if session.trace is not None:
-        return number_of(tensor)
+        real = known(tensor)
+        return number_of(tensor) if real is None else real.item()
     return value_of(tensor).item()
 
 
 def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    if session.trace is not None:
-        session.trace.refuse_read(op)
     with torch._C._DisableTorchDispatch():
         return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
 
@@ -54,10 +54,10 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _not_here(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """An assertion on values: a traced step has none yet."""
-    if session.trace is not None:
-        return None
+def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """An assertion on values: a traced step checks it whenever it has run."""
+    if session.trace is not None and known(args[0]) is None:
+        return Hooks.assert_later(*args)
     return _equal(op, args, kwargs)
 
 
@@ -240,8 +240,8 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     aten.set_.source_Storage_storage_offset: _set_storage,
     aten.resize_.default: _resize,
     aten._has_compatible_shallow_copy_type.default: lambda op, args, kwargs: type(args[0]) is type(args[1]),
-    aten._assert_async.default: _not_here,
-    aten._assert_async.msg: _not_here,
+    aten._assert_async.default: _assert_async,
+    aten._assert_async.msg: _assert_async,
     **dict.fromkeys(
         (
             aten.t_.default,

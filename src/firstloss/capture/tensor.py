@@ -37,6 +37,12 @@ class Hooks:
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
 
     @staticmethod
+    def assert_later(condition: Tensor, message: str = "") -> None:
+        """Checks `condition` whenever the step under way has run. (The runtime does so.)"""
+        importlib.import_module("firstloss.runtime.closures")  # puts its own in this one's place
+        Hooks.assert_later(condition, message)
+
+    @staticmethod
     def materialize(tensor: Tensor) -> Tensor:
         """Makes it real, in place. (Whoever only captures has not imported what does so.)"""
         importlib.import_module("firstloss.init.materialize")  # puts its own in this one's place
@@ -107,9 +113,13 @@ class DeferredTensor(Tensor):
 
     def item(self):
         """As `torch.Tensor.item`. What PyTorch reads by itself, where it wants a number, does not come this way."""
-        if session.trace is not None:
-            session.trace.refuse_read(torch.ops.aten._local_scalar_dense.default)
-        return super().item()
+        return Hooks.value_of(self).item() if session.trace is not None else super().item()
+
+    def __setitem__(self, index, value):
+        """As `torch.Tensor.__setitem__`; through a mask, so that the gradient of what is written has a known size."""
+        if session.trace is None or not isinstance(value, Tensor) or not value.requires_grad or not _is_mask(index):
+            return super().__setitem__(index, value)
+        return _write_by_mask(self, index, value)
 
     def __copy__(self):
         out: Any = DeferredTensor.wrap(
@@ -190,6 +200,22 @@ class DeferredTensor(Tensor):
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0
+
+
+def _write_by_mask(x: Tensor, mask: Tensor, value: Tensor) -> None:
+    """`x[mask] = value`: one value for all places, or the n-th for the n-th place."""
+    rest = x.shape[mask.dim() :]
+    mask = mask.reshape(*mask.shape, *(1,) * len(rest)).expand(x.shape)
+    value = value.to(x.dtype)
+    if value.dim() <= len(rest) or value.shape[0] == 1:
+        value = value.squeeze(0) if value.dim() > len(rest) else value
+        x.copy_(torch.where(mask, value, x))
+    else:
+        x.masked_scatter_(mask, value.expand(value.shape[0], *rest))
 
 
 def has_strangers(types: Iterable[type]) -> bool:

@@ -11,6 +11,7 @@ from . import replay, session
 from .call import Call
 from .constants import constant, constant_tensor, store_of
 from .file_value import FileValue
+from .known import known
 from .program import Ref
 from .shapes import infer, is_unusual
 from .source import here
@@ -23,7 +24,8 @@ Tensor = torch.Tensor
 def value_of(tensor: DeferredTensor) -> Tensor:
     """The real content of `tensor`, in memory of its own; the tensor stays deferred."""
     if session.trace is not None:
-        session.trace.refuse_read(aten._local_scalar_dense.default)
+        real = known(tensor)
+        return session.trace.refuse_read(aten._local_scalar_dense.default) if real is None else real
     store = tensor._store
     if store.resident is not None:
         return look_resident(tensor).clone()

@@ -6,7 +6,8 @@ NaN or infinite, and `info`, where there is one, is not 0.
 
 from __future__ import annotations
 
-import jax
+import math
+
 import numpy as np
 import torch
 from jax import lax
@@ -294,7 +295,30 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
 
 @rule(aten.linalg_matrix_exp.default)
 def linalg_matrix_exp(self):
-    return jax.scipy.linalg.expm(cast(self, opmath(self.dtype))) if self.shape[-1] else self
+    """Taylor's polynomial of A / 2^s, squared s times: as eager does it, and more exact in float32 than a quotient.
+
+    Degree 20 is exact to rounding for norms up to 3 in single precision, 1 in double (Bader, Blanes and Casas 2019,
+    table 2, for degree 18: 3.01 and 1.09). Each squaring doubles what was rounded before, hence no more of them.
+    """
+    x = cast(self, opmath(self.dtype))
+    if not x.size:
+        return x
+    norm = lax.reduce_max(lax.reduce_sum(lax.abs(x), (x.ndim - 2,)), (x.ndim - 2,))
+    most = 3 if norm.dtype == np.float32 else 1
+    squarings = cast(lax.clamp(0.0, cast(lax.ceil(jnp.log2(norm / most)), np.dtype(np.float64)), 1100.0), INT32)
+    halved = lax.exp2(cast(-squarings, norm.dtype))
+    x = x * cast(lax.expand_dims(halved, (norm.ndim, norm.ndim + 1)), x.dtype)
+    one = jnp.eye(x.shape[-1], dtype=x.dtype)
+    square = matmul(x, x)
+    cube = matmul(square, x)
+    term = [1 / math.factorial(n) for n in range(21)]
+    total = term[18] * one + term[19] * x + term[20] * square
+    for n in range(15, -1, -3):
+        total = matmul(total, cube) + term[n] * one + term[n + 1] * x + term[n + 2] * square
+    still = lax.expand_dims(squarings, (norm.ndim, norm.ndim + 1))
+    return lax.fori_loop(
+        0, lax.reduce_max(squarings, range(norm.ndim)), lambda i, y: where(i < still, matmul(y, y), y), total
+    )
 
 
 @rule(aten.linalg_cross.default)

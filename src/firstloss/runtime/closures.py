@@ -15,8 +15,8 @@ from ..capture.program import Ref, Value
 from ..capture.replay import look
 from ..capture.source import Source, here
 from ..capture.step import StepTrace
-from ..capture.tensor import DeferredTensor
-from ..errors import ClosureError
+from ..capture.tensor import DeferredTensor, Hooks
+from ..errors import ClosureError, StepAssertionError
 from . import loop as loops
 
 
@@ -132,7 +132,8 @@ class Call:
             self._run(leaves, None)
             return
         executor = loop.owner
-        if not (executor.is_checkpoint_step if self.closure.checkpoint else executor.is_activation_step):
+        due = executor.is_checkpoint_step if self.closure.checkpoint else executor.is_activation_step
+        if not due and self.closure is not _assertion:
             return
         for array in arrays:
             array.copy_to_host_async()
@@ -154,6 +155,21 @@ class Call:
         finally:
             _depth -= 1
 
+
+def _check(condition: torch.Tensor, message: str, source: Source) -> None:
+    if not condition:
+        raise StepAssertionError(f"{source}: {message or 'the condition that this line asserts is false'}.")
+
+
+_assertion = _Closure(_check, checkpoint=False)  # which runs after each step, whatever the executor's activation steps
+_assertion.name = "torch._assert_async"
+
+
+def _assert_later(condition: torch.Tensor, message: str = "") -> None:
+    _assertion(condition.detach(), message, here())
+
+
+Hooks.assert_later = _assert_later  # type: ignore[method-assign]
 
 _depth = 0
 

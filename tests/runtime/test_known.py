@@ -1,0 +1,127 @@
+"""In a traced step, values that depend on no input are known: they may be read, and say how large a result is."""
+
+import pytest
+import torch
+
+import firstloss as fl
+
+X = torch.tensor([[3.0, -1.0, 2.0], [-1.0, 0.5, -4.0]])
+
+
+def early(x):
+    return x * 2 if torch.arange(3).sum() == 3 else x
+
+
+def windows(x):
+    lengths = torch.tensor([1, 2])
+    return torch.cat([part.sum(1) for part in x.split(lengths.tolist(), dim=1)])
+
+
+def edited(x):
+    order = torch.zeros(3, dtype=torch.long)
+    order[1:] += torch.tensor([2, 1])
+    return x[:, order.tolist()]
+
+
+STATIC = {
+    "item": lambda x: x * torch.tensor(3).item(),
+    "a branch": early,
+    "tolist": windows,
+    "edited in place": edited,
+    "a mask": lambda x: x[:, torch.tensor([True, False, True])],
+    "a mask of two dimensions": lambda x: x[torch.ones(2, 3).tril() > 0],
+    "masked_select": lambda x: x.masked_select(torch.tensor([True, False, True])),
+    "repeats": lambda x: x.repeat_interleave(torch.tensor([2, 0, 1]), dim=1),
+    "nonzero": lambda x: x[:, torch.eye(3).nonzero()[:, 0]],
+    "unique": lambda x: x[:, torch.tensor([2, 0, 2]).unique()],
+    "tensor_split": lambda x: torch.cat([p.sum(1) for p in x.tensor_split(torch.tensor([1, 2]), dim=1)]),
+    "narrow": lambda x: x.narrow(1, torch.tensor(1), 2),
+    "equal": lambda x: x if torch.equal(torch.ones(2), torch.full((2,), 1.0)) else -x,
+    "numpy": lambda x: x[:, torch.arange(2).numpy()],
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_what_depends_on_no_input_is_known(name, backend):
+    function = STATIC[name]
+
+    @fl.trace
+    def step(x):
+        x = x.clone().requires_grad_()
+        y = function(x)
+        (y * y).sum().backward()
+        return y, x.grad
+
+    x = X.clone().requires_grad_()
+    y = function(x)
+    (y * y).sum().backward()
+    for ours, theirs in zip(step(X), (y, x.grad), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_state_is_not_known_though_it_was_made_from_constants(backend):
+    with backend.device:
+        model = torch.nn.BatchNorm1d(3)
+    fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        return x * model.num_batches_tracked.item()
+
+    with pytest.raises(fl.errors.ValueReadError):
+        step(X)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3)])
+def test_a_write_through_a_mask_has_a_gradient(shape, backend):
+    def function(x, v):
+        x = x * 2
+        x[torch.tensor([False, True]) if shape else x > 0] = v * 3
+        return x
+
+    check_write(function, torch.full(shape, 2.0), backend)
+
+
+def test_a_write_of_one_value_for_each_place_has_a_gradient(backend):
+    def function(x, v):
+        x = x * 2
+        x[x > 0] = v * 3
+        return x
+
+    check_write(function, torch.tensor([1.0, 2.0, 3.0]), backend)
+
+
+def check_write(function, v, backend):
+    def gradients(x, v):
+        x, v = x.clone().requires_grad_(), v.clone().requires_grad_()
+        y = function(x, v)
+        (y * y).sum().backward()
+        return y, x.grad, v.grad
+
+    for ours, theirs in zip(fl.trace(gradients)(X, v), gradients(X, v), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_assertion_holds_or_is_an_error_at_its_line(backend):
+    @fl.trace
+    def step(x):
+        torch._assert_async((x < 5).all(), "x has grown")
+        return x + 1
+
+    assert torch.equal(step(X), X + 1)
+    with pytest.raises(fl.errors.StepAssertionError, match=rf"{__file__}:\d+: x has grown"):
+        step(X + 3)
+
+
+def test_an_assertion_runs_after_every_step_of_a_loop(backend):
+    @fl.trace
+    def step(x):
+        torch._assert_async(x.sum() != 2)
+        return x
+
+    loader = fl.utils.data.DataLoader(lambda: torch.arange(6.0).unsqueeze(1))
+    seen = []
+    with pytest.raises(fl.errors.StepAssertionError):
+        for batch in fl.utils.data.DataExecutor(loader, num_steps=6, activation_steps=5):
+            seen.append(step(batch))
+    assert 2 <= len(seen) <= 5
