@@ -26,9 +26,11 @@ QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-AS_USERS = 2  # samples of an operation in each dtype that are compiled as a user's step is
+AS_USERS = 1  # samples of an operation in each dtype that are compiled as a user's step is
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# Their saved statistics are float32 to PyTorch's meta kernels and on a GPU, bfloat16 to its CPU kernels.
+STATISTICS = {"native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"}
 # Of equal values an unstable or partial sort takes any: the places are compared by the values that they name.
 PLACES = {"sort": 1, "msort": None, "topk": 1, "kthvalue": 1, "mode": 1, "median": 1, "nanmedian": 1, "argsort": 0}
 
@@ -81,7 +83,7 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
     try:
         assert len(outputs) == len(sample.expected), f"{len(outputs)} results for {len(sample.expected)}"
         captured = [ref.dtype for ref in sample.program.outputs.values()] if sample.program is not None else []
-        assert captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
+        assert op.name in STATISTICS or captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
         ours = [to_tensor(x, y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
         pairs = zip(ours, sample.expected, strict=True)
         if "batch_norm" in op.name:  # what evaluation does not save is empty for PyTorch's kernel, unread in any case

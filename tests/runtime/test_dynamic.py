@@ -213,7 +213,7 @@ def test_the_gradient_of_index_put_by_mask_needs_where(backend):
         (how(x, v) * x).sum().backward()
         return v.grad
 
-    with pytest.raises(fl.errors.ValueReadError, match=r"\.backward\(\)`.*write x\[mask\] = v or x = torch.where\(mask"):
+    with pytest.raises(fl.errors.ValueReadError, match=r"\.backward\(\)`.*write x\[mask\] = v or x"):
         fl.trace(lambda x: step(x, written))(X)
     got = fl.trace(lambda x: step(x, lambda x, v: torch.where(x > 0, v, x)))(X)
     assert torch.equal(got, step(X, written))

@@ -102,6 +102,43 @@ def check_write(function, v, backend):
         assert torch.equal(ours, theirs)
 
 
+MADE = {
+    "numbers": lambda x: torch.tensor([x[0, 0], x[1, 2]]),
+    "lists": lambda x: torch.tensor([[x[0, 0], 1], [2.5, x[1, 1]]]),
+    "whole numbers": lambda x: torch.tensor([x.argmax(), 7]),
+    "a dtype": lambda x: torch.tensor([x.argmax(), True], dtype=torch.float64),
+    "as_tensor": lambda x: torch.as_tensor((x.sum().bfloat16(), x.argmin())),
+    "a tensor": lambda x: torch.tensor(x[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", MADE)
+def test_a_tensor_is_made_of_traced_numbers(name, backend):
+    ours, theirs = fl.trace(MADE[name])(X), MADE[name](X)
+    assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_ctc_loss_takes_traced_lengths(joined, backend):
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, 4).requires_grad_()
+    targets, lengths, long = torch.tensor([[1, 2, 3], [2, 2, 0]]), torch.tensor([3, 2]), torch.tensor([6, 5])
+    targets = torch.tensor([1, 2, 3, 2, 2]) if joined else targets
+
+    def gradient(x, targets, long, lengths):
+        x = x.detach().requires_grad_()
+        loss = torch.nn.functional.ctc_loss(x.log_softmax(-1), targets, long, lengths)
+        loss.backward()
+        return loss, x.grad
+
+    for ours, theirs in zip(
+        fl.trace(gradient)(x, targets, long, lengths), gradient(x, targets, long, lengths), strict=True
+    ):
+        # sums of some twenty probabilities, added up in another order
+        torch.testing.assert_close(ours.clone(), theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_an_assertion_holds_or_is_an_error_at_its_line(backend):
     @fl.trace
     def step(x):

@@ -108,12 +108,39 @@ def _tensor_split(original: Any) -> Any:
     return tensor_split
 
 
+def _tensor(original: Any) -> Any:
+    """As `original`, which reads the numbers in a list straight from memory; a traced step stacks them."""
+
+    @functools.wraps(original)
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if session.trace is not None and isinstance(data, (list, tuple)) and _has_traced(data):
+            requires_grad = kwargs.pop("requires_grad", False)
+            return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
+        return original(data, *args, **kwargs)
+
+    return tensor
+
+
+def _has_traced(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(map(_has_traced, data))
+    return type(data) is DeferredTensor
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(x) for x in data])
+    return data if isinstance(data, torch.Tensor) else torch.tensor(data)
+
+
 def install() -> None:
     """Put the replacements in place."""
     UninitializedTensorMixin.materialize = materialize
     torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
+    for name in ("tensor", "as_tensor"):
+        setattr(torch, name, _tensor(getattr(torch, name)))
     for owner in (torch, torch.Tensor):
         owner.tensor_split = _tensor_split(owner.tensor_split)  # type: ignore[attr-defined, method-assign]
     for module in (torch, torch.random):

@@ -6,6 +6,7 @@ so what they say is remembered by call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,51 @@ class Outcome(NamedTuple):
 # The meta kernels of these give other strides than the CPU's.
 _MISTAKEN = {torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_svd.default}
 
+_aten = torch.ops.aten
+
+
+def _like(place: int) -> Callable[[tuple], list[Geometry]]:
+    """One result, shaped as the argument at `place`."""
+
+    def geometry(args: tuple) -> list[Geometry]:
+        like = torch.empty_like(_as_meta(args[place]), memory_format=torch.contiguous_format)
+        return [geometry_of(like)]
+
+    return geometry
+
+
+def _geqrf(args: tuple) -> list[Geometry]:
+    """The factors column by column, as LAPACK has them."""
+    *batch, rows, columns = args[0].shape
+    factors = torch.empty((*batch, columns, rows), dtype=args[0].dtype, device="meta").mT
+    scales = torch.empty((*batch, min(rows, columns)), dtype=args[0].dtype, device="meta")
+    return [geometry_of(factors), geometry_of(scales)]
+
+
+def _ctc(args: tuple) -> list[Geometry]:
+    """Losses, and the forward variables for the longest target that there may be."""
+    log_probs, targets = args[:2]
+    time, batch, _ = log_probs.shape
+    states = 2 * (targets.shape[1] if targets.dim() == 2 else targets.numel()) + 1
+    made = (torch.empty(size, dtype=log_probs.dtype, device="meta") for size in ((batch,), (batch, time, states)))
+    return [geometry_of(x) for x in made]
+
+
+# Of these, though their shapes do not depend on values, PyTorch has no meta kernels.
+_UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
+    _aten.multi_margin_loss_backward.default: _like(1),
+    _aten.multilabel_margin_loss_backward.default: _like(1),
+    _aten._ctc_loss.Tensor: _ctc,
+    _aten._ctc_loss_backward.default: _like(1),
+    _aten._ctc_loss_backward.Tensor: _like(1),
+    _aten.fractional_max_pool3d_backward.default: _like(1),
+    _aten.binomial.default: _like(0),
+    _aten._sample_dirichlet.default: _like(0),
+    _aten._standard_gamma_grad.default: _like(0),
+    _aten._dirichlet_grad.default: _like(0),
+    _aten.geqrf.default: _geqrf,
+}
+
 _known: dict[tuple, Outcome] = {}
 
 
@@ -57,6 +103,9 @@ def _ask(call: Call) -> Outcome:
         return Outcome([], None)  # they have no meta kernels
     if call.op._schema.name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
+    if call.op in _UNTOLD and session.trace is not None:
+        with torch._C._DisableTorchDispatch():
+            return Outcome(list(_UNTOLD[call.op](call.args)), None)
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
     geometry = _of_list(call) if call.op._schema.name.startswith("aten::_foreach_") else _on_meta(call)

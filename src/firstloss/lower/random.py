@@ -196,3 +196,14 @@ def _standard_gamma(self, *, rng_key):
 @rule(aten._sample_dirichlet.default)
 def _sample_dirichlet(self, *, rng_key):
     return jax.random.dirichlet(rng_key, cast(self, opmath(self.dtype)))
+
+
+@rule(aten._standard_gamma_grad.default)
+def _standard_gamma_grad(self, output):
+    """By implicit differentiation of the distribution function (Figurnov and others, 2018)."""
+    return lax.random_gamma_grad(cast(self, opmath(self.dtype)), cast(output, opmath(self.dtype)))
+
+
+@rule(aten.binomial.default)
+def binomial(count, prob, *, rng_key):
+    return jax.random.binomial(rng_key, cast(count, opmath(count.dtype)), cast(prob, opmath(prob.dtype)))
