@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from .verdicts import examine
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "build" / "coverage.jsonl"
 AT_ONCE = 30  # operations a child
+MOST = 5000  # samples that are counted
 SECONDS = 1800  # that a child may take
 
 
@@ -40,10 +42,14 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
     dtypes: dict[str, dict[str, int]] = {}
     whys: dict[str, dict[str, int]] = {}
     overloads: dict[str, list[int]] = {}
+    cut: dict[str, int] = {}
     began = time.process_time()
     for dtype in (d for d in DTYPES if op.supports_dtype(d, "cpu")):
         samples = examine(op, dtype, limit, quickly=True)
         name = str(dtype).removeprefix("torch.")
+        every = sum(1 for _ in itertools.islice(op.sample_inputs("cpu", dtype), MOST)) if len(samples) >= limit else 0
+        if every > limit:
+            cut[name] = every
         dtypes[name] = dict(collections.Counter(s.verdict for s in samples))
         for sample in samples:
             if sample.verdict not in GOOD and sample.verdict != LEFT_OUT:
@@ -60,6 +66,7 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
         "dtypes": dtypes,
         "why": whys,
         "overloads": overloads,
+        "cut": cut,
         "seconds": round(time.process_time() - began, 1),
     }
 
@@ -129,7 +136,7 @@ def child(names: list[str], limit: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=2000, help="samples of an operation in one dtype at most")
+    parser.add_argument("--limit", type=int, default=250, help="samples of an operation in one dtype at most")
     parser.add_argument("--only", help="a regular expression: sweep these again")
     parser.add_argument("--table", action="store_true", help="write the page from outcomes found before")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

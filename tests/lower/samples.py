@@ -25,8 +25,6 @@ from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
 from firstloss.lower.functional import functional
 
-from .harness import to_array
-
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 VARIANTS = 6  # samples of the in-place and of the out variant
 
@@ -124,7 +122,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
     """Trace `run` on inputs shaped as those of `tree`; leaves Program, inputs and constants in `sample`."""
     tracing = StepTrace()
     flat, spec = tree_flatten(tree)
-    real = {i: to_array(leaf) for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)}
+    real = {i: lowering.constant(leaf) for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)}
     arrays: dict[Value, Any] = {}
     outputs: dict[str, Ref] = {}
     try:
@@ -151,7 +149,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
         return sample.settle(FAILS, f"capture: {type(error).__name__}: {error}")
     for value, home in tracing.inputs.items():
         if value not in arrays:
-            arrays[value] = to_array(plain(home))
+            arrays[value] = lowering.constant(plain(home))
     sample.program = Program({v.label or "in": v for v in arrays}, outputs)
     sample.values, sample.arrays = list(arrays), list(arrays.values())
     sample.drawn = tracing.draws > 0
@@ -254,6 +252,6 @@ def _into_out(op: Any, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:
         out = empty(shapes) if is_one else tuple(empty(s) for s in shapes)
         with torch.no_grad():
             op(input, *args, **kwargs, out=out)
-        return [out] if is_one else list(out)
+        return tree_leaves(sample.output_process_fn_grad(out) if op.name in GAUGE else out)
 
     return run

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 import torch
 from torch.testing._comparison import default_tolerances
 from torch.testing._internal.common_device_type import toleranceOverride
 
 from firstloss.lower import program as lowering
 
-from .harness import to_tensor
-from .samples import AS_EXACT, DIFFERS, DRAWN, FAILS, PASSES, REFUSED, WIDE, Sample, plain, prepare
+from .samples import AS_EXACT, DIFFERS, DRAWN, FAILS, GAUGE, PASSES, REFUSED, WIDE, Sample, plain, prepare
 
 CHUNK = 48  # samples compiled as one program: fewer programs compile faster, up to a size
 # A quarter to a fifteenth of the time: LLVM does not optimise, and XLA's older code generator, one kernel a module.
@@ -78,13 +79,22 @@ def execute(samples: list[Sample], options: dict[str, Any] | None = None) -> lis
         return found
 
 
+def _tensor(x: Any) -> torch.Tensor:
+    x = np.array(x)
+    return (
+        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype == ml_dtypes.bfloat16
+        else torch.from_numpy(x)
+    )
+
+
 def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> None:
     """Compare what the executable gave with what eager gave."""
     try:
         assert len(outputs) == len(sample.expected), f"{len(outputs)} results for {len(sample.expected)}"
         captured = [ref.dtype for ref in sample.program.outputs.values()] if sample.program is not None else []
         assert op.name in STATISTICS or captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
-        ours = [to_tensor(x, y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
+        ours = [_tensor(x).to(y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
         pairs = zip(ours, sample.expected, strict=True)
         if "batch_norm" in op.name:  # what evaluation does not save is empty for PyTorch's kernel, unread in any case
             pairs = ((x, y) for x, y in pairs if y.shape != (0,))
@@ -107,6 +117,8 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
                 if y.dtype not in WIDE:
                     raise
                 truth = sample.exact() if truth is None else truth
+                if op.name in GAUGE:  # gradients divide by differences of eigenvalues or singular values
+                    rtol = max(rtol, 1e-5)
                 if len(truth) != len(ours) or not _is_as_exact(x, y, truth[i], rtol, atol):
                     raise AssertionError(f"result {i}: {error}") from None
                 sample.settle(AS_EXACT, error)
@@ -118,7 +130,8 @@ def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, r
     """Whether ours stands to the float64 result as eager does.
 
     Either within the tolerance, measured against the largest element (a sum of terms of both signs is only as exact as
-    the terms); or no more than twice as far as eager, whose own roundings are as many. Where eager overflows on its way
+    the terms); or no more than four times (two bits) as far as eager, whose own roundings are as
+    many. Where eager overflows on its way
     to a number that the dtype has, ours may be that number.
     """
     truth = plain(truth)
@@ -134,7 +147,7 @@ def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, r
     if not us.numel():
         return True
     within = us.max() <= atol + rtol * truth[finite].abs().max()
-    return bool(within) or them.numel() == us.numel() and bool(us.max() <= 2 * them.max())
+    return bool(within) or them.numel() == us.numel() and bool(us.max() <= 4 * them.max())
 
 
 def examine(op: Any, dtype: torch.dtype, limit: int = 2000, quickly: bool = False) -> list[Sample]:

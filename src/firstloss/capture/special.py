@@ -61,6 +61,22 @@ def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return _equal(op, args, kwargs)
 
 
+def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Asked by a derivative whether it is defined (of complex singular vectors): checked whenever the step has run."""
+    node = torch._C._current_autograd_node() if session.trace is not None else None
+    if node is None or all(known(a) is not None for a in args[:2]):
+        return _equal(op, args, kwargs)
+    a, b, rtol, atol = (*args, 1e-5, 1e-8)[:4] if len(args) == 2 else (*args, 1e-8)[:4]
+    distance = Hooks.dispatch(aten.abs.default, (Hooks.dispatch(aten.sub.Tensor, (a, b), {}),), {})
+    allowed = Hooks.dispatch(aten.mul.Scalar, (Hooks.dispatch(aten.abs.default, (b,), {}), rtol), {})
+    near = Hooks.dispatch(aten.le.Tensor, (distance, Hooks.dispatch(aten.add.Scalar, (allowed, atol), {})), {})
+    Hooks.assert_later(
+        Hooks.dispatch(aten.all.default, (near,), {}),
+        f"{node.name()} has no gradient here: the loss depends on the phase of complex vectors, which is arbitrary",
+    )
+    return True
+
+
 # -- factories that take shape and dtype from a tensor, and do not read it -------------------------------------------
 
 # What fills the result, with which further arguments.
@@ -232,6 +248,7 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     aten.native_batch_norm.default: _normalize,
     aten._local_scalar_dense.default: _read_scalar,
     aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
     aten.lift_fresh.default: _lift,
     aten.lift_fresh_copy.default: _lift,
     aten.set_.source_Tensor: _set_tensor,

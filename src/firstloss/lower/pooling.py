@@ -215,8 +215,10 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
         place = 0
         for d, o in enumerate(offset):
             along = starts[d] + o
-            place = place * lengths[d] + along.reshape((*along.shape[:2], *(1,) * d, -1, *(1,) * (space - d - 1)))
-        value = jnp.take_along_axis(flat, place.reshape(*batched, -1), axis=-1).reshape(place.shape)
+            row = (*batched, *(1,) * d, output_size[d], *(1,) * (space - d - 1))
+            place = place * lengths[d] + lax.reshape(along, row)
+        flat_place = lax.reshape(place, (*batched, math.prod(output_size)))
+        value = lax.reshape(jnp.take_along_axis(flat, flat_place, axis=-1), place.shape)
         if best is None:
             best, places = value, place
         else:

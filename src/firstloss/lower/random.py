@@ -15,7 +15,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, floating, operands, opmath, to_jax
+from .dtypes import cast, floating, is_complex, operands, opmath, to_jax
 from .registry import rule
 
 aten = torch.ops.aten
@@ -63,6 +63,9 @@ def native_dropout(input, p, train, *, rng_key):
 
 @rule(aten.uniform.default)
 def uniform(self, low=0.0, high=1.0, *, rng_key):
+    if is_complex(self.dtype):  # both parts
+        parts = _uniform(rng_key, (2, *self.shape), np.finfo(self.dtype).dtype, low, high)
+        return lax.complex(parts[0], parts[1])
     return _uniform(rng_key, self.shape, self.dtype, low, high)
 
 
