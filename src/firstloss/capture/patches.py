@@ -141,8 +141,8 @@ def install() -> None:
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, _tensor(getattr(torch, name)))
-    for owner in (torch, torch.Tensor):
-        owner.tensor_split = _tensor_split(owner.tensor_split)  # type: ignore[attr-defined, method-assign]
+    torch.tensor_split = _tensor_split(torch.tensor_split)
+    torch.Tensor.tensor_split = _tensor_split(torch.Tensor.tensor_split)  # type: ignore[method-assign]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
         module.set_rng_state = set_rng_state  # type: ignore[attr-defined]

@@ -115,8 +115,8 @@ def _record(call: Call) -> Any:
         except NeedsValues:
             if trace is None:
                 return run_to_find_out(call)
-            made = run_on_known(call)
-            return trace.refuse_read(call.op) if made is None else made
+            found = run_on_known(call)
+            return trace.refuse_read(call.op) if found is None else found
         if default is not None:
             call = _with_dtype(call, default)
     if how.view:

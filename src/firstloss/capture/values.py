@@ -25,7 +25,10 @@ def value_of(tensor: DeferredTensor) -> Tensor:
     """The real content of `tensor`, in memory of its own; the tensor stays deferred."""
     if session.trace is not None:
         real = known(tensor)
-        return session.trace.refuse_read(aten._local_scalar_dense.default) if real is None else real
+        if real is None:
+            session.trace.refuse_read(aten._local_scalar_dense.default)
+        assert real is not None
+        return real
     store = tensor._store
     if store.resident is not None:
         return look_resident(tensor).clone()
