@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import samples
 from .listed import CORE
-from .samples import GOOD, LEFT_OUT, tested
+from .samples import GOOD, LEFT_OUT
 from .verdicts import examine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
@@ -19,7 +20,7 @@ def rows_of(section: str) -> set[str]:
 
 
 def test_the_page_lists_every_operation():
-    assert rows_of("Operations") == {op.full_name for op in tested()}
+    assert rows_of("Operations") == {op.full_name for op in samples.tested()}
 
 
 def test_the_page_lists_every_core_overload():
@@ -44,7 +45,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_samples(name):
-    op = next(op for op in tested() if op.full_name == name)
-    samples = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
-    assert samples
-    assert not [(s.verdict, s.why) for s in samples if s.verdict not in GOOD]
+    op = next(op for op in samples.tested() if op.full_name == name)
+    found = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
+    assert found
+    assert not [(s.verdict, s.why) for s in found if s.verdict not in GOOD]

@@ -6,7 +6,6 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -52,7 +51,7 @@ def get_rng_state() -> torch.Tensor:
 
 def set_rng_state(new_state: Any) -> None:
     """As `torch.set_rng_state`; what a generator said of itself during a capture means nothing after it."""
-    if not session.depth and is_ticket(new_state):
+    if not session.depth and session.trace is None and is_ticket(new_state):
         raise CaptureError(
             f"{here()}: this state was read by Generator.get_state() in a deferred block, which has ended; there it "
             "stands for a place in a stream, and here for nothing. Read it by torch.get_rng_state(), or later."
@@ -96,53 +95,12 @@ def _forget(tensor: Any) -> None:
         tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
 
 
-def _tensor_split(original: Any) -> Any:
-    """As `original`, which reads the places to split at straight from a tensor's memory."""
-
-    @functools.wraps(original)
-    def tensor_split(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
-        kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
-        return original(x, *args, **kwargs)
-
-    return tensor_split
-
-
-def _tensor(original: Any) -> Any:
-    """As `original`, which reads the numbers in a list straight from memory; a traced step stacks them."""
-
-    @functools.wraps(original)
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if session.trace is not None and isinstance(data, (list, tuple)) and _has_traced(data):
-            requires_grad = kwargs.pop("requires_grad", False)
-            return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
-        return original(data, *args, **kwargs)
-
-    return tensor
-
-
-def _has_traced(data: Any) -> bool:
-    if isinstance(data, (list, tuple)):
-        return any(map(_has_traced, data))
-    return type(data) is DeferredTensor
-
-
-def _stacked(data: Any) -> torch.Tensor:
-    if isinstance(data, (list, tuple)):
-        return torch.stack([_stacked(x) for x in data])
-    return data if isinstance(data, torch.Tensor) else torch.tensor(data)
-
-
 def install() -> None:
     """Put the replacements in place."""
     UninitializedTensorMixin.materialize = materialize
     torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
-    for name in ("tensor", "as_tensor"):
-        setattr(torch, name, _tensor(getattr(torch, name)))
-    torch.tensor_split = _tensor_split(torch.tensor_split)
-    torch.Tensor.tensor_split = _tensor_split(torch.Tensor.tensor_split)  # type: ignore[method-assign]
     for module in (torch, torch.random):
         module.get_rng_state = get_rng_state  # type: ignore[attr-defined]
         module.set_rng_state = set_rng_state  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from ..errors import TraceError, ValueReadError
 from ..rng.stream import Position
-from . import dynamic, recorder
+from . import dynamic, numbers_in_memory, recorder
 from .deferred import _Capture
 from .program import Draw, Node, Value
 from .recorder import DeferredTensor, Store
@@ -125,7 +125,7 @@ class StepTrace(recorder._Tracing):
         gc.disable()
         try:
             if before is None:
-                with _Capture():
+                with _Capture(), numbers_in_memory.replaced():
                     yield
             else:
                 yield

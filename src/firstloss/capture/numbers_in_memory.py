@@ -1,0 +1,71 @@
+"""What PyTorch reads straight from memory, without telling the dispatcher: numbers in lists, places to split at.
+
+A traced tensor has no memory. While a step is traced, and only then, the functions that read so are replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .tensor import DeferredTensor
+
+
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Within the block, functions that read memory know traced tensors."""
+    wrappers: dict[tuple[Any, str], Any] = {
+        (torch, "tensor"): _tensor,
+        (torch, "as_tensor"): _tensor,
+        (torch, "tensor_split"): _tensor_split,
+        (torch.Tensor, "tensor_split"): _tensor_split,
+    }
+    originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
+    for (owner, name), wrap in wrappers.items():
+        setattr(owner, name, wrap(originals[owner, name]))
+    try:
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
+def _tensor_split(original: Any) -> Any:
+    """As `original`, which reads the places to split at straight from a tensor's memory."""
+
+    @functools.wraps(original)
+    def tensor_split(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
+        kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
+        return original(x, *args, **kwargs)
+
+    return tensor_split
+
+
+def _tensor(original: Any) -> Any:
+    """As `original`, which reads the numbers in a list straight from memory; a traced step stacks them."""
+
+    @functools.wraps(original)
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, (list, tuple)) and _has_traced(data):
+            requires_grad = kwargs.pop("requires_grad", False)
+            return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
+        return original(data, *args, **kwargs)
+
+    return tensor
+
+
+def _has_traced(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(map(_has_traced, data))
+    return type(data) is DeferredTensor
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(x) for x in data])
+    return data if isinstance(data, torch.Tensor) else torch.tensor(data)
