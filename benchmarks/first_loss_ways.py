@@ -1,10 +1,17 @@
-"""Time to first loss of a Llama of 1.1B parameters with momentum: each way to bring weights to the device; twice."""
+"""Time to first loss of a Llama of 1.1B parameters with momentum: each way to bring weights to the device; twice.
+
+Peak memory is measured in processes of its own, from construction until the weights are on the device, against what the
+process held before; so is what of it was host memory, beside the arrays of the device, which is this machine's CPU.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+import threading
+import time
 
 from benchmarks import harness, models
 
@@ -13,9 +20,11 @@ GOAL = "60% less than eager construction and move; 80% less at a second start"
 WAYS = {
     "eager": "constructed eagerly, then moved",
     "at-once": "lazy_initialization = False: each weight moved as it is made",
-    "lazy": "Firstloss",
+    "lazy": "Firstloss, first start",
     "lazy-again": "Firstloss, second start (compiled steps cached)",
 }
+PLACED = ("eager", "at-once", "lazy")
+TOKENS = 128
 _ARTIFACTS = "FIRSTLOSS_BENCHMARK_ARTIFACTS"
 
 
@@ -27,21 +36,20 @@ def child(side, args):
     import firstloss as fl
     from firstloss import timeline
 
-    batch = torch.randint(256, (1, 128), generator=torch.Generator().manual_seed(1))
+    way, _, memory = side.partition(" ")
     fields = models.LLAMA_TINY if args.tiny else models.LLAMA_1B
+    if way == "floors":
+        return floors()
+    if memory:
+        return placed(way, fields)
+    batch = torch.randint(256, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     harness.warm_memory(12 << 30, args)
     clock = timeline.current()
     clock.add("import", start=0.0)
     began = clock.now()
     backend = fl.backend("XLA", artifact_dir=os.environ[_ARTIFACTS])
-    backend.device.config.lazy_initialization = side.startswith("lazy")
     torch.manual_seed(0)
-    if side == "eager":
-        with clock.span("construct"):
-            model = models.llama(**fields)
-    else:
-        with backend.device:
-            model = models.llama(**fields)
+    model = construct(way, fields, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     step = models.training_step(model, optimizer, backend)
     loss = step(batch).item()
@@ -52,40 +60,108 @@ def child(side, args):
     return {"seconds": seconds, "whole": whole, "loss": loss, "phases": phases}
 
 
+def construct(way, fields, backend):
+    from firstloss import timeline
+
+    backend.device.config.lazy_initialization = way.startswith("lazy")
+    if way == "eager":
+        with timeline.span("construct"):
+            return models.llama(**fields)
+    with backend.device:
+        return models.llama(**fields)
+
+
+def placed(way, fields):
+    """Peak memory until the weights are on the device: of the process, and of it what was not the device's."""
+    import jax
+    import torch
+
+    import firstloss as fl
+
+    with tempfile.TemporaryDirectory() as artifacts:
+        backend = fl.backend("XLA", artifact_dir=artifacts)
+        fl.compile(construct(way, models.LLAMA_TINY, backend), backend)  # what is made once: imports, caches, threads
+        backend.models.clear()
+        before = harness.settled()
+        harness.reset_peak()
+        done, host = threading.Event(), [0]
+
+        def watch():
+            while not done.wait(0.002):
+                device = sum(array.nbytes for array in jax.live_arrays())
+                host[0] = max(host[0], harness.resident() - before - device)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        torch.manual_seed(0)
+        model = construct(way, fields, backend)
+        fl.compile(model, backend)
+        for parameter in model.parameters():
+            parameter._store.resident.array()
+        done.set()
+        watcher.join()
+        peak = harness.peak() - before
+        weights = sum(p.numel() * p.itemsize for p in model.parameters())
+        largest = max(p.numel() * p.itemsize for p in model.parameters())
+    return {"peak": peak, "host": max(host[0], peak - weights), "weights": weights, "largest": largest}
+
+
+def floors():
+    """What bounds the way to the first loss: bytes a second written, and operations a second of a matrix product."""
+    import torch
+
+    x, weight = torch.randn(TOKENS, 2048), torch.randn(5632, 2048)
+
+    def multiply():
+        began = time.perf_counter()
+        torch.mm(x, weight.t())
+        return 2 * TOKENS * weight.numel() / (time.perf_counter() - began)
+
+    return {"bandwidth": harness.write_bandwidth(), "operations": harness.median(multiply() for _ in range(20))}
+
+
 def run(side, args, artifacts):
-    os.environ[_ARTIFACTS] = os.path.join(artifacts, side.split("-again")[0])
-    if side == "lazy":
-        for name in os.listdir(artifacts):
-            if name.startswith("lazy"):
-                _remove(os.path.join(artifacts, name))
-    if side in ("eager", "at-once"):
-        _remove(os.environ[_ARTIFACTS])
+    os.environ[_ARTIFACTS] = os.path.join(artifacts, side.removesuffix("-again"))
+    if side != "lazy-again":
+        shutil.rmtree(os.environ[_ARTIFACTS], ignore_errors=True)
     return harness.in_child("first_loss_ways", side, args)
 
 
-def _remove(folder):
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def measure(args):
+    bounds = harness.in_child("first_loss_ways", "floors", args)
+    memory = {way: harness.in_child("first_loss_ways", f"{way} memory", args, harness.EXACT) for way in PLACED}
     with tempfile.TemporaryDirectory() as artifacts:
         runs = harness.interleaved(tuple(WAYS), args.rounds, lambda side: run(side, args, artifacts))
-    less = {
-        side: 1 - 1 / harness.ratio(runs["eager"], runs[side], "seconds") for side in ("at-once", "lazy", "lazy-again")
-    }
-    rows = []
+    less = {side: 1 - 1 / harness.ratio(runs["eager"], runs[side], "seconds") for side in WAYS if side != "eager"}
+    weights = memory["lazy"]["weights"]
+    rows = [("memory", "as the system hands it out" if args.fresh else "written before")]
     for side, words in WAYS.items():
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in runs[side][-1]["phases"].items())
-        rows.append((words, f"{harness.middle(runs[side], 'seconds'):.2f} s ({phases})"))
+        rows.append((words, f"{harness.middle(runs[side], 'seconds'):.2f} s"))
+        if side in less:
+            rows.append(("  less than the eager way", f"{100 * less[side]:.0f}%"))
+        rows += [(f"  {name}", f"{seconds:.2f} s") for name, seconds in runs[side][-1]["phases"].items()]
         rows.append(("  the whole first step done", f"{harness.middle(runs[side], 'whole'):.2f} s"))
-    rows += [(f"less: {WAYS[side]}", f"{100 * part:.0f}%") for side, part in less.items()]
+        if side in memory:
+            rows.append(("  peak memory until the weights are there", gigabytes(memory[side]["peak"])))
+            rows.append(("  of it on the host", gigabytes(memory[side]["host"])))
     losses = {run["loss"] for side in WAYS for run in runs[side]}
     difference = (max(losses) - min(losses)) / max(losses)
-    rows.append(("relative difference of the first losses", f"{difference:.1e}"))
+    written = {kind: weights / rate for kind, rate in bounds["bandwidth"].items()}
+    forward = 2 * (weights / 4) * TOKENS / bounds["operations"]
+    rows += [
+        ("the weights", f"{gigabytes(weights)}, the largest {gigabytes(memory['lazy']['largest'])}"),
+        ("floor: the weights over write bandwidth, touched memory", f"{written['touched']:.2f} s"),
+        ("floor: the weights over write bandwidth, fresh memory", f"{written['fresh']:.2f} s"),
+        ("floor: the forward pass's products at the speed of PyTorch's", f"{forward:.2f} s"),
+        ("relative difference of the first losses", f"{difference:.1e}"),
+    ]
     met = less["lazy"] >= 0.6 and less["lazy-again"] >= 0.8 and difference < 1e-4
-    return harness.Figure(NAME, GOAL, rows, met, {"runs": runs, "less": less})
+    data = {"runs": runs, "less": less, "memory": memory, "floors": {**bounds, "written": written, "forward": forward}}
+    return harness.Figure(NAME, GOAL, rows, met, data)
+
+
+def gigabytes(count):
+    return f"{count / 1e9:.2f} GB"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ its own, so that no side finds the memory, imports or caches of another.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import mmap
 import os
@@ -20,6 +22,10 @@ from statistics import median
 from typing import Any
 
 from firstloss import heap
+
+# With these in the environment each array is a mapping of its own, and goes back to the system when it is freed: what
+# is resident is what is held.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -57,11 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def in_child(module: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one side of benchmark `module` in a fresh process and return what it found."""
+def in_child(
+    module: str, side: str, args: argparse.Namespace, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one side of benchmark `module` in a fresh process and return what it found.
+
+    `environment` takes the place of settings under which memory that was written once stays with the process.
+    """
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
-    environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT)
+    if environment is None:
+        environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT)
     return json.loads(output_of(command, environment).splitlines()[-1])
 
 
@@ -139,6 +151,25 @@ def resident() -> int:
     """Bytes of this process that are in memory now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def settled() -> int:
+    """Resident bytes once what is free has gone back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return resident()
+
+
+def reset_peak() -> None:
+    """Have Linux forget the highest resident bytes so far."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def peak() -> int:
+    """The highest resident bytes since `reset_peak`."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
 def report(figures: Sequence[Figure], as_json: bool) -> None:

@@ -9,8 +9,6 @@ asked to give back what is freed; what its heaps hold on to by default is a row 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 import tempfile
@@ -28,8 +26,6 @@ FIELDS = {
     "num_key_value_heads": 16,
 }
 STEPS = 3
-# Each array is a mapping of its own, and goes back to the system when it is freed: what is resident is what is held.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def child(side, args):
@@ -50,20 +46,20 @@ def child(side, args):
         step(batch[:1] % 256).item()
         backend.models.clear()
         del model, optimizer, step
-        before = settled()
+        before = harness.settled()
         model, optimizer, step = prepare(backend, fields)
-        reset_peak()
+        harness.reset_peak()
         for parameter in model.parameters():
             parameter._store.resident.array()
-        found = {"placement": peak() - before}
+        found = {"placement": harness.peak() - before}
         step(batch)
         wait(model)
-        own = settled() - before - live(model, optimizer)  # what tracing and compiling have left
-        reset_peak()
+        own = harness.settled() - before - live(model, optimizer)  # what tracing and compiling have left
+        harness.reset_peak()
         for _ in range(STEPS):
             step(batch)
         wait(model)
-        found |= {"step": peak() - before - own, "left": own}
+        found |= {"step": harness.peak() - before - own, "left": own}
     return found
 
 
@@ -110,29 +106,11 @@ def live(model, optimizer):
     return sum(t.numel() * t.itemsize for t in tensors)
 
 
-def settled():
-    """Resident bytes once what is free has gone back to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return harness.resident()
-
-
-def reset_peak():
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
-def peak():
-    """The highest resident bytes since `reset_peak`."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-
-
 def measure(args):
     def run(side):
         child = "needed" if side == "needed" else "firstloss"
         command = [sys.executable, "-m", "benchmarks.step_memory", "--child", child, *(["--tiny"] if args.tiny else [])]
-        environment = EXACT if side == "firstloss" else {}
+        environment = harness.EXACT if side == "firstloss" else {}
         return json.loads(harness.output_of(command, environment).splitlines()[-1])
 
     runs = harness.interleaved(("needed", "firstloss", "default heap"), args.rounds, run)
