@@ -121,6 +121,10 @@ class DeferredTensor(Tensor):
             return super().__setitem__(index, value)
         return _write_by_mask(self, index, value)
 
+    def addcdiv(self, tensor1, tensor2, value=1):
+        """As `torch.Tensor.addcdiv`; `value` may be the third argument, as Cerebras' documentation writes it."""
+        return super().addcdiv(tensor1, tensor2, value=value)
+
     def __copy__(self):
         out: Any = DeferredTensor.wrap(
             self._store, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype

@@ -39,26 +39,13 @@ class Lamb(Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if weights:
-                self._update(weights, group)
-        return loss
-
-    def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def update(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]) -> None:
         count = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         for p in weights:
             if "step" not in self.state[p]:
                 self.state[p]["step"] = torch.zeros((), dtype=count)
                 self.state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 self.state[p]["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        gradients = [p.grad for p in weights if p.grad is not None]
         steps, means, squares = ([self.state[p][k] for p in weights] for k in ("step", "exp_avg", "exp_avg_sq"))
         beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)

@@ -38,28 +38,17 @@ class Lion(Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not weights:
-                continue
-            gradients = [p.grad for p in weights if p.grad is not None]
-            if group["maximize"]:
-                gradients = list(torch._foreach_neg(gradients))
-            for p in weights:
-                if "exp_avg" not in self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            momenta = [self.state[p]["exp_avg"] for p in weights]
-            beta1, beta2 = group["betas"]
-            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
-            torch._foreach_sign_(updates)
-            if group["weight_decay"] != 0:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-        return loss
+    def update(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if group["maximize"]:
+            gradients = list(torch._foreach_neg(gradients))
+        for p in weights:
+            if "exp_avg" not in self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        momenta = [self.state[p]["exp_avg"] for p in weights]
+        beta1, beta2 = group["betas"]
+        updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+        torch._foreach_sign_(updates)
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..capture.recorder import DeferredTensor
@@ -13,9 +15,35 @@ from .adafactor import without_reads
 class Optimizer(torch.optim.Optimizer):
     """As `torch.optim.Optimizer`, and its state can be made before the first step.
 
-    A traced step finds state that is first made inside `step()`, so a subclass need do nothing for it. It may define
-    `preinitialize` to make its state itself: then that is called before the first traced step.
+    A subclass defines `update`, or `step` as any optimizer does. A traced step finds state that is first made there, so
+    nothing need be done for it. It may define `preinitialize` to make its state itself: then that is called before the
+    first traced step.
     """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights that have gradients, group by group.
+
+        Args:
+            closure: computes the loss and its gradients anew; not in a traced step.
+
+        Returns:
+            What `closure` returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if pairs:
+                weights, gradients = map(list, zip(*pairs, strict=True))
+                self.update(weights, gradients, group)
+        return loss
+
+    def update(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update `weights`, which are of `group`, in place; called without autograd."""
+        raise NotImplementedError(f"{type(self).__name__} has to define update(weights, gradients, group), or step().")
 
     @torch.no_grad()
     def preinitialize(self) -> None:

@@ -107,7 +107,8 @@ class Reach:
         if wrapped is not None:
             self._todo.append(wrapped)
         code = function.__code__
-        if code in self.functions or _is_closed(function.__module__):
+        nowhere = function.__module__ in (None, "builtins")  # Python code that was run by exec
+        if code in self.functions or _is_closed(function.__module__) and not nowhere:
             return
         self.functions[code] = function
         if function.__dict__:
