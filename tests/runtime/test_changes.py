@@ -181,6 +181,32 @@ def test_a_variable_of_an_enclosing_function():
         assert values(step, X) == [[2.0, 4.0]]
 
 
+def test_pytorchs_modes_outside_of_the_step_count(backend):
+    weight = nn.Parameter(torch.ones(2))
+    step = fl.trace(lambda x: (weight * x + torch.full((), 1 / 3), torch.is_grad_enabled()))
+
+    def called():
+        value, grad = step(X)
+        return value.dtype, value.tolist(), grad
+
+    def expected():
+        value = (weight * X + torch.full((), 1 / 3)).detach()
+        return value.dtype, value.tolist(), torch.is_grad_enabled()
+
+    for _ in range(3):
+        assert called() == expected()
+        with torch.no_grad():
+            assert called() == expected()
+        with torch.inference_mode():
+            assert called() == expected()
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert called() == expected()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(step._executables) == 4
+
+
 def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(1.0))
