@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import timeline
+from .. import heap, timeline
 from ..capture.deferred import deferred
 from ..errors import BackendError
 from .at_once import moved_at_once
@@ -137,6 +137,7 @@ def backend(
         return name
     kind = name.upper()
     if kind in _XLA_NAMES:
+        heap.map_arrays()
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
             from . import compiled, executable, trace  # noqa: F401
             from .jaxlib import use_compilation_cache
