@@ -1,5 +1,7 @@
 """`firstloss fit` and `validate`: a run from a file, and what is wrong with one, in a line."""
 
+import dataclasses
+import inspect
 import json
 
 import pytest
@@ -38,6 +40,10 @@ def config(tmp_path):
     return write
 
 
+WRONG_METRIC = {
+    "max_steps": 3,
+    "validation": {"metrics": {"a": {"class_path": "torchmetrics.MeanMetric", "init_args": {"no": 1}}}},
+}
 CURVE = {"initial_learning_rate": 0.1, "end_learning_rate": 0.0, "total_iters": 4}
 
 
@@ -74,35 +80,130 @@ def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
 
     file = config(model={"class_path": "tests.trainer.small.build", "init_args": {"dropout": 0.3}})
     parser, read = configuration.read("fit", file, [])
-    given = configuration.instantiate(parser, read)
+    given = configuration.instantiate("fit", parser, read)
     assert made == []
-    given.trainer.fit(given.train_dataloader)
+    given.trainer.fit(given.train_dataloader, given.val_dataloader)
     assert made == [0.3]
 
 
 @pytest.mark.parametrize(
     "changes, arguments, says",
     [
-        ({"loop": {"max_step": 3}}, [], "TrainingLoop has no 'max_step': did you mean 'max_steps'?"),
+        ({"loop": {"max_step": 3}}, [], "trainer.loop has no 'max_step': did you mean 'max_steps'?"),
+        ({"loop": {"max_steps": 3, "validation": {"max_batch": 3}}}, [], "validation has no 'max_batch': did you mean"),
+        ({"lop": {"max_steps": 3}}, [], "trainer has no 'lop': did you mean 'loop'?"),
         ({"loop": {"max_steps": "ten"}}, [], "trainer.loop.max_steps is 'ten', where int was expected."),
         ({"devise": "CPU"}, [], "trainer has no 'devise': did you mean 'device'?"),
         ({"model": {**MODEL, "init_args": {"dropuot": 1}}}, [], "Net has no 'dropuot': did you mean 'dropout'?"),
         ({}, ["--trainer.devise=CPU"], "there is no --trainer.devise: did you mean --trainer.device?"),
-        ({}, ["--trainer.loop.max_step=3"], "TrainingLoop has no 'max_step': did you mean 'max_steps'?"),
+        ({}, ["--trainer.loop.max_step=3"], "no --trainer.loop.max_step: did you mean --trainer.loop.max_steps?"),
+        ({}, ["--modle=3"], "there is no --modle: see --print_config."),
         ({}, ["--trainer.optimizer.init_args.lrr=3"], "SGD has no 'lrr': did you mean 'lr'?"),
-        (
-            {"model": "tests.trainer.small.Nett"},
-            [],
-            "'tests.trainer.small' has no attribute 'Nett'.",
-        ),
-        ({"schedulers": "tests.trainer.small.decay"}, [], "does not say what it returns. Write -> LRScheduler"),
+        ({"model": "tests.trainer.small.Nett"}, [], "tests.trainer.small has no 'Nett': did you mean 'Net'?"),
+        ({"model": "nowhere.Net"}, [], "trainer.model: there is no module 'nowhere' (named in 'nowhere.Net')."),
+        ({"model": "Nettle"}, [], "trainer.model: "),
+        ({"optimizer": "torch.optim.SDG"}, [], "torch.optim has no 'SDG': did you mean 'SGD'?"),
+        ({"optimizer": "tests.trainer.small.Net"}, [], "trainer.optimizer: tests.trainer.small.Net is no Optimizer."),
+        ({"callbacks": ["firstloss.trainer.EarlyStopp"]}, [], "has no 'EarlyStopp': did you mean 'EarlyStop'?"),
+        ({"callbacks": ["tests.trainer.small.Net"]}, [], "trainer.callbacks: tests.trainer.small.Net is no Callback."),
         ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not above 0"),
+        ({"loop": {}}, [], "TrainingLoop does not know when to stop."),
+        ({"precision": {"dtype": "bf16"}}, [], "fit: Precision: dtype='bf16' is not one of float32, bfloat16"),
+        ({"mesh": "{fsdp:8}"}, [], 'where dict was expected (in YAML a space follows each ":").'),
+        ({"mesh": {"fsdp": 8}}, [], "backend 'CPU' runs on one device."),
+        (
+            {"loop": {"max_steps": 3, "validation": {"metrics": {"a": "x.Y"}}}},
+            [],
+            "metrics.a is 'x.Y'. Write {class_path",
+        ),
+        ({"loop": WRONG_METRIC}, [], "torchmetrics.MeanMetric: "),
     ],
 )
 def test_what_is_wrong_is_one_line(changes, arguments, says, config, capsys):
     assert main(["fit", config(**changes), *arguments]) == 1
     captured = capsys.readouterr()
     assert says in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("model: tests.trainer.small.Net", "the run has no 'model': it belongs under trainer, as trainer.model."),
+        ("- 3", 'this is no run: it should hold keys, the first of which is "trainer:".'),
+        ("trainer: {a: [}", "this is no YAML: "),
+        ("train_dataloader: tests.trainer.small.loader", "trainer.model is missing."),
+    ],
+)
+def test_what_is_no_run(text, says, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["fit", str(tmp_path / "run.yaml")]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, rate",
+    [
+        (["--trainer.optimizer.lr=0.5"], 0.5),
+        (["--trainer.optimizer", "AdamW", "--trainer.optimizer.weight_decay=0"], 0.1),
+        (["--trainer.optimizer=tests.trainer.small.adamw"], 0.01),
+        (["--trainer.optimizer=tests.trainer.small.decayed", "--trainer.optimizer.rate=0.125"], 0.125),
+        (['--trainer.optimizer={"class_path": "tests.trainer.small.decayed"}'], 0.25),
+    ],
+)
+def test_optimizers_are_classes_or_functions_with_arguments(arguments, rate, config, tmp_path, capsys):
+    """A class gets the parameters, a function the model; both are called when the model is there."""
+    arguments = ["fit", config(schedulers=None), *arguments, "--json"]
+    assert main(arguments) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["lr"] == rate
+    capsys.readouterr()
+    # what was resolved says it again
+    assert main(["fit", str(tmp_path / "run" / "config.yaml"), f"--trainer.model_dir={tmp_path / 'again'}"]) == 0
+    assert json.loads((tmp_path / "again" / "metrics.jsonl").read_text().splitlines()[0]) | RATES == (
+        json.loads(lines[0]) | RATES
+    )
+
+
+RATES = {"steps_per_second": 0, "samples_per_second": 0}
+
+
+@pytest.mark.parametrize(
+    "schedulers, second",
+    [
+        ("tests.trainer.small.decay", 0.1),
+        ({"class_path": "StepLR", "init_args": {"step_size": 1}}, 0.01),
+        ({"class_path": "tests.trainer.small.decay_by", "init_args": {"factor": 0.5}}, 0.05),
+        ({"class_path": "ExponentialLR", "init_args": {"gamma": 0.25}}, 0.025),
+    ],
+)
+def test_schedulers_are_classes_or_functions_with_arguments(schedulers, second, config, tmp_path):
+    assert main(["fit", config(schedulers=schedulers), "--trainer.logging.log_steps=1"]) == 0
+    rates = [json.loads(line).get("lr") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rates[:2] == pytest.approx([0.1, second])
+
+
+def test_metrics_of_torchmetrics(config, tmp_path):
+    pytest.importorskip("torchmetrics")
+    accuracy = {
+        "class_path": "torchmetrics.Accuracy", "init_args": {"task": "multiclass", "num_classes": 4, "average": "micro"}
+    }  # fmt: skip
+    assert main(["fit", config(loop={"max_steps": 2, "validation": {"metrics": {"exact": accuracy}}})]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_exact"] == pytest.approx(last["val_accuracy"])
+
+
+def test_which_checkpoint(config, tmp_path, capsys):
+    """`best` and `last` by name, and null for none of them."""
+    file = config(checkpoint={"steps": 1, "keep_last": None, "best": "val_loss"}, loop={"max_steps": 3})
+    assert main(["validate", file]) == 1
+    assert "nothing to validate yet" in capsys.readouterr().err
+    assert main(["fit", file, "--trainer.loop.eval_every_steps=1"]) == 0
+    best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    capsys.readouterr()
+    assert main(["validate", file, "--ckpt_path=best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == best["value"]
+    assert main(["fit", file, "--ckpt_path=null", "--trainer.loop.max_steps=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
 
 
 def test_a_file_that_is_not_there(capsys):
@@ -114,7 +215,23 @@ def test_print_config(config, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["fit", config(), "--print_config"])
     assert stopped.value.code == 0
-    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["loop"]["max_steps"] == 4
+    shown = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert shown["loop"]["max_steps"] == 4
+
+
+def test_print_config_shows_every_key(capsys):
+    """Also without a file, with the defaults: what there is to be written into one."""
+    from firstloss.trainer import Checkpoint, Trainer, TrainingLoop
+
+    with pytest.raises(SystemExit):
+        main(["fit", "--print_config"])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
+        "artifact_dir", "mesh"
+    }  # fmt: skip
+    assert shown["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
+    assert shown["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
+    assert shown["ckpt_path"] == "last"
 
 
 def test_other_commands_take_no_strangers(capsys):

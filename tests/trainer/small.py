@@ -38,6 +38,17 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def decayed(model, rate: float = 0.25, weight_decay: float = 0.1):
+    """Weight decay for matrices alone, as it is often written."""
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    options = ({"weight_decay": weight_decay}, {"weight_decay": 0.0})
+    return torch.optim.AdamW([{"params": g, **o} for g, o in zip(groups, options, strict=True)], lr=rate)
+
+
+def decay_by(optimizer, factor: float):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, factor)
+
+
 def decay(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.trainer import Callback, Checkpoint
+from firstloss.trainer import Callback, Checkpoint, Logging
 from firstloss.trainer.callback import Callbacks
 from firstloss.trainer.loggers import CSVLogger, JSONLogger, ProgressLogger, TensorBoardLogger
 
@@ -31,7 +31,8 @@ def test_hooks_come_in_order(backend, tmp_path):
     run.fit(loader(), loader(count=8))
     step = ["batch_start", "step_start", "batch_end", "step_end"]
     first = [*step[:2], "compile_start", "compile_end", *step[2:]]
-    validation = ["validation_start", "compile_start", "compile_end", "validation_batch_end", "validation_end"]
+    batch = ["validation_batch_start", "compile_start", "compile_end", "validation_batch_end"]
+    validation = ["validation_start", *batch, "validation_end"]
     assert diary.lines == (
         ["fit_start", "epoch_start", *first, "first_loss", "metrics", "save_start", "save_end"]
         + [*step, "save_start", "save_end", *validation, "metrics", "fit_end"]
@@ -124,9 +125,12 @@ def test_tensorboard(tmp_path):
 
 
 def test_progress_off_a_terminal_is_lines(tmp_path, capsys):
-    trainer(tmp_path, loggers=[ProgressLogger()], max_steps=1).fit(loader(), loader(count=8))
-    said = capsys.readouterr().err
-    assert "first loss 1." in said and "step 1  loss 1." in said and "val_loss" in said and "steps/s" in said
+    run = trainer(tmp_path, loggers=[ProgressLogger()], max_steps=3, logging=Logging(log_steps=3))
+    run.fit(loader(), loader(count=8))
+    first, one, three, val, done = capsys.readouterr().err.splitlines()
+    assert first.startswith("first loss 1.") and one.startswith("step 1  loss 1.") and "val_loss" in val
+    assert "steps/s" in three and "samples/s" in three
+    assert "steps/s" not in one  # of what was compiled meanwhile there is no rate
 
 
 def test_a_run_that_was_done_already_says_so(tmp_path, capsys):

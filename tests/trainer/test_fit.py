@@ -128,7 +128,7 @@ def test_validation_is_done_when_it_is_due_and_leaves_no_trace(backend, tmp_path
 
 def test_validation_averages_over_samples(tmp_path):
     run = trainer(tmp_path, loop=ValidationLoop())
-    found = run.validate(loader(count=20, batch_size=8, shuffle=False))
+    found = run.validate(loader(count=20, batch_size=8, shuffle=False), ckpt_path=None)
     torch.manual_seed(0)
     model = Net().eval()
     expected = model(*dataset(20).tensors)
@@ -140,7 +140,7 @@ def test_metric_objects_are_fed(backend, tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
     run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
-    found = run.validate(loader(count=20))
+    found = run.validate(loader(count=20), ckpt_path=None)
     assert found["val_exact"] == pytest.approx(found["val_accuracy"])
 
 

@@ -1,30 +1,44 @@
 """A training run as YAML: what `firstloss fit` and `validate` read, checked by the types of the Trainer's own classes.
 
-jsonargparse makes the parser from signatures: of the Trainer here, and of whatever class a `class_path` names.
+jsonargparse makes the parser from signatures: of the Trainer here, and of whatever class or function a `class_path`
+names. A name alone, in the file or as `--trainer.model=NAME`, is short for a `class_path` without `init_args`.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
 import inspect
+import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
 
 import firstloss as fl
-from firstloss.trainer import Trainer, TrainingLoop
+from firstloss.trainer import Checkpoint, Logging, Precision, Trainer, TrainingLoop
 from firstloss.trainer.callback import Callback
+from firstloss.trainer.randomness import seed_everything
 
 from ..errors import ConfigError
+from .config_errors import in_words, named
 
-KEYS = ("trainer", "train_dataloader", "val_dataloader", "ckpt_path")
+set_parsing_settings(instantiate_subclass_spec_in_any=False)  # what is of no declared type is left as it is written
+
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler | fl.optim.lr_scheduler.Schedule
+
+# What a `class_path` names, and where it is looked for if it is a class's name alone.
+_CALLED = {
+    "trainer.model": (),
+    "trainer.optimizer": ("torch.optim", "firstloss.optim"),
+    "trainer.schedulers": ("torch.optim.lr_scheduler", "firstloss.optim.lr_scheduler"),
+    "train_dataloader": (),
+    "val_dataloader": (),
+}
+# Of a function, the Trainer gives the first argument: the model, or the optimizer.
+_GIVEN = {"trainer.model": 0, "trainer.optimizer": 1, "trainer.schedulers": 1}
 
 
 class ConfiguredTrainer(Trainer):
@@ -33,40 +47,51 @@ class ConfiguredTrainer(Trainer):
     def __init__(
         self,
         model: Callable[[], torch.nn.Module],
+        loop: TrainingLoop,
         optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
-        schedulers: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-        | Callable[[torch.optim.Optimizer], fl.optim.lr_scheduler.Schedule]
-        | None = None,
-        loop: TrainingLoop | None = None,
+        schedulers: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         device: str = "XLA",
         artifact_dir: str = "./artifacts",
         mesh: dict[str, int] | None = None,
+        model_dir: str = "./model_dir",
+        precision: Precision = Precision(),  # noqa: B008  (its keys are shown by --print_config; no run changes it)
+        checkpoint: Checkpoint = Checkpoint(),  # noqa: B008
+        logging: Logging = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] | None = None,
         loggers: Sequence[Callback] | None = None,
-        **options: Any,
+        seed: int | None = 0,
     ) -> None:
         """As the Trainer.
 
         Args:
-            model: a class with its arguments, or a function without: it is called when the run begins.
-            optimizer: an optimizer's class with its arguments, or a function `Module -> Optimizer`.
-            schedulers: a scheduler's class with its arguments, or a function `Optimizer -> Scheduler`.
+            model: a class with its arguments, or a function: it is called when the run begins.
             loop: how long to train.
+            optimizer: an optimizer's class with its arguments, or a function `(model, ...) -> Optimizer`.
+            schedulers: a scheduler's class with its arguments, or a function `(optimizer, ...) -> Scheduler`.
             device: "XLA", "CPU" or "GPU".
             artifact_dir: where compiled steps are kept for the next start.
             mesh: the devices to share the work, as {fsdp: 8}.
+            model_dir: the run folder.
+            precision: the dtypes that a step computes in.
+            checkpoint: when to save and what to keep.
+            logging: how often to log.
             callbacks: code of yours.
             loggers: default a progress bar and JSON lines.
+            seed: of torch, numpy and Python, before the loaders and the model are made.
         """
         super().__init__(
             backend=fl.backend(device, mesh=mesh, artifact_dir=artifact_dir),
+            model_dir=model_dir,
             model=model,
             optimizer=_of_parameters(optimizer),
             schedulers=schedulers,
+            precision=precision,
             loop=loop,
+            checkpoint=checkpoint,
+            logging=logging,
             callbacks=callbacks,
             loggers=loggers,
-            **options,
+            seed=seed,
         )
 
 
@@ -77,14 +102,29 @@ def _of_parameters(optimizer: Any) -> Any:
     return optimizer
 
 
-def parser(command: str) -> ArgumentParser:
-    """The parser of the run's file and of `--trainer.loop.max_steps=50` and the like."""
-    made = ArgumentParser(prog=f"firstloss {command}", exit_on_error=False, description="The keys of a run's file.")
+def parser(command: str, functions: dict[str, Any] | None = None) -> ArgumentParser:
+    """The parser of the run's file and of `--trainer.loop.max_steps=50` and the like.
+
+    Args:
+        command: "fit" or "validate".
+        functions: those that are named under the keys of `_GIVEN`: what the Trainer gives them is no key.
+    """
+    made = ArgumentParser(f"firstloss {command}", exit_on_error=False, allow_abbrev=False)
     made.add_argument("--config", action="config", help="the run's YAML file")
-    made.add_class_arguments(ConfiguredTrainer, "trainer", skip={"backend"})
+    given = {
+        f"{key.removeprefix('trainer.')}.init_args.{name}"
+        for key, function in (functions or {}).items()
+        for name in list(inspect.signature(function).parameters)[: _GIVEN.get(key, 0)]
+    }
+    made.add_class_arguments(ConfiguredTrainer, "trainer", skip=given, fail_untyped=False)
     made.add_argument("--train_dataloader", type=Callable[[], Iterable] | None, help="a loader's class, or a function")
     made.add_argument("--val_dataloader", type=Callable[[], Iterable] | None, help="likewise, to validate on")
-    made.add_argument("--ckpt_path", type=str | None, help="weights to start from, or to validate")
+    made.add_argument(
+        "--ckpt_path",
+        type=str | None,
+        default="last",
+        help="last, best, a checkpoint of the run's, or weights from elsewhere; null: nothing is loaded",
+    )
     return made
 
 
@@ -98,78 +138,132 @@ def read(command: str, file: str | None, overrides: Sequence[str]) -> tuple[Argu
         sys.path.insert(0, os.getcwd())
     if file is not None and not os.path.isfile(file):
         raise ConfigError(f"{file}: there is no such file.")
+    where = file or "the arguments"
     made = parser(command)
     try:
-        return made, made.parse_args([*(["--config", file] if file else []), *overrides])
+        arguments = list(_with_class_paths(overrides))
+        content = _content(file) if file else {}
+        if content:
+            arguments = ["--config", json.dumps(content), *arguments]
+        made = parser(command, _functions(content, arguments))
+        found = made.parse_args(arguments)
+        return made, found
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        options = [name for action in made._actions for name in action.option_strings]
-        raise ConfigError(f"{file or 'the arguments'}: {in_words(str(error), options)}") from error
+        raise ConfigError(f"{where}: {in_words(str(error), made, ConfiguredTrainer)}") from error
 
 
-def instantiate(made: ArgumentParser, config: Namespace) -> Namespace:
+def instantiate(command: str, made: ArgumentParser, config: Namespace) -> Namespace:
     """The objects that a configuration describes. The model is not among them yet: the Trainer calls for it."""
-    model = config.trainer.model
-    if isinstance(model, Namespace) and not isinstance(_named(model.class_path), type):
-        config = config.clone()
-        config.trainer.model = _call_later(model)
-    given = made.instantiate(config)
+    config = config.clone()
+    for key, count in _GIVEN.items():
+        spec = config[key]
+        if isinstance(spec, Namespace) and not isinstance(named(spec.class_path), type):
+            config[key] = _called_later(spec, count)
+    loop = config.trainer.loop
+    if command == "validate" and loop.max_steps is None and loop.max_epochs is None:
+        loop.max_steps = 1  # a run that only validates has no end to be named
+    loop.validation.metrics = {name: _metric(name, spec) for name, spec in loop.validation.metrics.items()}
+    if config.trainer.seed is not None:
+        seed_everything(config.trainer.seed)  # what a loader's function draws is the same each time, too
+    try:
+        given = made.instantiate(config)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, fl.errors.FirstlossError):
+            raise
+        raise ConfigError(in_words(str(error), made, ConfiguredTrainer)) from error
     for key in ("train_dataloader", "val_dataloader"):
         if callable(given[key]) and not isinstance(given[key], Iterable):
             given[key] = given[key]()
     return given
 
 
-def _call_later(model: Namespace) -> Callable[[], torch.nn.Module]:
-    """jsonargparse would call a function that has arguments at once, and the model would be made eagerly."""
+def _metric(name: str, spec: Any) -> Any:
+    """A metric has no class of ours that jsonargparse could know: it is made here."""
+    at = f"trainer.loop.validation.metrics.{name}"
+    if not isinstance(spec, (dict, Namespace)) or "class_path" not in spec:
+        raise ConfigError(f"{at} is {spec!r}. Write {{class_path: torchmetrics.MeanMetric, init_args: {{...}}}}.")
+    metric = named(str(spec["class_path"]), at)
+    try:
+        return metric(**dict(spec.get("init_args") or {}))
+    except Exception as error:
+        raise ConfigError(f"{at}: {spec['class_path']}: {error}") from error
+
+
+def _called_later(spec: Namespace, count: int) -> Callable[..., Any]:
+    """jsonargparse would call a function at once: the model would be made eagerly, the optimizer without a model."""
+    function = named(spec.class_path)
     alone = ArgumentParser()
-    alone.add_argument("--model", type=Callable[[], torch.nn.Module])
-    return lambda: alone.instantiate(Namespace(model=model)).model
+    alone.add_function_arguments(function, "given", skip={count} if count else None, fail_untyped=False)
+
+    def later(*first: Any) -> Any:
+        init_args = spec.get("init_args") or Namespace()
+        return function(*first, **vars(alone.instantiate(Namespace(given=init_args)).given))
+
+    later.__qualname__ = spec.class_path
+    return later
 
 
-def _named(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def _content(file: str) -> dict[str, Any]:
+    """What is in the file, names written out as class paths."""
+    with open(file, encoding="utf-8") as opened:
+        try:
+            content = get_loader("yaml")(opened.read())
+        except Exception as error:
+            raise ConfigError(f"this is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError('this is no run: it should hold keys, the first of which is "trainer:".')
+    for key, places in _CALLED.items():
+        *outer, last = key.split(".")
+        inner = content.get(outer[0]) if outer else content
+        if isinstance(inner, dict) and isinstance(inner.get(last), str):
+            inner[last] = {"class_path": _written_out(inner[last], places)}
+        elif isinstance(inner, dict) and isinstance(inner.get(last), dict) and "class_path" in inner[last]:
+            inner[last]["class_path"] = _written_out(inner[last]["class_path"], places)
+    return content
 
 
-def in_words(message: str, options: Sequence[str] = ()) -> str:
-    """jsonargparse's report in a line: where, what, and the nearest name."""
-    stray = re.search(r"unrecognized arguments: (--[\w.]+)", message)
-    if stray:
-        near = difflib.get_close_matches(stray[1], options, n=1)
-        return f"there is no {stray[1]}: " + (f"did you mean {near[0]}?" if near else "see --print_config.")
-    unknown = re.search(r"[Oo]ption '([\w.]+)' is not accepted|does not accept option '([\w.]+)'", message)
-    if unknown:
-        name = unknown[1] or unknown[2]
-        owner, names = _owner(message, message.index(unknown[0]))
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
-        return f"{owner} has no {name!r}: {hint}"
-    function = re.search(r"Expected '([\w.]+)' to be a function that returns <class '(\w+)'>", message)
-    if function:
-        return f"{function[1]} does not say what it returns. Write -> {function[2]} in its definition."
-    keys = re.findall(r'Parser key "([\w.]+)"', message)
-    reason = re.search(r"expects a function or a callable class: (.*?)\. Got value", message)
-    if keys and reason:
-        return f"{keys[0]}: {reason[1]}."
-    expected = re.findall(r"Expected a <class '([\w.]+)'>", message)
-    given = re.findall(r"Given value: (.*)", message)
-    if keys and expected and given:
-        kinds = " or ".join(dict.fromkeys(kind for kind in expected if kind != "NoneType"))
-        return f"{'.'.join(keys)} is {given[0].strip()!r}, where {kinds or 'nothing'} was expected."
-    required = re.search(r'Key "([\w.]+)" is required', message)
-    if required:
-        return f"{required[1]} is missing."
-    return " ".join(message.split())
+def _with_class_paths(overrides: Sequence[str]) -> Iterator[str]:
+    """`--trainer.model=NAME` as `--trainer.model.class_path=NAME`, so that its arguments can be overridden as well."""
+    waiting = list(overrides)
+    while waiting:
+        argument = waiting.pop(0)
+        option, equals, value = argument.partition("=")
+        key = option.removeprefix("--").removesuffix(".class_path")
+        if key not in _CALLED or not option.startswith("--"):
+            yield argument
+            continue
+        if not equals:
+            value = waiting.pop(0) if waiting else ""
+        spec = get_loader("yaml")(value) if value.startswith("{") else {"class_path": value}
+        if value in ("null", "") or not isinstance(spec, dict) or "class_path" not in spec:
+            yield f"--{key}={value}"
+            continue
+        yield f"--{key}.class_path={_written_out(spec['class_path'], _CALLED[key])}"
+        for name, argument in (spec.get("init_args") or {}).items():
+            yield f"--{key}.init_args.{name}={json.dumps(argument)}"
 
 
-def _owner(message: str, at: int) -> tuple[str, list[str]]:
-    """Who does not know the name, and the names that it knows."""
-    before = re.findall(r"class_path '([\w.]+)'", message[:at])
-    after = re.findall(r"class_path='([\w.]+)'", message[at:])
-    path = before[-1] if before else after[0] if after else None
-    if path is not None:
-        return path.rpartition(".")[2], list(inspect.signature(_named(path)).parameters)
-    if re.search(r"Group 'trainer'", message):
-        own = inspect.signature(ConfiguredTrainer).parameters.keys() | inspect.signature(Trainer).parameters.keys()
-        return "trainer", sorted(own - {"options", "backend"})
-    return "the run", list(KEYS)
+def _written_out(name: Any, places: Sequence[str]) -> Any:
+    """A class's name with its module, where it is one that can be told: AdamW is torch.optim.AdamW."""
+    for place in places if isinstance(name, str) and "." not in name else ():
+        if isinstance(getattr(sys.modules.get(place), name, None), type):
+            return f"{place}.{name}"
+    return name
+
+
+def _functions(content: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """The functions, not classes, that are named under the keys of `_GIVEN`; an override goes before the file."""
+    found = {}
+    for key in _GIVEN:
+        spec = content.get("trainer", {}) if isinstance(content.get("trainer", {}), dict) else {}
+        spec = spec.get(key.removeprefix("trainer."))
+        paths = [spec["class_path"]] if isinstance(spec, dict) and "class_path" in spec else []
+        prefix = f"--{key}.class_path="
+        paths += [argument.removeprefix(prefix) for argument in arguments if argument.startswith(prefix)]
+        if paths and isinstance(paths[-1], str) and "." in paths[-1]:
+            thing = named(paths[-1], key)
+            if callable(thing) and not isinstance(thing, type):
+                found[key] = thing
+    return found

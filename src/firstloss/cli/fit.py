@@ -23,15 +23,16 @@ def run(args: argparse.Namespace) -> int:
     from . import config
 
     parser, read = config.read("fit", args.config, args.overrides)
-    given = config.instantiate(parser, read)
+    given = config.instantiate("fit", parser, read)
     if given.train_dataloader is None:
         raise ConfigError("train_dataloader is missing.")
     trainer = given.trainer
-    os.makedirs(trainer.model_dir, exist_ok=True)
-    del read["config"]
-    with written_aside(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
-        file.write(parser.dump(read))
-    trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path or ...)
+    if trainer.processes.index == 0:
+        os.makedirs(trainer.model_dir, exist_ok=True)
+        del read["config"]
+        with written_aside(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
+            file.write(parser.dump(read, skip_unset=False))
+    trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json({"model_dir": trainer.model_dir, "checkpoint": trainer.folder.last(), **vars(trainer.state)})
     else:

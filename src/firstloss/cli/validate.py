@@ -20,10 +20,10 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import ConfigError
     from . import config
 
-    given = config.instantiate(*config.read("validate", args.config, args.overrides))
+    given = config.instantiate("validate", *config.read("validate", args.config, args.overrides))
     if given.val_dataloader is None:
         raise ConfigError("val_dataloader is missing.")
-    found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path or ...)
+    found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json(found)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,22 @@ class Processes:
         line = np.frombuffer(text.encode().ljust(64), np.uint8)
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(line))).decode().strip()
 
+    def highest(self, number: int) -> int:
+        """The largest of the numbers that the processes give."""
+        if self.count == 1:
+            return number
+        import numpy as np
+        from jax.experimental import multihost_utils
 
-def processes() -> Processes:
-    """As JAX counts them, where the backend runs on JAX; else this one alone."""
-    from .backend import _current
+        return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
-    if _current is None or not _current.is_xla or "jax" not in sys.modules:
+
+def processes(backend: Any = None) -> Processes:
+    """As JAX counts them, where the backend (by default the current one) runs on JAX; else this one alone."""
+    from . import backend as backends
+
+    backend = backend or backends._current
+    if backend is None or not backend.is_xla or "jax" not in sys.modules:
         return Processes(0, 1)
     import jax
 

@@ -7,9 +7,34 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
 import firstloss as fl
 
 from ..errors import TrainerError
+
+
+def check_loader(name: str, loader: Any, once: bool = False) -> None:
+    """Refuse what cannot be gone through, or not again (unless `once` is enough), or gives samples one by one."""
+    if isinstance(loader, torch.nn.Module):
+        raise TrainerError(
+            f"{name} is a model ({type(loader).__name__}). The model is the Trainer's: Trainer(model=...).fit(loader)."
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TrainerError(
+            f"{name} is a dataset ({type(loader).__name__}), which gives samples one by one. Write "
+            f"DataLoader({name}, batch_size=32, shuffle=True)."
+        )
+    if isinstance(loader, Iterator) and not once:
+        raise TrainerError(
+            f"{name} is an iterator ({type(loader).__name__}), which can be gone through once only. Pass something "
+            "that can be iterated again: a DataLoader, a list, or an object with __iter__."
+        )
+    if not isinstance(loader, fl.utils.data.DataLoader) and not hasattr(loader, "__iter__"):
+        raise TrainerError(
+            f"{name} is an object of type {type(loader).__name__}. Pass a DataLoader or a list of batches."
+        )
 
 
 class Batches:
@@ -21,11 +46,6 @@ class Batches:
     """
 
     def __init__(self, loader: Iterable[Any], epoch: int = 0) -> None:
-        if isinstance(loader, Iterator):
-            raise TrainerError(
-                f"the training data is an iterator ({type(loader).__name__}), which can be gone through once only. "
-                "Pass a loader that can be iterated again: a DataLoader, a list, or an object with __iter__."
-            )
         own = isinstance(loader, fl.utils.data.DataLoader)
         self._loader: Any = loader if own else fl.utils.data.DataLoader(lambda: loader)
         self.epoch, self.index, self._at_end = epoch, 0, False

@@ -61,6 +61,9 @@ class Callback:
     def on_validation_start(self, trainer: Trainer) -> None:
         """Validation begins; the model is in eval mode."""
 
+    def on_validation_batch_start(self, trainer: Trainer, batch: Any) -> None:
+        """The validation loader gave `batch`."""
+
     def on_validation_batch_end(self, trainer: Trainer, batch: Any, outputs: dict[str, Any]) -> None:
         """A validation batch is under way."""
 
@@ -118,6 +121,8 @@ def _check(callback: Any, hooks: list[str]) -> None:
 
     from ..errors import TrainerError
 
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise TrainerError(f"callbacks and loggers take objects, not classes. Write {callback.__name__}().")
     if not isinstance(callback, Callback):
         raise TrainerError(
             f"callbacks and loggers take objects of class firstloss.trainer.Callback, not {type(callback).__name__}. "

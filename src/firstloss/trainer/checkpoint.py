@@ -13,7 +13,7 @@ import torch
 
 import firstloss as fl
 
-from ..errors import TrainerError
+from ..errors import NaNLossError, TrainerError
 from ..files import written_aside
 from . import storage
 from .randomness import random_state, set_random_state
@@ -101,8 +101,10 @@ class CheckpointFolder:
         except FileNotFoundError:
             return None
 
-    def mark_best(self, best: dict[str, Any]) -> None:
-        """Remember the best so far, as `best` returns it."""
+    def mark_best(self, best: dict[str, Any] | None) -> None:
+        """Write down which checkpoint is the best, as `best` returns it."""
+        if best is None or best == self.best():
+            return
         with written_aside(os.path.join(self.path, "best.json"), "w") as file:
             json.dump(best, file)
 
@@ -185,6 +187,9 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.callbacks.load_state_dict(state["callbacks"])
     trainer.batches.load_state_dict(state["batches"])
     trainer.state = type(trainer.state)(**state["trainer"])
+    best = trainer.state.best
+    if best is not None and not os.path.exists(trainer.folder.at(best["step"])):  # gone back to, and cleared meanwhile
+        trainer.state.best = None
     trainer.backend.load_state_dict(state["backend"])
     set_random_state(state["random"])
 
@@ -234,12 +239,19 @@ def _some(names: list[str]) -> str:
 
 
 def check_finite(trainer: Trainer) -> None:
-    """A checkpoint of weights that are no numbers would be of no use to anybody."""
-    assert trainer.model is not None
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.is_floating_point() and torch.isnan(parameter.detach()).any():
-            from ..errors import NaNLossError
+    """A checkpoint of weights that are no numbers would be of no use to anybody.
 
+    With several processes none can read all weights: a traced function looks at them where they are.
+    """
+    assert trainer.model is not None
+    weights = {name: p for name, p in trainer.model.named_parameters() if p.is_floating_point()}
+    if trainer.processes.count > 1:
+        assert trainer._steps is not None
+        bad = trainer._steps.nan_weights().tolist()
+    else:
+        bad = [bool(torch.isnan(p.detach()).any()) for p in weights.values()]
+    for name, is_bad in zip(weights, bad, strict=True):
+        if is_bad:
             raise NaNLossError(
                 f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update "
                 f"made it. {trainer.last_good()} Lower the learning rate, or clip gradients with "

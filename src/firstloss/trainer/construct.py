@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,11 +11,16 @@ import torch
 import firstloss as fl
 
 from ..errors import TrainerError
+from .checkpoint import Checkpoint
+from .logging import Logging
+from .loops import TrainingLoop, ValidationLoop
+from .precision import Precision
 
 Model = torch.nn.Module | Callable[[], torch.nn.Module]
 Optimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 Schedulers = Iterable[Any] | Callable[[torch.optim.Optimizer], Any]
 
+_EVERY = ("eval_every_steps", "eval_every_epochs")
 _LAMBDAS = {
     "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "schedulers": "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
@@ -56,10 +62,42 @@ def check_mix(model: Any, optimizer: Any, schedulers: Any) -> None:
             )
 
 
+def check_settings(loop: Any, checkpoint: Any, logging: Any, callbacks: Any, loggers: Any) -> None:
+    """Refuse what is of another kind than the Trainer's arguments, before it is met in the middle of a run."""
+    _check_kind("loop", loop, (TrainingLoop, ValidationLoop), "TrainingLoop(max_steps=1000)")
+    _check_kind("checkpoint", checkpoint, (Checkpoint,), "Checkpoint(steps=100)")
+    _check_kind("logging", logging, (Logging,), "Logging(log_steps=10)")
+    for name, given in (("callbacks", callbacks), ("loggers", loggers)):
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise TrainerError(f"{name} is {_kind(given)}. Pass a list of them: {name}=[...].")
+
+
+def check_validated(loop: TrainingLoop, checkpoint: Checkpoint, val_dataloader: Any) -> None:
+    """Refuse a run that waits for a validation which never comes."""
+    if val_dataloader is not None:
+        return
+    wants = [f"{name}={value}" for name in _EVERY if (value := getattr(loop, name)) is not None]
+    wants += [f"Checkpoint(best={checkpoint.best!r})"] if checkpoint.best is not None else []
+    if wants:
+        raise TrainerError(
+            f"fit was given nothing to validate on, which is needed for {' and '.join(wants)}. Write "
+            "fit(train_dataloader, val_dataloader), or leave that out."
+        )
+
+
+def make_precision(precision: Any) -> Precision:
+    """A Precision, also from the name of its dtype."""
+    if isinstance(precision, str):
+        return Precision(precision)
+    _check_kind("precision", precision, (Precision,), 'Precision("bfloat16")')
+    return precision or Precision()
+
+
 def make_model(model: Model, backend: Any) -> torch.nn.Module:
     """The model; a callable is captured rather than run, where the backend can."""
     if isinstance(model, torch.nn.Module):
         return model
+    _check_call("model", model, ())
     with backend.device:
         made = model()
     if not isinstance(made, torch.nn.Module):
@@ -71,7 +109,16 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.
     """The optimizer of `model`."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    made = optimizer(model)
+    _check_call("optimizer", optimizer, (model,))
+    try:
+        made = optimizer(model)
+    except TypeError as error:
+        if "is not iterable" not in str(error):
+            raise
+        raise TrainerError(
+            f"optimizer={_name(optimizer)} failed: {error}. It is called with the model, not with its parameters. "
+            f"Write optimizer={_LAMBDAS['optimizer']}."
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(made)} where an Optimizer was expected.")
     _check_parameters(made, model)
@@ -85,6 +132,8 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
     items = [schedulers] if callable(schedulers) or hasattr(schedulers, "step") else list(schedulers)
     made: list[Any] = []
     for item in items:
+        if not hasattr(item, "step"):
+            _check_call("schedulers", item, (optimizer,))
         result = item if hasattr(item, "step") else item(optimizer)
         made += list(result) if isinstance(result, (list, tuple)) else [result]
     for scheduler in made:
@@ -92,6 +141,12 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
             raise TrainerError(
                 f"schedulers={_name(schedulers)} gave {_kind(scheduler)}, which has no step(). Write "
                 f"schedulers={_LAMBDAS['schedulers']}."
+            )
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TrainerError(
+                "ReduceLROnPlateau steps by what validation finds, and schedulers here step once per update. Step it "
+                "in a callback: on_fit_start makes ReduceLROnPlateau(trainer.optimizer), and on_validation_end calls "
+                'its step(metrics["val_loss"]).'
             )
     return made
 
@@ -108,6 +163,28 @@ def make_backend(backend: Any, device: str | None) -> Any:
     if backend is None or isinstance(backend, str):
         return fl.backend(backend or device or "XLA")
     return backend
+
+
+def _check_kind(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        what = f"the class {value.__name__}" if isinstance(value, type) else _kind(value)
+        raise TrainerError(f"{name} is {what}. Write {name}={example}.")
+
+
+def _check_call(name: str, function: Any, args: tuple) -> None:
+    """Whether a callable can be called as the Trainer does; the error is the Trainer's, not one from within a call."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # made in C, some of them
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        example = _LAMBDAS.get(name, f"lambda: {_name(function)}(...)")
+        given = {"model": "no argument", "optimizer": "the model", "schedulers": "the optimizer"}[name]
+        raise TrainerError(
+            f"{name}={_name(function)}{signature} is called with {given}: {error}. Write {name}={example}."
+        ) from None
 
 
 def _objects(schedulers: Any) -> list[Any]:

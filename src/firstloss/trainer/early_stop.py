@@ -28,6 +28,13 @@ class EarlyStop(Callback):
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best, self.waited = math.inf, 0
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if trainer.val_dataloader is None:
+            raise TrainerError(
+                f"EarlyStop waits for {self.metric!r} of validations, and fit was given nothing to validate on. Write "
+                "fit(train_dataloader, val_dataloader)."
+            )
+
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
             raise TrainerError(

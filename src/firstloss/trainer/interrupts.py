@@ -8,6 +8,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from ..runtime.processes import Processes
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,6 +42,13 @@ class Interrupts:
         for number, handler in self._former.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._former.clear()
+
+    def received_by_any(self, processes: Processes) -> signal.Signals | None:
+        """The signal that has come; with several processes all of them have to ask, and all get the answer."""
+        if processes.count > 1:
+            number = processes.highest(self.received or 0)
+            self.received = signal.Signals(number) if number else None
+        return self.received
 
     def obey(self) -> None:
         """Let the signal do what it would have done: KeyboardInterrupt for Ctrl-C, the end for SIGTERM."""

@@ -27,6 +27,15 @@ class ValidationLoop:
 
     def __post_init__(self) -> None:
         _positive(self, "max_batches")
+        for name, metric in self.metrics.items():
+            if isinstance(metric, type) or not all(hasattr(metric, part) for part in ("update", "compute", "reset")):
+                kind = (
+                    f"the class {metric.__name__}" if isinstance(metric, type) else f"of type {type(metric).__name__}"
+                )
+                raise TrainerError(
+                    f"ValidationLoop: metrics[{name!r}] is {kind}. Give an object with update, compute and reset, as "
+                    "torchmetrics' are."
+                )
 
 
 @dataclass
@@ -82,5 +91,9 @@ class TrainingLoop:
 
 def _positive(loop: Any, name: str) -> None:
     value = getattr(loop, name)
+    whole = not name.startswith("clip")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else (int, float))):
+        kind = "a whole number" if whole else "a number"
+        raise TrainerError(f"{type(loop).__name__}: {name}={value!r} is not {kind}.")
     if value is not None and not value > 0:
         raise TrainerError(f"{type(loop).__name__}: {name}={value!r} is not above 0. Leave it out, or give a number.")

@@ -29,6 +29,7 @@ class Started:
     scalars: dict[str, torch.Tensor]
     updates: bool  # whether it ended in an update of the weights
     numbers: dict[str, float]  # what else is to be logged with it
+    timed: bool  # whether it counts in the rates: a first call is a compile, and no measure of them
 
 
 class Pending:

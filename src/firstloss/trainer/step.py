@@ -23,8 +23,8 @@ class Steps:
 
     `accumulate(batch)` adds to the gradients; `update(batch)` does so and updates the weights; both return the scalars
     that the model returned, the loss among them. `evaluate(batch)` returns the same without gradients, and whatever
-    else the model returned where there are metrics to be fed. `schedules` are functions of a step tensor, and
-    step with the weights.
+    else the model returned where there are metrics to be fed. `nan_weights()` says of each weight whether it holds NaN,
+    for processes that cannot read them. `schedules` are functions of a step tensor, and step with the weights.
     """
 
     def __init__(
@@ -74,12 +74,28 @@ class Steps:
             everything = {"outputs": _tensors(outputs)} if validation.metrics else {}
             return {"scalars": {"loss": loss, **_scalars(outputs)}, **everything}
 
+        @fl.trace
+        def nan_weights() -> torch.Tensor:
+            floats = [p.detach() for p in model.model.parameters() if p.is_floating_point()]
+            return torch.stack([torch.isnan(p).any() for p in floats])
+
         self.accumulate, self.update, self.evaluate = accumulate, update, evaluate
+        self.nan_weights = nan_weights
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Give the batch to the model in the way its `forward` asks for; returns the loss and all that came out."""
         args, kwargs = arguments(self._signature, batch)
-        outputs = self._model(*args, **kwargs)
+        try:
+            outputs = self._model(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if not args or args[0] is not batch or isinstance(batch, torch.Tensor):
+                raise
+            # As a forward(x) that returns logits: the user finds a list in `x`, and never asked for one.
+            raise TrainerError(
+                f"forward{self._signature} does not take the parts of a batch {describe(batch)} one by one, so it was "
+                f"given the batch whole, and failed: {error}. A model is given all that its loss needs, and returns "
+                "the loss: def forward(self, x, y): return cross_entropy(self.net(x), y)."
+            ) from error
         return loss_of(outputs, type(self._model.model).__name__), outputs
 
 

@@ -15,9 +15,10 @@ import torch
 import firstloss as fl
 
 from ..errors import TrainerError
+from ..runtime.processes import processes
 from . import checkpoint as checkpoints
 from . import construct
-from .batches import Batches
+from .batches import Batches, check_loader
 from .callback import Callback, Callbacks
 from .checkpoint import Checkpoint, CheckpointFolder
 from .interrupts import Interrupts
@@ -43,6 +44,7 @@ class State:
         epoch: passes over the training loader so far.
         samples, tokens: how many were trained on.
         validated: the step of the last validation.
+        best: {"step", "metric", "value"} of the best checkpoint so far, if `Checkpoint(best=...)` asks for one.
         stopped: why the run was stopped early; empty if it was not.
     """
 
@@ -51,6 +53,7 @@ class State:
     samples: int = 0
     tokens: int = 0
     validated: int = 0
+    best: dict[str, Any] | None = None
     stopped: str = ""
 
 
@@ -101,23 +104,28 @@ class Trainer:
         seed: int | None = None,
     ) -> None:
         construct.check_mix(model, optimizer, schedulers)
+        construct.check_settings(loop, checkpoint, logging, callbacks, loggers)
         self._given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
         self.validation = loop if isinstance(loop, ValidationLoop) else loop.validation if loop else ValidationLoop()
-        self.precision = precision or Precision()
+        self.precision = construct.make_precision(precision)
         self.checkpoint = checkpoint or Checkpoint()
         self.logging = logging or Logging()
-        loggers = default_loggers() if loggers is None else loggers
-        self.callbacks = Callbacks([*(callbacks or []), *loggers, RunFolder()])
         self.seed = seed
         self.backend = construct.make_backend(backend, device)
+        self.processes = processes(self.backend)
+        writers = (
+            [*(default_loggers() if loggers is None else loggers), RunFolder()] if self.processes.index == 0 else []
+        )
+        self.callbacks = Callbacks([*(callbacks or []), *writers])
         self.folder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
         self.state = State()
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedulers: list[Any] = []
         self.batches: Batches | None = None
+        self.val_dataloader: Iterable[Any] | None = None
         self._steps: Steps | None = None
         self._interrupts = Interrupts()
         self._rates = Rates()
@@ -138,10 +146,10 @@ class Trainer:
         Args:
             train_dataloader: something that can be iterated anew for each epoch.
             val_dataloader: what to validate on, when the loop says so and at the end.
-            ckpt_path: by default the run goes on from its folder's last checkpoint, if there is one. A checkpoint of
-                this folder: it goes on from that one. Weights from elsewhere (another run's checkpoint, a safetensors
-                file, a Hugging Face folder): a folder without checkpoints starts from them. None: nothing is loaded.
-                Checkpoints later than where the run begins are set aside, in a folder beside.
+            ckpt_path: by default, and with "last", the run goes on from its folder's last checkpoint, if there is one.
+                "best", or a checkpoint of this folder: it goes on from that one. Weights from elsewhere (another run's
+                checkpoint, a safetensors file, a Hugging Face folder): a folder without checkpoints starts from them.
+                None: nothing is loaded. Checkpoints later than where the run begins are set aside, in a folder beside.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
@@ -149,16 +157,24 @@ class Trainer:
         if self.loop is None or self._given[1] is None:
             missing = "an optimizer" if self._given[1] is None else "loop=TrainingLoop(max_steps=...)"
             raise TrainerError(f"fit needs {missing}, which the Trainer was not given.")
+        check_loader("train_dataloader", train_dataloader)
+        if val_dataloader is not None:
+            check_loader("val_dataloader", val_dataloader)
+        construct.check_validated(self.loop, self.checkpoint, val_dataloader)
         again = self.batches is not None
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
+        self.val_dataloader = val_dataloader
         with self._running():
-            self._start(self._own_checkpoint(ckpt_path, again), ckpt_path)
-            self.folder.set_aside(self.state.step)
+            weights = self._named(ckpt_path)
+            self._start(self._own_checkpoint(weights, again), weights)
+            if self.processes.index == 0:
+                self.folder.set_aside(self.state.step)
+            self.processes.wait("begin")
             self.callbacks("on_fit_start", self)
             began = self.state.step
-            self._train(self.loop, val_dataloader)
+            self._train(self.loop)
             if self.state.step > began:
-                self._after(val_dataloader, validate=True, save=True)
+                self._after(validate=True, save=True)
             self.callbacks("on_fit_end", self)
 
     def validate(self, val_dataloader: Iterable[Any], ckpt_path: Path | EllipsisType | None = ...) -> dict[str, float]:
@@ -166,13 +182,24 @@ class Trainer:
 
         Args:
             val_dataloader: what to validate on.
-            ckpt_path: weights to validate. By default those in memory, if this Trainer has some; else those of the run
-                folder's last checkpoint. None: those in memory, trained or not.
+            ckpt_path: weights to validate: a path, or "last" or "best" of the run folder. By default those in memory,
+                if this Trainer has made or loaded some; else those of the run folder's last checkpoint. None: those in
+                memory, trained or not.
+
+        Raises:
+            TrainerError: if there are no weights yet, as the model is a callable and the folder has no checkpoint.
         """
+        check_loader("val_dataloader", val_dataloader, once=True)
         with self._running():
-            path = ckpt_path
-            if isinstance(path, EllipsisType):
-                path = self.folder.last() if self.model is None else None
+            last = ckpt_path == "last" or (isinstance(ckpt_path, EllipsisType) and self.model is None)
+            path = self._named(ckpt_path)
+            if last:
+                path = self.folder.last()
+                if path is None and (ckpt_path == "last" or not isinstance(self._given[0], torch.nn.Module)):
+                    raise TrainerError(
+                        f"there is nothing to validate yet: {self.folder.path} has no checkpoint. Train first, name "
+                        "weights as ckpt_path, or write ckpt_path=None for the weights as the model initialises them."
+                    )
             self._start(None, path)
             return self._validate(val_dataloader)
 
@@ -186,7 +213,9 @@ class Trainer:
         checkpoints.storage.save(state, path)
         self._saved = self.state.step
         self.callbacks("on_save_end", self, path)
-        self.folder.clear(self.checkpoint.keep_last)
+        if self.processes.index == 0:
+            self.folder.mark_best(self.state.best)
+            self.folder.clear(self.checkpoint.keep_last)
         return path
 
     def stop(self, reason: str = "stop was called") -> None:
@@ -229,13 +258,28 @@ class Trainer:
             checkpoints.restore(self, saved)
             self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
 
-    def _own_checkpoint(self, ckpt_path: Path | EllipsisType | None, again: bool) -> dict[str, Any] | None:
+    def _named(self, ckpt_path: Path | EllipsisType | None) -> str | EllipsisType | None:
+        """The path that `ckpt_path` stands for; ... where the folder's last checkpoint is meant, if there is one."""
+        if ckpt_path is None or isinstance(ckpt_path, EllipsisType) or ckpt_path == "last":
+            return None if ckpt_path is None else ...
+        path = os.fspath(ckpt_path)
+        if path == "best":
+            best = self.folder.best()
+            if best is None:
+                raise TrainerError(
+                    f'{self.folder.path} has no best checkpoint: the run was to keep one, Checkpoint(best="val_loss"). '
+                    f"{self.last_good()}"
+                )
+            path = self.folder.at(best["step"])
+        if not os.path.exists(path):
+            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
+        return path
+
+    def _own_checkpoint(self, ckpt_path: str | EllipsisType | None, again: bool) -> dict[str, Any] | None:
         """What the run goes on from, if it does: the checkpoint that was named, or the folder's last."""
         if ckpt_path is None:
             return None
-        path = None if isinstance(ckpt_path, EllipsisType) else os.fspath(ckpt_path)
-        if path is not None and not os.path.exists(path):
-            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
+        path = None if isinstance(ckpt_path, EllipsisType) else ckpt_path
         if path is None or not self.folder.holds(path):
             path = self.folder.last() if self.checkpoint.autoload_last and not again else None
         return None if path is None else fl.load(path)
@@ -259,13 +303,13 @@ class Trainer:
 
     # -- training --
 
-    def _train(self, loop: TrainingLoop, val_dataloader: Iterable[Any] | None) -> None:
+    def _train(self, loop: TrainingLoop) -> None:
         """Steps, epochs, and what is due after each, until the loop ends."""
         assert self.model is not None and self.batches is not None
         self.model.train()
         self.state.stopped = ""
         if self.state.step and self._validation_due(loop):
-            self._after(val_dataloader, validate=True, save=False)  # the run was ended before it got to it
+            self._after(validate=True, save=False)  # the run was ended before it got to it
         while not self._done(loop):
             if self.batches.index == 0:
                 self.callbacks("on_epoch_start", self)
@@ -273,17 +317,17 @@ class Trainer:
                 for group in groups:
                     self._step(group)
                     due = self.checkpoint.due_after_step(self.state.step)
-                    self._after(val_dataloader, loop.validates_after_step(self.state.step), save=due)
+                    self._after(loop.validates_after_step(self.state.step), save=due)
                     if self._done(loop):
                         return
             self.state.epoch = self.batches.epoch
             self.callbacks("on_epoch_end", self)
             due = self.checkpoint.due_after_epoch(self.state.epoch)
-            self._after(val_dataloader, loop.validates_after_epoch(self.state.epoch), save=due)
+            self._after(loop.validates_after_epoch(self.state.epoch), save=due)
 
     def _step(self, group: list[Any]) -> None:
         """One update of the weights, from one batch or several."""
-        assert self.batches is not None and self.optimizer is not None
+        assert self.batches is not None and self.optimizer is not None and self._steps is not None
         for number, batch in enumerate(group, start=1):
             last = number == len(group)
             self.callbacks("on_batch_start", self, batch)
@@ -292,10 +336,12 @@ class Trainer:
                 self.callbacks("on_step_start", self)
                 if self._logged(self.state.step + 1):
                     numbers = learning_rates(self.optimizer)
-            outputs = self._run("update" if last else "accumulate", batch)
+            name = "update" if last else "accumulate"
+            timed = name in self._steps.compiled
+            outputs = self._run(name, batch)
             self.callbacks("on_batch_end", self, batch, outputs)
             index = self.batches.index - len(group) + number
-            started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last, numbers)
+            started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last, numbers, timed)
             if last:
                 self.state.step += 1
                 for scheduler in self.schedulers:
@@ -311,7 +357,10 @@ class Trainer:
         samples, tokens = counts(started.batch)
         self.state.samples += samples
         self.state.tokens += tokens
-        self._rates.add(int(started.updates), samples, tokens)
+        if started.timed:
+            self._rates.add(int(started.updates), samples, tokens)
+        else:
+            self._rates.restart()
         if started.updates and self._logged(started.step):
             metrics = {**values, **started.numbers, **self._rates.take()}
             self.callbacks("on_metrics", self, metrics, started.step)
@@ -325,20 +374,19 @@ class Trainer:
         # Of another Trainer in the same process the first loss may have come long ago.
         self.callbacks("on_first_loss", self, loss, first if first > self._began else clock.now())
 
-    def _after(self, val_dataloader: Iterable[Any] | None, validate: bool, save: bool) -> None:
+    def _after(self, validate: bool, save: bool) -> None:
         """What is due between two steps; and the end, after a checkpoint, if a signal asks for it."""
-        best = None
         try:
-            if validate and val_dataloader is not None and self.state.validated != self.state.step:
-                best = self._best_of(self._validate(val_dataloader))
-            self._check_interrupt()
+            if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
+                save |= self._is_best(self._validate(self.val_dataloader))
+            # With several processes it takes them all to find out whether one got a signal: not at every step.
+            if self.processes.count == 1 or self._logged(self.state.step):
+                self._check_interrupt()
         except _Interrupted:
             self.save()
             raise
-        if (save or best) and self._saved != self.state.step:
+        if save and self._saved != self.state.step:
             self.save()
-        if best:
-            self.folder.mark_best(best)
 
     # -- validation --
 
@@ -354,15 +402,16 @@ class Trainer:
                 self.callbacks("on_validation_start", self)
                 with closing(iter(fl.utils.data.DataExecutor(val_dataloader))) as batches:
                     for batch in islice(batches, self.validation.max_batches):
+                        self.callbacks("on_validation_batch_start", self, batch)
                         outputs = self._run("evaluate", batch)
                         averages.add(batch, outputs)
                         self.callbacks("on_validation_batch_end", self, batch, outputs)
-                        self._check_interrupt()
+                        if self.processes.count == 1:
+                            self._check_interrupt()
                 metrics = averages.result()
         finally:
             for module, training in modes:
                 module.training = training
-        self.state.validated = self.state.step
         self.callbacks("on_validation_end", self, metrics)
         self.callbacks("on_metrics", self, metrics, self.state.step)
         self._rates.restart()
@@ -380,20 +429,21 @@ class Trainer:
         outputs = function(on_device(batch))
         self._steps.compiled.add(name)
         self.callbacks("on_compile_end", self, name)
-        self._rates.restart()
         return outputs
 
-    def _best_of(self, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """What is to be written down of this step if its checkpoint is the best so far."""
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the weights of this step are the best so far; `state.best` then says so."""
+        self.state.validated = self.state.step
         name = self.checkpoint.best
         if name is None:
-            return None
+            return False
         if name not in metrics:
             raise TrainerError(f"Checkpoint(best={name!r}): validation found no such metric, but {', '.join(metrics)}.")
-        former = self.folder.best()
+        former = self.state.best
         if not self.checkpoint.better(metrics[name], former["value"] if former else None):
-            return None
-        return {"step": self.state.step, "metric": name, "value": metrics[name]}
+            return False
+        self.state.best = {"step": self.state.step, "metric": name, "value": metrics[name]}
+        return True
 
     def _validation_due(self, loop: TrainingLoop) -> bool:
         """Whether a run that goes on from a checkpoint was ended before the validation that belongs to it."""
@@ -408,8 +458,10 @@ class Trainer:
         return step == 1 or step % self.logging.log_steps == 0
 
     def _check_interrupt(self) -> None:
-        if self._interrupts.received is not None:
-            raise _Interrupted(f"{self._interrupts.received.name} at step {self.state.step}")
+        """End the run if this process has got a signal, or another one of those that train together."""
+        received = self._interrupts.received_by_any(self.processes)
+        if received is not None:
+            raise _Interrupted(f"{received.name} at step {self.state.step}")
 
 
 class _Interrupted(BaseException):
