@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.trainer import Callback, Checkpoint, Logging
+from firstloss.trainer import Callback, Checkpoint, Logging, TrainingLoop
 from firstloss.trainer.callback import Callbacks
 from firstloss.trainer.loggers import CSVLogger, JSONLogger, ProgressLogger, TensorBoardLogger
 
@@ -143,8 +143,30 @@ def test_a_run_that_was_done_already_says_so(tmp_path, capsys):
 def test_progress_on_a_terminal_is_a_bar(tmp_path, capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    trainer(tmp_path, loggers=[ProgressLogger()], max_steps=2).fit(loader())
-    assert "2/2" in capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "300")
+    trainer(tmp_path / "steps", loggers=[ProgressLogger()], max_steps=2).fit(loader())
+    said = capsys.readouterr().err
+    assert "2/2" in said and "first loss 1." in said and " after " in said
+    by_epochs = TrainingLoop(max_epochs=2, grad_accum_steps=2)
+    trainer(tmp_path / "epochs", loggers=[ProgressLogger()], loop=by_epochs, model=Tokens).fit(
+        [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4
+    )
+    said = capsys.readouterr().err
+    assert "4/4" in said
+    run = trainer(tmp_path / "rates", loggers=[ProgressLogger()], max_steps=4, model=Tokens)
+    run.logging.log_steps = 4
+    run.fit([{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "tokens/s" in said and "samples/s" in said and "steps/s" in said and "lr 1.000e-02" in said
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 3)
+
+    def forward(self, input_ids):
+        return {"loss": self.embed(input_ids).square().mean()}
 
 
 def test_the_run_folder_tells_what_ran(tmp_path, monkeypatch):
@@ -152,5 +174,8 @@ def test_the_run_folder_tells_what_ran(tmp_path, monkeypatch):
         trainer(tmp_path, max_steps=1, loggers=[]).fit(loader())
     versions = json.loads((tmp_path / "versions.json").read_text())
     assert versions["torch"] and versions["seed"] == 0
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert settings["model"] == "Net" and settings["optimizer"] == "adamw" and settings["backend"] == "CPU"
+    assert settings["loop"]["max_steps"] == 1 and settings["checkpoint"]["keep_last"] == 3
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]

@@ -32,9 +32,7 @@ def check_loader(name: str, loader: Any, once: bool = False) -> None:
             "that can be iterated again: a DataLoader, a list, or an object with __iter__."
         )
     if not isinstance(loader, fl.utils.data.DataLoader) and not hasattr(loader, "__iter__"):
-        raise TrainerError(
-            f"{name} is an object of type {type(loader).__name__}. Pass a DataLoader or a list of batches."
-        )
+        raise TrainerError(f"{name} is of type {type(loader).__name__}. Pass a DataLoader or a list of batches.")
 
 
 class Batches:
@@ -51,6 +49,13 @@ class Batches:
         self.epoch, self.index, self._at_end = epoch, 0, False
         if epoch:
             self.load_state_dict({"epoch": epoch, "index": 0, "loader": None})
+
+    def steps_in_epoch(self, size: int) -> int | None:
+        """Groups of `size` batches in a pass; None if the loader does not know its length."""
+        try:
+            return len(self._loader) // size
+        except (TypeError, NotImplementedError, fl.errors.LoaderError):
+            return None
 
     def rest_of_epoch(self, size: int) -> Generator[list[Any], None, None]:
         """Groups of `size` batches from the position on to the end of the pass; counts batches, and then the epoch.

@@ -35,9 +35,14 @@ class Precision:
 
     def setup(self) -> None:
         """Called once, before the steps are made."""
+        self.choose()
         if self.dtype in ("float16", "cbfloat16"):
-            fl.amp.set_half_dtype(self.dtype)
             self._scaler = fl.amp.GradScaler(loss_scale=self.loss_scale)
+
+    def choose(self) -> None:
+        """Make this the dtype of the process, in which another Trainer may have set another; not within a step."""
+        if self.dtype != "float32":
+            fl.amp.set_half_dtype(self.dtype)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -45,7 +50,6 @@ class Precision:
         if self.dtype == "float32":
             yield
         else:
-            fl.amp.set_half_dtype(self.dtype)  # of the process, in which another Trainer may have set another
             with fl.amp.autocast():
                 yield
 

@@ -1,13 +1,17 @@
-"""What a run leaves behind beside checkpoints and logs: versions, and the picture of its time to first loss."""
+"""What a run leaves behind beside checkpoints and logs: settings, versions, and the picture of its first loss."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .. import timeline
 from ..files import written_aside
@@ -20,7 +24,7 @@ _PACKAGES = ("firstloss", "torch", "jax", "jaxlib", "numpy", "transformers", "sa
 
 
 class RunFolder(Callback):
-    """Writes `versions.json` when training begins, and at its end `timeline.json` and `timeline.png`.
+    """Writes `settings.json` and `versions.json` when training begins, at its end `timeline.json` and `timeline.png`.
 
     Of a process's later runs there is no timeline: it begins with the process, and ends with its first loss.
     """
@@ -32,6 +36,8 @@ class RunFolder(Callback):
         self._first = timeline.current().first_loss is None
         with written_aside(os.path.join(trainer.model_dir, "versions.json"), "w") as file:
             json.dump({**versions(), "command": sys.argv, "seed": trainer.seed}, file, indent=1)
+        with written_aside(os.path.join(trainer.model_dir, "settings.json"), "w") as file:
+            json.dump(settings(trainer), file, indent=1, default=repr)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         self._draw(trainer)
@@ -54,6 +60,29 @@ class RunFolder(Callback):
             road.to_png(os.path.join(trainer.model_dir, "timeline.png"))
         except ImportError:  # matplotlib comes with the extra "cli"; ui.perfetto.dev draws the other file
             pass
+
+
+def settings(trainer: Trainer) -> dict[str, Any]:
+    """What the Trainer was given, defaults included; callables by their source, as far as Python can tell it."""
+    model, optimizer, schedulers = (_in_words(given) for given in trainer._given)
+    found = {"model": model, "optimizer": optimizer, "schedulers": schedulers, "seed": trainer.seed}
+    mesh = getattr(getattr(trainer.backend, "mesh", None), "axes", None)
+    found |= {"backend": trainer.backend.name, "mesh": mesh, "processes": trainer.processes.count}
+    for name in ("loop", "precision", "checkpoint", "logging"):
+        setting = getattr(trainer, name)
+        found[name] = {f.name: getattr(setting, f.name) for f in fields(setting) if not f.name.startswith("_")}
+    found["loop"]["validation"] = vars(trainer.validation)
+    found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks.all]
+    return found
+
+
+def _in_words(given: Any) -> Any:
+    if given is None or not callable(given) or isinstance(given, torch.nn.Module):
+        return repr(given)
+    try:
+        return " ".join(inspect.getsource(given).split()) if given.__name__ == "<lambda>" else given.__qualname__
+    except (OSError, TypeError, AttributeError):
+        return repr(given)
 
 
 def versions() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -289,6 +290,7 @@ class Trainer:
         """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held."""
         os.makedirs(self.model_dir, exist_ok=True)
         fl.backend(self.backend)
+        self.precision.choose()
         self._began = fl.timeline.current().now()
         self._pending = Pending(self._on_values, self.last_good)
         self._interrupts = Interrupts()
@@ -400,7 +402,7 @@ class Trainer:
         try:
             with kept_random_state():
                 self.callbacks("on_validation_start", self)
-                with closing(iter(fl.utils.data.DataExecutor(val_dataloader))) as batches:
+                with _quietly_compiled_anew(), closing(iter(fl.utils.data.DataExecutor(val_dataloader))) as batches:
                     for batch in islice(batches, self.validation.max_batches):
                         self.callbacks("on_validation_batch_start", self, batch)
                         outputs = self._run("evaluate", batch)
@@ -462,6 +464,14 @@ class Trainer:
         received = self._interrupts.received_by_any(self.processes)
         if received is not None:
             raise _Interrupted(f"{received.name} at step {self.state.step}")
+
+
+@contextmanager
+def _quietly_compiled_anew() -> Iterator[None]:
+    """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*evaluate is compiled anew", fl.errors.GraphChangeWarning)
+        yield
 
 
 class _Interrupted(BaseException):

@@ -30,7 +30,7 @@ class ProgressLogger(Callback):
             self._bar = _bar()
         if self._bar is not None:
             self._bar.start()
-            total = trainer.loop.max_steps if trainer.loop is not None else None
+            total = _steps_in_all(trainer)
             self._task = self._bar.add_task("training", total=total, completed=trainer.state.step, numbers="")
         self._began = trainer.state.step
         if trainer.state.step:
@@ -98,6 +98,15 @@ def _bar() -> Any:
         TextColumn("{task.fields[numbers]}"),
     )
     return Progress(*columns, console=Console(stderr=True))
+
+
+def _steps_in_all(trainer: Trainer) -> int | None:
+    loop, batches = trainer.loop, trainer.batches
+    if loop is None or batches is None:
+        return None
+    epoch = batches.steps_in_epoch(loop.grad_accum_steps) if loop.max_epochs is not None else None
+    ends = [loop.max_steps, epoch * loop.max_epochs if epoch and loop.max_epochs else None]
+    return min((end for end in ends if end is not None), default=None)
 
 
 def _in_words(name: str, value: float) -> str:
