@@ -130,12 +130,15 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 def _redeem_tickets(result: Any) -> None:
     """Generators and their states that the constructor kept: nobody will know tickets when the capture has ended."""
-    for tensor in tensors_in(result):
-        session.generators.redeem(tensor)
     for module in result.modules() if isinstance(result, torch.nn.Module) else ():
-        for attribute in vars(module).values():
+        for attribute in (*module._buffers.values(), *vars(module).values()):
             if isinstance(attribute, torch.Generator):
                 session.generators.load(attribute)
+            elif type(attribute) is torch.Tensor:
+                session.generators.redeem(attribute)
+    if not isinstance(result, torch.nn.Module):
+        for tensor in tensors_in(result):
+            session.generators.redeem(tensor)
 
 
 def _describe(result: Any) -> str:

@@ -22,9 +22,9 @@ from ..rng.stream import Position, Stream
 from .late import at_root
 from .pen import Pen
 
-_PIECE = 1 << 16
+_PIECE = 1 << 18
 # Drawing so many pieces in vain costs what a jump does.
-_JUMP_PIECES = 8
+_JUMP_PIECES = 2
 # What later rounds change is remembered up to this size, over all tensors: a tenth of a tensor's bytes at two
 # standard deviations, and drawing it anew costs some four times what the tensor's first round does.
 _REMEMBERED_BYTES = 1 << 30
@@ -112,40 +112,36 @@ class Rejection:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             walks: list[_Walk] = []
             scratch = torch.empty(pieces[-1][1] - pieces[-1][0] + _PIECE, dtype=self._dtype)
-            indices, values, most = [], [], 1
+            half = self._dtype in (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow at float16
+            array = np.empty(len(scratch), np.float32) if half else scratch.numpy()
+            places, values, most = [], [], 1
             for number, (begin, end) in enumerate(pieces):
-                piece = scratch[: end - begin]
-                outside = torch.empty(0, dtype=torch.int64)
-                changed: torch.Tensor | None = None
-                kept: torch.Tensor | None = None
+                drawn = array[: end - begin]
+                outside = open_ = np.empty(0, np.int64)  # the elements still outside, and their numbers among `changed`
+                changed, kept = outside, np.empty(0, array.dtype)
                 round_ = 0
-                while True:
+                while not round_ or len(outside):
                     if len(walks) == round_:
                         walks.append(_Walk(self, round_, pieces))
-                    walks[round_].draw(number, piece)
-                    if changed is None:
-                        outside = self._outside(piece)
-                        changed, kept = outside, torch.empty(len(outside), dtype=self._dtype)
-                        open_ = torch.arange(len(outside))
+                    walks[round_].draw(number, scratch[: end - begin])
+                    if half:
+                        drawn[:] = scratch[: end - begin].float().numpy()
+                    if not round_:
+                        changed = outside = self._outside(drawn)
+                        kept, open_ = np.empty(len(outside), array.dtype), np.arange(len(outside))
                     else:
-                        assert kept is not None
-                        candidates = piece[outside]
-                        kept[open_] = candidates
+                        candidates = kept[open_] = drawn[outside]
                         still = self._outside(candidates)
                         outside, open_ = outside[still], open_[still]
                     round_ += 1
-                    if not len(outside):
-                        break
                 most = max(most, round_)
-                indices.append(changed + begin)
+                places.append(changed + begin)
                 values.append(kept)
-            return Found(most, torch.cat(indices), torch.cat(values))
+            found = torch.from_numpy(np.concatenate(values)).to(self._dtype)
+            return Found(most, torch.from_numpy(np.concatenate(places)), found)
 
-    def _outside(self, values: torch.Tensor) -> torch.Tensor:
-        if values.dtype in (torch.float32, torch.float64):  # numpy takes a quarter of the time
-            array = values.numpy()
-            return torch.from_numpy(np.flatnonzero((array < self._lo) | (array > self._hi)))
-        return ((values < self._lo) | (values > self._hi)).nonzero().view(-1)
+    def _outside(self, values: np.ndarray) -> np.ndarray:
+        return np.flatnonzero((values < self._lo) | (values > self._hi))
 
 
 class _Walk:

@@ -200,7 +200,8 @@ def _segments(fills: list[Fill], threads: int) -> list[list[Fill]]:
     """Cut a stream's fills, in stream order, into segments of about equal work."""
     fills.sort(key=lambda fill: fill.position.words)
     total = sum(fill.after.words - fill.position.words for fill in fills)
-    goal = max(min(total // threads, _SEGMENT_WORDS), 1)
+    rounds = max(-(-total // (threads * _SEGMENT_WORDS)), 1)  # alike for all threads, so that all end at once
+    goal = max(-(-total // (threads * rounds)), 1)
     segments: list[list[Fill]] = []
     current: list[Fill] = []
     room = goal
