@@ -38,6 +38,8 @@ def child(side, args):
     sweep_constructors.prepare()
     import timm  # noqa: F401 - not timed
 
+    assert fl.deferred_init and fl.materialize_module  # imported now: likewise
+
     kind, _, rejection = side.partition(", ")
     harness.warm_memory(1 << 20 if args.tiny else 3 << 30, args)
     torch.manual_seed(0)

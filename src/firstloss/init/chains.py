@@ -17,10 +17,6 @@ from ..rng import native
 
 aten = torch.ops.aten
 
-# Elements that PyTorch edits in the thread that asks (beyond 32,767 it wakes threads of its own, beside ours): a third
-# of what is drawn at a time.
-_ALONE = 21856
-
 # In-place operations whose result at an element depends on that element and Python numbers alone, and whose kernels
 # give the same bits wherever an element lies: those that IEEE 754 rounds exactly, and erfinv_, of which PyTorch has
 # one kernel for vectors and their ends alike (`tests/init/test_chains.py`).
@@ -118,6 +114,5 @@ _ENDS: tuple[tuple[set, Callable[[Node], dict[str, float] | None]], ...] = (
 
 def apply(chain: list[Node], piece: torch.Tensor) -> None:
     """Run the edits on a part of the weight."""
-    for part in piece.split(_ALONE) if chain and piece.dim() == 1 else (piece,):
-        for node in chain:
-            node.op(part, *node.args[1:], **node.kwargs)
+    for node in chain:
+        node.op(piece, *node.args[1:], **node.kwargs)

@@ -35,6 +35,9 @@ from .memory import allocate_huge
 _PIECE = 1 << 16
 # The native kernels keep to the cache by themselves. Pieces of some milliseconds tell how far they are.
 _NATIVE_PIECE = 1 << 22
+# With edits behind them a piece has to stay in the cache as well, but threads that hand each other the interpreter's
+# lock for every edit wait for it: measured, pieces of 1 MiB take 30% less than those of 256 KiB.
+_EDITED_PIECE = 1 << 18
 # A segment this long takes 30 ms to draw natively and 100 without, against some ms for the jump to its start.
 _SEGMENT_WORDS = 1 << 25
 
@@ -256,7 +259,7 @@ def _draw_fill(fill: Fill, pen: Pen, done: Callable[[int], None] | None) -> None
     if fill.target.contiguous:
         target = target.view(-1)
     if _may_be_cut(fill):
-        size = _PIECE if fill.then or not is_native(op, target, args, kwargs) else _NATIVE_PIECE
+        size = _PIECE if not is_native(op, target, args, kwargs) else _EDITED_PIECE if fill.then else _NATIVE_PIECE
         # The kernel treats the end of a fill in a way of its own, for which it wants the last piece not to be short.
         cuts = [*range(fill.begin, max(fill.end - size, fill.begin) + 1, size), fill.end]
         pieces = list(zip(cuts, cuts[1:], strict=False))
