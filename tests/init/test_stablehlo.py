@@ -15,7 +15,6 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ShardingError
-from firstloss.init.xla_engine import peak_bytes
 from tests.init.odd_model import Layers
 from tests.init.stablehlo_devices import program_of
 
@@ -28,7 +27,7 @@ def program(count=2, seed=0):
     return fl.init_program(fl.deferred_init(Layers, count))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns"])
+@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns", "columns"])
 def test_eight_devices_make_eagers_weights(mesh, tmp_path):
     command = [sys.executable, "-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
@@ -108,7 +107,7 @@ def test_a_plan_for_more_devices_than_there_are():
 def test_a_device_needs_no_more_memory_than_its_shards():
     torch.manual_seed(0)
     large = fl.init_program(fl.deferred_init(nn.Linear, 2048, 1024, bias=False))
-    found = peak_bytes(large, {"fsdp": 1})
+    found = large.peak_bytes({"fsdp": 1})
     assert found["weights"] == 2048 * 1024 * 4
     # Beside the shard: the lanes' windows and one block of words. Nothing that grows with the weight.
     assert found["temporary"] < 1 << 17

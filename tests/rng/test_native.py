@@ -140,3 +140,23 @@ def test_few_normals_are_refused():
 def test_a_width_that_the_machine_lacks_is_refused():
     with pytest.raises(RuntimeError, match="no native kernels"):
         native.Cursor(seeded(0).get_state().numpy(), width=32)
+
+
+@pytest.mark.skipif(not native.has_columns(), reason="the kernels were built from older source")
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["normal", "uniform"]),
+    st.integers(0, 2000),
+    st.lists(st.integers(1, 2000), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from(WIDTHS),
+)
+def test_columns(kind, drawn, widths, rows, width):
+    rows *= 16
+    generator = seeded(3, drawn)
+    cursor = native.Cursor(generator.get_state().numpy(), width)
+    ours = [torch.full((rows, w), torch.nan) for w in widths]
+    cursor.columns(kind, [part.data_ptr() for part in ours], widths, rows, 0.25, 2.0)
+    whole = getattr(torch.empty(rows, sum(widths)), f"{kind}_")(0.25, 2.0, generator=generator)
+    assert all(map(torch.equal, map(bits, ours), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
+    assert cursor.state().tobytes() == generator.get_state().numpy().tobytes()

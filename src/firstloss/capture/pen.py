@@ -66,6 +66,26 @@ class Pen:
         kernel = self._cursor.normal if op is aten.normal_.default else self._cursor.uniform
         kernel(target.data_ptr(), target.numel(), *numbers)
 
+    def draw_columns(
+        self, op: Any, rows: int, parts: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """As `draw`, of so many rows that are cut into `parts` side by side; the rows of each lie one after another.
+
+        Returns:
+            Whether there is a kernel for it; if not, nothing has been drawn.
+        """
+        numbers = [_numbers(op, part, args, kwargs) for part in parts]
+        if self._counter is not None or None in numbers or not native.has_columns():
+            return False
+        assert numbers[0] is not None
+        self.at = None
+        if self._cursor is None:
+            self._cursor = native.Cursor(self._generator.get_state().numpy())
+        kind = "normal" if op is aten.normal_.default else "uniform"
+        widths = [part.numel() // rows for part in parts]
+        self._cursor.columns(kind, [part.data_ptr() for part in parts], widths, rows, *numbers[0])
+        return True
+
     def _count(
         self, op: Any, target: torch.Tensor, args: Any, kwargs: Any, stream: CounterStream, position: Position
     ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
+import warnings
 from typing import Any
 
 from ..errors import ShardingError, TargetError
@@ -30,12 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how weights of these names are cut: for each dimension an axis, axes joined by +, or -; without any, "
         "the largest dimension of each weight is cut over all data axes",
     )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="also compile it for as many devices of this machine's CPU, and say what memory each needs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
     mesh = None if args.mesh is None else dict(_axis(part) for part in args.mesh.split(","))
     shardings = dict(_sharding(text) for text in args.shard) or None
+    if args.memory:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", math.prod(mesh.values()) if mesh else 1)
 
     import torch
 
@@ -55,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
     seconds = {"capture": captured - began, "lower": time.perf_counter() - captured}
     with written_aside(args.out) as file:
         file.write(text.encode())
-    plan = program.plan(mesh, shardings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they have been said
+        plan = program.plan(mesh, shardings)
+        memory = program.peak_bytes(mesh, shardings) if args.memory else None
     if args.json:
         output.print_json(
             {
@@ -64,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 "seed": args.seed,
                 "bytes": len(text),
                 "plan": plan.to_dict(),
+                "memory": memory,
                 "seconds": seconds,
             }
         )
@@ -72,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
             f"{args.out}: {output.size(len(text))} in {seconds['lower']:.2f} s, captured in {seconds['capture']:.2f} s"
         )
         print(plan)
+        if memory is not None:
+            print(
+                f"compiled, a device makes {memory['weights']:,} bytes of weights, and has at most "
+                f"{memory['temporary']:,} bytes of temporary memory beside them"
+            )
     return 0
 
 

@@ -209,6 +209,18 @@ class InitProgram:
 
         return to_stablehlo(self, mesh, shardings)
 
+    def peak_bytes(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """Bytes that each device needs to make its shards by compiled recipes, by the executables' own analysis.
+
+        Compiles them for devices that are there, and makes nothing. Arguments and errors as for `run`.
+
+        Returns:
+            "weights", which stay, and "temporary", the most that any one executable has beside what it makes.
+        """
+        from .xla_engine import peak_bytes
+
+        return peak_bytes(self, mesh, shardings)
+
     def run(
         self, mesh: Any = None, shardings: Mapping[str, Any] | None = None, *, engine: str | None = None
     ) -> dict[str, Any]:

@@ -153,14 +153,13 @@ def _on_devices(made: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
 
 
 def peak_bytes(program: InitProgram, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Bytes that each device needs to make its shards, by the compiled executables' own analysis.
-
-    Returns:
-        "weights", what stays; "temporary", the most that any one function has beside what it makes.
-    """
+    """See `InitProgram.peak_bytes`."""
     made = plan(program, mesh, shardings)
     with jax.enable_x64(True):
         units = Units(made, concrete(mesh, made))
         found = {key: units.compile(weight).memory_analysis() for key, weight in units.distinct().items()}
     weights = sum(found[w.key].output_size_in_bytes for w in made.weights if w.sketch is not None)
-    return {"weights": weights, "temporary": max(analysis.temp_size_in_bytes for analysis in found.values())}
+    return {
+        "weights": weights,
+        "temporary": max((analysis.temp_size_in_bytes for analysis in found.values()), default=0),
+    }

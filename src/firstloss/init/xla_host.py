@@ -20,17 +20,20 @@ from jax.sharding import Sharding
 
 from ..capture.program import Ref, Value, is_contiguous
 from ..capture.replay import look
-from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
 from . import torch_engine
+from .columns import cut_dimension, draw_columns
+from .shard_memory import Kind, tensor_at, unwritten
 from .slices import Slicer, Wholes
 from .torch_engine import default_threads
 
 # Elements that one thread makes in one go.
 _SPAN = 1 << 22
 # Bytes of the blocks of rows of which columns are copied; they stay in a core's cache.
-_ROWS_BYTES = 1 << 20
+_ROWS_BYTES = 1 << 21
+_APART_BYTES = 1 << 25  # rows so long are jumped to
+_STRETCHES = 2  # that a thread takes one after the other: none waits long for the last; each begins with a jump
 _JUMP_COST = 1 << 18  # elements that could be drawn in the time of a jump
 
 
@@ -57,13 +60,16 @@ def make_on_host(weights: Sequence[Any], shardings: Mapping[str, Sharding]) -> d
     asking = Slicer(wholes)
     tasks: list[Task] = []
     sent: list[tuple[str, Any, dict[Any, torch.Tensor]]] = []
+    ours = [weight for weight in weights if _ours(shardings[weight.name])]
+    kinds = [Kind(w.recipe.shape, to_jax(w.recipe.dtype), shardings[w.name]) for w in ours]
+    made = dict(zip((weight.name for weight in ours), unwritten(kinds), strict=True))
+    out.update((name, array) for name, (array, _) in made.items())
     with torch._C._DisableTorchDispatch():
         for weight in weights:
             sharding, shape, dtype = shardings[weight.name], weight.recipe.shape, weight.recipe.dtype
-            if _ours(sharding):
-                array = unwritten.array_on(sharding, shape, to_jax(dtype))
-                memory = {part.device: unwritten.memory_of(part.data, dtype) for part in array.addressable_shards}
-                out[weight.name] = array
+            if weight.name in made:
+                local = sharding.shard_shape(shape)
+                memory = {device: tensor_at(at, local, dtype) for device, at in made[weight.name][1].items()}
             else:
                 places = sharding.addressable_devices_indices_map(shape)
                 memory = {device: torch.empty(_extent(shape, i)[1], dtype=dtype) for device, i in places.items()}
@@ -118,7 +124,7 @@ def _tasks(ref: Ref, shards: list[Shard], asking: Slicer) -> Iterator[Task]:
             yield Task((number, first + begin), end - begin, _straight(value, first, begin, end, shard))
     row = strides[0] if strides else 1
     for (begin, size), group in rows.items():
-        if row * value.dtype.itemsize > 32 * _ROWS_BYTES and len(group) == 1:  # experts, say: rows apart
+        if row * value.dtype.itemsize > _APART_BYTES and len(group) == 1:  # experts, say: rows apart
             yield Task((number, begin * row), size * row, partial(_apart, ref, group[0]))
             continue
         step = max(_SPAN // row, 1)
@@ -139,24 +145,38 @@ def _straight(value: Value, first: int, begin: int, end: int, shard: Shard) -> C
 
 def _columns(ref: Ref, top: int, bottom: int, group: list[Shard]) -> Callable[[Slicer], None]:
     """Rows [top, bottom) of the whole, of which each shard of the group takes its columns."""
-    row = math.prod(ref.size[1:])
-    step = max(_ROWS_BYTES // max(row * ref.dtype.itemsize, 1), 1)
+    group = sorted(group, key=lambda shard: shard.begin)
+    cut = cut_dimension(ref.size, [shard.begin for shard in group], [shard.size for shard in group])
 
     def make(slicer: Slicer) -> None:
-        memory = torch.empty(min(step, bottom - top) * row, dtype=ref.dtype)
-        for first in range(top, bottom, step):
-            last = min(first + step, bottom)
-            block = memory[: (last - first) * row]
-            slicer.window(ref.value, ref.offset + first * row, ref.offset + last * row, block)
-            shown = block.view(last - first, *ref.size[1:])
-            for shard in group:
-                part = shown
-                for dim in range(1, len(ref.size)):
-                    part = part.narrow(dim, shard.begin[dim], shard.size[dim])
-                for into in shard.into:
-                    into[first - shard.begin[0] : last - shard.begin[0]].copy_(part)
+        own = [[into[top - shard.begin[0] : bottom - shard.begin[0]] for into in shard.into] for shard in group]
+        if cut is None or not draw_columns(slicer, ref, cut, (top, bottom), [into[0] for into in own]):
+            _copy_columns(slicer, ref, top, bottom, group, own)
+        for first, *others in own:
+            for other in others:
+                other.copy_(first)
 
     return make
+
+
+def _copy_columns(
+    slicer: Slicer, ref: Ref, top: int, bottom: int, group: list[Shard], own: list[list[torch.Tensor]]
+) -> None:
+    """Make the rows in blocks, of which the columns are copied."""
+    row = math.prod(ref.size[1:])
+    step = min(max(_ROWS_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
+    memory = torch.empty(step * row, dtype=ref.dtype)
+    columns = []
+    for shard in group:
+        part = memory.view(-1, *ref.size[1:])
+        for dim in range(1, len(ref.size)):
+            part = part.narrow(dim, shard.begin[dim], shard.size[dim])
+        columns.append(part)
+    blocks = [into[0].split(step) for into in own]
+    for first, *rows in zip(range(top, bottom, step), *blocks, strict=True):
+        count = len(rows[0])
+        slicer.window(ref.value, ref.offset + first * row, ref.offset + (first + count) * row, memory[: count * row])
+        torch._foreach_copy_(rows, [part[:count] for part in columns])
 
 
 def _apart(ref: Ref, shard: Shard, slicer: Slicer) -> None:
@@ -183,24 +203,26 @@ def _whole(ref: Ref, shards: list[Shard], slicer: Slicer) -> None:
 
 
 def _run(tasks: list[Task], wholes: Wholes) -> None:
-    """Do all tasks, on all cores; a thread takes a stretch of the stream, so that where one ends the next begins."""
+    """Do all tasks, on all cores; a thread takes stretches of the stream, so that where one ends the next begins."""
     if not tasks:
         return
     tasks.sort(key=lambda task: task.order)
     threads = default_threads()
-    goal = sum(task.cost + _JUMP_COST for task in tasks) / threads
-    shares: list[list[Task]] = [[] for _ in range(threads)]
-    spent = 0.0
+    total = sum(task.cost + _JUMP_COST for task in tasks)
+    goal = max(total / threads / _STRETCHES, 1)
+    stretches: list[list[Task]] = [[]]
+    spent = 0
     for task in tasks:
-        cost = task.cost + _JUMP_COST
-        shares[min(int((spent + cost / 2) / goal), threads - 1)].append(task)
-        spent += cost
+        if spent >= goal * len(stretches):
+            stretches.append([])
+        stretches[-1].append(task)
+        spent += task.cost + _JUMP_COST
     failed = threading.Event()
 
-    def work(share: list[Task]) -> None:
+    def work(stretch: list[Task]) -> None:
         slicer = Slicer(wholes)
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            for task in share:
+            for task in stretch:
                 if failed.is_set():
                     return
                 try:
@@ -210,5 +232,5 @@ def _run(tasks: list[Task], wholes: Wholes) -> None:
                     raise
 
     with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-shards") as pool:
-        for future in [pool.submit(work, share) for share in shares if share]:
+        for future in [pool.submit(work, stretch) for stretch in stretches]:
             future.result()

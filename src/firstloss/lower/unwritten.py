@@ -60,7 +60,8 @@ def _handler(frame: Any) -> None:
 
 
 @functools.cache
-def _is_registered() -> bool:
+def known_to_xla() -> bool:
+    """Whether XLA has the custom call; it is told of it the first time."""
     jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
     try:
         jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)
@@ -94,7 +95,7 @@ def memory_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
 @functools.lru_cache(maxsize=512)
 def _maker(kinds: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> Any:
     with jax.enable_x64(True):
-        return jax.jit(lambda: _left(kinds)).lower().compile()
+        return jax.jit(lambda: results(kinds)).lower().compile()
 
 
 @functools.lru_cache(maxsize=512)
@@ -104,7 +105,7 @@ def _sharded_maker(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) 
             return jax.jit(lambda: lax.empty(shape, dtype), out_shardings=sharding).lower().compile()
         local = sharding.shard_shape(shape)
         make = jax.shard_map(
-            lambda: _left([(local, dtype)])[0],
+            lambda: results([(local, dtype)])[0],
             mesh=sharding.mesh,
             in_specs=(),
             out_specs=sharding.spec,
@@ -113,7 +114,8 @@ def _sharded_maker(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) 
         return jax.jit(make).lower().compile()
 
 
-def _left(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
-    if not _is_registered():
+def results(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
+    """What nobody writes, in a function that is compiled for one CPU device or for each of several."""
+    if not known_to_xla():
         return [lax.empty(shape, dtype) for shape, dtype in kinds]
     return list(jax.ffi.ffi_call(_NAME, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds])())

@@ -132,6 +132,14 @@ INLINE void box_muller(const float *restrict uniforms, float *restrict out, int 
     }
 }
 
+/* Uniforms of [low, high) from those of [0, 1). */
+INLINE void scale(const float *restrict uniforms, float *restrict out, int count, float low, float high) {
+    for (int i = 0; i < count; i++) {
+        float value = __builtin_fmaf(uniforms[i], high - low, low);
+        out[i] = value == high ? low : value; /* rounded up to the end that is left out */
+    }
+}
+
 INLINE void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
     ALIGNED uint32_t words[N + CHUNK];
     ALIGNED float uniforms[CHUNK];
@@ -159,9 +167,48 @@ INLINE void fill_uniform(struct cursor *cursor, float *out, int64_t count, float
     for (int64_t done = 0; done < count;) {
         int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
         draw(words, &cursor->drawn, uniforms, some);
-        for (int i = 0; i < some; i++) {
-            float value = __builtin_fmaf(uniforms[i], high - low, low);
-            out[done + i] = value == high ? low : value; /* rounded up to the end that is left out */
+        scale(uniforms, out + done, some, low, high);
+        done += some;
+    }
+    memcpy(cursor->words, words, sizeof cursor->words);
+}
+
+/* Rows that are cut into parts side by side: the next numbers of a fill, row by row, each part's to its own memory. */
+struct columns {
+    float *const *out;      /* of each part, where its columns of the first row go; its rows lie one after another */
+    const int64_t *widths;  /* of each part, a row's numbers */
+    int parts;
+};
+
+INLINE void fill_columns(
+    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
+) {
+    ALIGNED uint32_t words[N + CHUNK];
+    ALIGNED float uniforms[CHUNK];
+    ALIGNED float made[CHUNK];
+    memcpy(words, cursor->words, sizeof cursor->words);
+    int part = 0;
+    int64_t row = 0, column = 0; /* of the part */
+    for (int64_t done = 0; done < count;) {
+        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
+        draw(words, &cursor->drawn, uniforms, some);
+        if (normal)
+            box_muller(uniforms, made, some, first, second);
+        else
+            scale(uniforms, made, some, first, second);
+        for (int taken = 0; taken < some;) {
+            const int64_t width = to->widths[part];
+            const int64_t next = width - column < some - taken ? width - column : some - taken;
+            memcpy(to->out[part] + row * width + column, made + taken, (size_t)next * sizeof *made);
+            taken += (int)next;
+            column += next;
+            if (column == width) {
+                column = 0;
+                if (++part == to->parts) {
+                    part = 0;
+                    row++;
+                }
+            }
         }
         done += some;
     }
@@ -185,6 +232,18 @@ FOR_8 static void uniform_8(struct cursor *cursor, float *out, int64_t count, fl
 
 FOR_16 static void uniform_16(struct cursor *cursor, float *out, int64_t count, float low, float high) {
     fill_uniform(cursor, out, count, low, high);
+}
+
+FOR_8 static void columns_8(
+    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
+) {
+    fill_columns(cursor, to, count, normal, first, second);
+}
+
+FOR_16 static void columns_16(
+    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
+) {
+    fill_columns(cursor, to, count, normal, first, second);
 }
 
 /* What is left to do to a fill, from one level of cache to memory that nobody reads soon: times, plus, between. Each is
@@ -244,6 +303,16 @@ EXPORT void firstloss_finish(
     float *to, const float *from, int64_t count, float factor, float term, float low, float high, int lanes
 ) {
     (lanes == 16 ? finish_16 : finish_8)(to, from, count, factor, term, low, high);
+}
+
+/* The next `count` elements of a `normal_(mean, std)` or `uniform_(low, high)`: rows, cut into `parts` side by side. Of
+ * normals a multiple of 16, and not the fill's last 16 where it is ragged. */
+EXPORT void firstloss_columns(
+    struct cursor *cursor, float *const *out, const int64_t *widths, int parts, int64_t count, int normal, double first,
+    double second, int lanes
+) {
+    const struct columns to = {out, widths, parts};
+    (lanes == 16 ? columns_16 : columns_8)(cursor, &to, count, normal, (float)first, (float)second);
 }
 
 /* What `uniform_(low, high)` makes of a contiguous float32 tensor of `count` elements. */

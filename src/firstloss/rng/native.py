@@ -7,6 +7,7 @@ bits on this machine is for the caller to check: this package does not know PyTo
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -51,6 +52,19 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int,
             )
             kernel.restype = None
+        if hasattr(library, "firstloss_columns"):  # else built from older source: columns are copied
+            library.firstloss_columns.argtypes = (
+                ctypes.POINTER(_Cursor),
+                ctypes.POINTER(ctypes.c_void_p),
+                ctypes.POINTER(ctypes.c_int64),
+                ctypes.c_int,
+                ctypes.c_int64,
+                ctypes.c_int,
+                ctypes.c_double,
+                ctypes.c_double,
+                ctypes.c_int,
+            )
+            library.firstloss_columns.restype = None
         library.firstloss_finish.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -71,6 +85,12 @@ def lanes() -> int:
 def available() -> bool:
     """Whether there are kernels for this machine."""
     return lanes() > 0
+
+
+def has_columns() -> bool:
+    """Whether `Cursor.columns` is there."""
+    library = _library()
+    return library is not None and lanes() > 0 and hasattr(library, "firstloss_columns")
 
 
 def finish(
@@ -113,6 +133,32 @@ class Cursor:
     def uniform(self, address: int, count: int, low: float, high: float) -> None:
         """What `uniform_(low, high)` makes of a whole tensor of `count` elements."""
         self._library.firstloss_uniform(self._cursor, address, count, low, high, self._width)
+
+    def columns(
+        self, kind: str, out: Sequence[int], widths: Sequence[int], rows: int, first: float, second: float
+    ) -> None:
+        """Rows of a "normal" or "uniform" fill, cut into parts side by side, each written to its own memory.
+
+        Args:
+            out: the parts' addresses; the rows of each lie one after another.
+            widths: elements in a row of each part.
+            first, second: mean and standard deviation, or low and high.
+        """
+        count = rows * sum(widths)
+        if kind == "normal" and count % MIN_NORMAL:
+            raise ValueError(f"{count} normals in columns: the kernel makes a multiple of {MIN_NORMAL}")
+        parts = len(out)
+        self._library.firstloss_columns(
+            self._cursor,
+            (ctypes.c_void_p * parts)(*out),
+            (ctypes.c_int64 * parts)(*widths),
+            parts,
+            count,
+            kind == "normal",
+            first,
+            second,
+            self._width,
+        )
 
     def state(self) -> NDArray[np.uint8]:
         """The generator's state here, in the form it was given; a cached normal is still there."""

@@ -1,0 +1,91 @@
+"""Rows drawn straight into columns: the same bits as the whole, cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import firstloss as fl
+from firstloss.init.columns import cut_dimension, draw_columns
+from firstloss.init.slices import Slicer
+from firstloss.rng import native
+
+needs_kernel = pytest.mark.skipif(
+    not native.has_columns(), reason="no native kernels: build them with python setup.py build_ext --inplace"
+)
+KINDS = {"normal": lambda t: t.normal_(0.5, 0.02), "uniform": lambda t: t.uniform_(-1, 3)}
+
+
+def recipe(make, seed):
+    """What `make` makes, captured, and the same in eager PyTorch."""
+    torch.manual_seed(seed)
+    torch.rand(5)
+    with fl.deferred():
+        tensor = make()
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(tensor)
+    torch.manual_seed(seed)
+    torch.rand(5)
+    return fl.init_program(module).recipes["weight"].ref, make()
+
+
+def drawn(ref, dim, rows, widths, slicer=None):
+    size = list(ref.size)
+    parts = [
+        torch.full([rows[1] - rows[0], *size[1:dim], w, *size[dim + 1 :]], torch.nan, dtype=ref.dtype) for w in widths
+    ]
+    slicer = slicer or Slicer(lambda value: pytest.fail("made whole"))
+    return draw_columns(slicer, ref, dim, rows, parts), parts
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 99),
+    outer=st.integers(1, 4),
+    widths=st.lists(st.integers(1, 700), min_size=1, max_size=5),
+    rows=st.integers(1, 4).map(lambda n: 16 * n),
+    first=st.integers(0, 3).map(lambda n: 16 * n),
+)
+def test_parts_are_those_of_the_whole(kind, seed, outer, widths, rows, first):
+    size = (first + rows + 16, outer, sum(widths))
+    ref, eager = recipe(lambda: KINDS[kind](torch.empty(size)), seed)
+    done, parts = drawn(ref, 2, (first, first + rows), widths)
+    assert done
+    for part, expected in zip(parts, eager[first : first + rows].split(widths, 2), strict=True):
+        assert torch.equal(part, expected)
+
+
+@needs_kernel
+def test_one_stretch_goes_on_where_the_last_ended():
+    ref, eager = recipe(lambda: torch.empty(64, 96).normal_(), 1)
+    slicer = Slicer(lambda value: pytest.fail("made whole"))
+    for rows in ((0, 16), (16, 48), (48, 64)):
+        done, parts = drawn(ref, 1, rows, [48, 48], slicer)
+        assert done and torch.equal(torch.cat(parts, 1), eager[slice(*rows)])
+
+
+@pytest.mark.parametrize(
+    "make, rows",
+    [
+        (lambda: torch.empty(33, 33).normal_(), (16, 33)),  # ends in a ragged fill, whose last 16 are made anew
+        (lambda: torch.empty(33, 33).normal_(), (1, 17)),  # begins amid a group of 16
+        (lambda: torch.empty(32, 32).normal_().mul_(2), (0, 16)),  # more than a fill
+        (lambda: torch.empty(32, 32, dtype=torch.float64).normal_(), (0, 16)),
+        (lambda: torch.nn.init.trunc_normal_(torch.empty(32, 32)), (0, 16)),
+        (lambda: torch.zeros(32, 32), (0, 16)),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_left_alone(make, rows):
+    ref, _ = recipe(make, 2)
+    done, parts = drawn(ref, 1, rows, [16, ref.size[1] - 16])
+    assert not done and all(part.isnan().all() for part in parts)
+
+
+def test_boxes_side_by_side():
+    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 2, 0)], [(2, 2, 8), (2, 4, 8)]) == 1
+    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 0, 4)], [(2, 6, 4), (2, 6, 4)]) == 2
+    assert cut_dimension((4, 6, 8), [(0, 0, 0)], [(2, 2, 8)]) is None  # the rest of the row is not ours
+    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 3, 4)], [(4, 3, 4), (4, 3, 4)]) is None  # along two
+    assert cut_dimension((4, 6, 8), [(0, 0, 0)], [(2, 6, 8)]) is None  # along none

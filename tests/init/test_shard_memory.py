@@ -1,0 +1,57 @@
+"""Memory that devices own and that kernels write."""
+
+import jax
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from firstloss.init import shard_memory
+from firstloss.init.shard_memory import Kind, rounds, tensor_at
+
+
+def kinds():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    cut = NamedSharding(mesh, PartitionSpec("x"))
+    return [
+        Kind((300, 7), np.dtype(np.float32), cut),
+        Kind((), np.dtype(np.int64), NamedSharding(mesh, PartitionSpec())),
+        Kind((300, 7), np.dtype(np.float32), cut),
+        Kind((0, 5), np.dtype(bool), cut),
+        Kind((64,), np.dtype(jax.numpy.bfloat16), cut),
+        Kind((3,), np.dtype(np.complex64), cut),
+    ]
+
+
+def test_what_is_written_there_is_the_arrays():
+    torch_dtypes = [torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.complex64]
+    made = shard_memory.unwritten(kinds())
+    for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, made, strict=True)):
+        assert (array.shape, array.dtype) == kind[:2]
+        assert array.sharding.is_equivalent_to(kind.sharding, array.ndim)
+        [address] = places.values()
+        tensor_at(address, kind.shape, dtype).fill_(number)
+    for number, (array, _) in enumerate(made):
+        assert np.array_equal(np.asarray(array), np.full(array.shape, number, array.dtype))
+
+
+def test_the_memory_can_be_donated():
+    kind = Kind((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
+    [(array, places)] = shard_memory.unwritten([kind])
+    tensor_at(*places.values(), kind.shape, torch.float32).fill_(1)
+    grown = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)
+
+
+@given(st.lists(st.integers(1, 50), max_size=6))
+def test_rounds_are_worth_their_remainder(counts):
+    def results(n):
+        return sum(c // n for c in counts) ** 2 + sum(c % n for c in counts) ** 2
+
+    assert results(rounds(counts)) <= results(1)
+
+
+def test_layers_alike_are_made_in_rounds():
+    assert rounds([44, 44, 22, 45, 2]) == 22
+    assert rounds([]) == 1
