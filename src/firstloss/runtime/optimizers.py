@@ -230,10 +230,7 @@ class StateOf:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._look()
-
-    def _look(self) -> None:
-        state = self._optimizer.state
+        state = optimizer.state
         self._weights = list(state)
         self._entries = list(state.values())
         self._tables = [entries for entries in self._entries for _ in entries]
@@ -243,15 +240,17 @@ class StateOf:
     def replaced(self) -> bool:
         """Whether an entry is another object than it was."""
         state = self._optimizer.state
-        if len(state) == len(self._weights) and all(map(operator.is_, map(state.get, self._weights), self._entries)):
+        if len(state) == len(self._entries) and all(map(operator.is_, state.values(), self._entries)):
             try:
                 return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
             except KeyError:
                 return True
-        before = self._weights, self._keys, self._values
-        self._look()  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
-        now = self._weights, self._keys, self._values
-        return any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in zip(before, now, strict=True))
+        now = StateOf(self._optimizer)  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
+        pairs = [(self._weights, now._weights), (self._keys, now._keys), (self._values, now._values)]
+        if any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in pairs):
+            return True
+        self.__dict__.update(now.__dict__)
+        return False
 
 
 def _same(a: Any, b: Any) -> bool:
