@@ -191,12 +191,12 @@ class Watch:
             title = f"of {_a(type(found).__qualname__)}"
         table: Any = attributes(found)
         self._everywhere[id(table)] = (table, title)
-        names = self.reach.names & table.keys()
+        names = there = self.reach.names & table.keys()
         if "__wrapped__" in table and not isinstance(found, types.FunctionType):  # what wraps it has more of its own
             names = {name for name in names if not name.startswith("_")}
         if isinstance(table, (dict, Slotted)):  # an attribute of the class may be hidden by one of the instance's
             names |= {name for name in self._shared(type(found)) if not callable(getattr(type(found), name))}
-            self._owners.append((table, title, names))
+            self._owners.append((table, title, there | names))
         for name in names:
             self._slot(table, name, name, f"the attribute {name} {title}")
         if isinstance(found, torch.nn.Module):
