@@ -67,7 +67,8 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
         "dtypes": dtypes,
         "why": whys,
         "overloads": overloads,
-        "cut": cut,
+        "limit": limit,
+        "cut": cut,  # by dtype: how many samples there are, of which `limit` were taken
         "seconds": round(time.process_time() - began, 1),
     }
 
@@ -82,7 +83,9 @@ def read_outcomes() -> dict[str, dict[str, Any]]:
 
 def sweep(only: str, limit: int, again: bool) -> None:
     """Sweep the operations whose names match, in children; those that have an outcome only if `again`."""
-    known = set() if again else set(read_outcomes())
+    known = (
+        set() if again else {op for op, found in read_outcomes().items() if found["limit"] >= limit or not found["cut"]}
+    )
     ops = sorted((*DIRECT, *tested()), key=lambda op: (not is_listed(op), bool(SLOW.search(op.full_name))))
     todo = [op.full_name for op in ops if re.search(only, op.full_name) and op.full_name not in known]
     OUTCOMES.parent.mkdir(exist_ok=True)
@@ -90,9 +93,9 @@ def sweep(only: str, limit: int, again: bool) -> None:
         part = todo[i : i + AT_ONCE]
         while part:
             run_child(part, limit)
-            done = set(read_outcomes()) if not again else set(finished)
+            done = set(finished)
             left = [name for name in part if name not in done]
-            if len(left) == len(part) or again and not left:
+            if len(left) == len(part):
                 note_crash(left[:1])
                 left = left[1:]
             part = left
@@ -116,7 +119,9 @@ def run_child(names: list[str], limit: int) -> None:
 def note_crash(names: list[str]) -> None:
     """An operation whose child ended without a word."""
     for name in names:
-        add_outcome({"op": name, "dtypes": {}, "why": {FAILS: {"the process ended": 1}}, "overloads": {}})
+        add_outcome(
+            {"op": name, "dtypes": {}, "why": {FAILS: {"the process ended": 1}}, "overloads": {}, "limit": 0, "cut": {}}
+        )
 
 
 def add_outcome(outcome: dict[str, Any]) -> None:

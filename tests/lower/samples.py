@@ -17,10 +17,10 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from firstloss.capture import recorder
 from firstloss.capture.program import Program, Ref, Value
 from firstloss.capture.recorder import DeferredTensor
 from firstloss.capture.step import StepTrace
-from firstloss.capture.tensor import Hooks
 from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
 from firstloss.lower.functional import functional
@@ -128,7 +128,8 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
     try:
         # OpInfo seeds before each random operation, which a step may not
         seeding = mock.patch.object(torch, "manual_seed", lambda seed: None)
-        with tracing.active(), seeding, mock.patch.object(Hooks, "dispatch", _noting(sample.overloads)):
+        noting = mock.patch.object(recorder, "dispatch", _noting(sample.overloads))
+        with tracing.active(), seeding, noting:
             leaves = []
             for i, leaf in enumerate(flat):
                 if isinstance(leaf, torch.Tensor):
@@ -160,7 +161,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
 
 def _noting(overloads: set[str]) -> Callable:
     """The recorder's way in, which writes down what comes by."""
-    dispatch = Hooks.dispatch
+    dispatch = recorder.dispatch
 
     def noting(op: Any, args: tuple, kwargs: dict) -> Any:
         overloads.update((str(op), str(functional(op))))
@@ -232,6 +233,8 @@ def prepare_one(op: Any, dtype: torch.dtype, variant: str, call: Callable, sampl
         capture(prepared, fresh(tree), run)
     except TypeError as error:  # a dtype that XLA has not
         prepared.settle(REFUSED, error)
+    if op.name.startswith("core."):  # which may be composite, and gone before capture sees it
+        prepared.overloads.add(op.name.removeprefix("core."))
     return prepared
 
 

@@ -27,7 +27,7 @@ QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-AS_USERS = 1  # samples of an operation in each dtype that are compiled as a user's step is
+AS_USERS = {torch.float32: 1, torch.bfloat16: 1}  # samples of an operation that are compiled as a user's step is
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # Their saved statistics are float32 to PyTorch's meta kernels and on a GPU, bfloat16 to its CPU kernels.
@@ -156,8 +156,9 @@ def examine(op: Any, dtype: torch.dtype, limit: int = 2000, quickly: bool = Fals
         samples = prepare(op, dtype, limit)
         ready = [s for s in samples if s.verdict == PASSES and s.program is not None]
         if quickly:
-            _settle(op, dtype, ready[AS_USERS:], QUICKLY)
-            ready = ready[:AS_USERS] + [s for s in ready[AS_USERS:] if s.verdict not in (PASSES, DRAWN, REFUSED)]
+            first = AS_USERS.get(dtype, 0)
+            _settle(op, dtype, ready[first:], QUICKLY)
+            ready = ready[:first] + [s for s in ready[first:] if s.verdict not in (PASSES, DRAWN, REFUSED)]
         _settle(op, dtype, ready, None)
     return samples
 

@@ -65,11 +65,27 @@ def _ctc(args: tuple) -> list[Geometry]:
     return [geometry_of(x) for x in made]
 
 
-# Of these, though their shapes do not depend on values, PyTorch has no meta kernels.
+def _embedding_bag(args: tuple) -> list[Geometry]:
+    """As on a CPU, whose kernel leaves out which bag an index is in where it sums without it."""
+    weight, indices, offsets, _, mode, _, _, includes_last, padding = (*args, *_BAG[len(args) :])
+    count, width = offsets.shape[0] - int(includes_last), weight.shape[1]
+    is_left_out = mode == 0 and padding < 0 and weight.dtype.itemsize <= 4
+    sizes = [(0,) if is_left_out else tuple(indices.shape), (count,), (count, width) if mode == 2 else (count,)]
+    made = [torch.empty((count, width), dtype=weight.dtype, device="meta")]
+    made += [torch.empty(size, dtype=indices.dtype, device="meta") for size in sizes]
+    return [geometry_of(x) for x in made]
+
+
+_BAG = (None, None, None, False, 0, False, None, False, -1)  # the operation's defaults
+
+
+# Of these, though their shapes do not depend on values, PyTorch has no meta kernels, or other ones than a CPU's.
 _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
     _aten.multi_margin_loss_backward.default: _like(1),
     _aten.multilabel_margin_loss_backward.default: _like(1),
     _aten._ctc_loss.Tensor: _ctc,
+    _aten._embedding_bag.default: _embedding_bag,
+    _aten._embedding_bag_forward_only.default: _embedding_bag,
     _aten._ctc_loss_backward.default: _like(1),
     _aten._ctc_loss_backward.Tensor: _like(1),
     _aten.fractional_max_pool3d_backward.default: _like(1),

@@ -286,5 +286,5 @@ def grid_sampler_backward(
     image, points = cast(input, opmath(input.dtype)), cast(grid, opmath(grid.dtype))
     how = (interpolation_mode, padding_mode, align_corners)
     _, transpose = jax.vjp(lambda image, points: _grid_sample(image, points, *how), image, points)
-    gradients = transpose(cast(grad_output, image.dtype))
-    return tuple(g if wanted else None for g, wanted in zip(gradients, output_mask, strict=True))
+    image, points = transpose(cast(grad_output, image.dtype))
+    return image if output_mask[0] else None, points  # the second is made unasked, by eager's kernels too
