@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from .dtypes import axis, cast, floating, opmath, where
+from .dtypes import axis, cast, floating, opmath, to_jax, where
 from .reductions import moments
 from .registry import rule
 
@@ -36,7 +36,21 @@ def _shifted(self, dim):
     return x - top if x.size else x, d
 
 
-@rule(aten._softmax.default, aten.softmax.int)
+def _in(self, dtype):
+    return self if dtype is None else cast(self, to_jax(dtype))
+
+
+@rule(aten.softmax.int)
+def softmax(self, dim, dtype=None):
+    return _softmax(_in(self, dtype), dim)
+
+
+@rule(aten.log_softmax.int)
+def log_softmax(self, dim, dtype=None):
+    return _log_softmax(_in(self, dtype), dim)
+
+
+@rule(aten._softmax.default)
 def _softmax(self, dim, half_to_float=False):
     x, d = _shifted(self, dim)
     e = lax.exp(x)
@@ -47,11 +61,11 @@ def _softmax(self, dim, half_to_float=False):
 def _safe_softmax(self, dim, dtype=None):
     """As softmax, but a row that is all minus infinity gives zeros."""
     masked = lax.reduce_and(self == -math.inf, (axis(dim, self.ndim),))
-    x = _softmax(self, dim)
+    x = _softmax(_in(self, dtype), dim)
     return where(lax.expand_dims(masked, [axis(dim, self.ndim)]), 0, x)
 
 
-@rule(aten._log_softmax.default, aten.log_softmax.int)
+@rule(aten._log_softmax.default)
 def _log_softmax(self, dim, half_to_float=False):
     x, d = _shifted(self, dim)
     return lax.reshape(x - lax.log(total(lax.exp(x), (d,))), self.shape)
