@@ -67,7 +67,8 @@ def _ctc(args: tuple) -> list[Geometry]:
 
 def _embedding_bag(args: tuple) -> list[Geometry]:
     """As on a CPU, whose kernel leaves out which bag an index is in where it sums without it."""
-    weight, indices, offsets, _, mode, _, _, includes_last, padding = (*args, *_BAG[len(args) :])
+    given: Any = (*args, *_BAG[len(args) :])
+    weight, indices, offsets, _, mode, _, _, includes_last, padding = given
     count, width = offsets.shape[0] - int(includes_last), weight.shape[1]
     is_left_out = mode == 0 and padding < 0 and weight.dtype.itemsize <= 4
     sizes = [(0,) if is_left_out else tuple(indices.shape), (count,), (count, width) if mode == 2 else (count,)]
