@@ -239,3 +239,46 @@ def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, 
         with pytest.raises(fl.errors.LoweringError, match="no rule"):
             run(batch)
     assert torch.equal(model.embed.weight.detach().to("cpu"), before)
+
+
+def test_a_backward_pass_that_was_lowered_before_is_lowered_after_the_loss(tmp_path, monkeypatch):
+    from firstloss.runtime import segmented
+
+    monkeypatch.setattr(segments, "_SAVED", 60)
+    # One that counts nothing: only what comes after the loss renews state.
+    monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(F.gelu(self.up(self.norm(x)))))
+    lower, order = segmented._lower, []
+
+    def watched(name, function):
+        order.append("renewing" if function.reused else "forward")
+        if function.reused and refused:
+            raise fl.errors.LoweringError("no rule")
+        return lower(name, function)
+
+    monkeypatch.setattr(segmented, "_lower", watched)
+
+    def start():
+        order.clear()
+        torch.manual_seed(0)
+        backend = fl.backend("XLA", artifact_dir=tmp_path)
+        with backend.device:
+            model = Deep()
+        optimizer = adamw(model.parameters())
+        compiled = fl.compile(model, backend)
+        run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
+        loss = float(run(tokens()))
+        return loss, list(order), run, model
+
+    refused = False
+    loss, before, _, model = start()
+    assert "renewing" in before
+    weight = model.embed.weight.detach().cpu().clone()  # which waits for the whole step
+    again, _, run, model = start()
+    assert again == loss and torch.equal(model.embed.weight.detach().cpu(), weight)
+    refused = True  # the note was wrong: the error comes later, and comes
+    again, _, run, model = start()
+    assert again == loss
+    with pytest.raises(fl.errors.LoweringError, match="no rule"):
+        model.embed.weight.tolist()
+    with pytest.raises(fl.errors.LoweringError, match="no rule"):
+        run(tokens())

@@ -139,7 +139,7 @@ def backend(
     if kind in _XLA_NAMES:
         heap.map_arrays()
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
-            from . import compiled, executable, trace  # noqa: F401
+            from . import compiled, executable, notes, trace  # noqa: F401
             from .jaxlib import use_compilation_cache
             from .mesh import Mesh
 
@@ -147,6 +147,7 @@ def backend(
             mesh = {"data": cluster_config.num_csx}
         made = Backend("XLA", str(artifact_dir), None if mesh is None else Mesh(mesh))
         use_compilation_cache(os.path.abspath(os.path.join(made.artifact_dir, "compiled")))
+        notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in _EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in _EAGER:

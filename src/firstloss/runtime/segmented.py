@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ..capture.program import Value
 from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
+from . import notes
 from .jaxlib import compile_options, on_cpu, x64
 from .placement import begin_behind
 
@@ -155,13 +157,14 @@ class SegmentedStep:
                 slots[slot] = None
 
     def _first_run(self, slots: list[Any], seed: Any) -> None:
+        put_off = on_cpu() and notes.is_noted(self._compiled.digest)
         for turn in self._turns[: self._first]:
-            while not self._compiled.done(turn.function) and self._compiled.lower_next(hold=on_cpu()):
+            while not (put_off or self._compiled.done(turn.function)) and self._compiled.lower_next(hold=on_cpu()):
                 pass
             for slot in turn.reads:
                 slots[slot] = there(slots[slot])
             self._run([turn], slots, seed)
-        while self._compiled.lower_next(hold=on_cpu()):
+        while not put_off and self._compiled.lower_next(hold=on_cpu()):
             pass
         if self._first in (0, len(self._turns)):
             self._finish(slots, seed)
@@ -191,8 +194,11 @@ class SegmentedStep:
     def _finish(self, slots: list[Any], seed: Any) -> None:
         """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
         begin_behind()
+        while self._compiled.lower_next():
+            pass
         self._compiled.release()
         self._compiled.all()
+        notes.note(self._compiled.digest)
         slots[:] = map(there, slots)
         self._run(self._turns[self._first :], slots, seed)
 
@@ -202,6 +208,7 @@ class _Compiling:
 
     def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
         self._name = name
+        self.digest = _digest(functions.values())
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}
         self._futures: dict[int, Future[Any]] = {}
@@ -250,6 +257,16 @@ class _Compiling:
     def all(self) -> list[Any]:
         """The executables; waits for those under way."""
         return [self[number] for number in self._futures]
+
+
+def _digest(functions: Iterable[_Function]) -> str:
+    """The same for steps of the same operations on the same shapes: good for a note, not to take one for the other."""
+    found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
+    for function in functions:
+        for call in function.like.calls:
+            shapes = [(value.shape, value.dtype) for value in call.outputs]
+            found.update(f"{call.node and call.node.op} {shapes}".encode())
+    return found.hexdigest()
 
 
 def _lower(name: str, function: _Function) -> Any:
