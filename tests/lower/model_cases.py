@@ -118,15 +118,16 @@ TIMM = (
     "resnet10t vit_tiny_patch16_224 convnext_atto efficientnet_lite0 lcnet_050 mobilenetv3_small_050 fasternet_t0 "
     "mixer_s32_224 deit_tiny_patch16_224 eva02_tiny_patch14_224 convit_tiny cait_xxs24_224 xcit_nano_12_p8_224 "
     "poolformer_s12 pit_ti_224 mambaout_femto inception_next_atto starnet_s1 efficientvit_b0 regnetx_002 seresnet18 "
-    "skresnet18 resnetv2_18 volo_d1_224 visformer_tiny levit_128s convmixer_768_32 beit_base_patch16_224 botnet26t_256 "
-    "mobilevit_xxs pvt_v2_b0 tnt_s_legacy_patch16_224 tiny_vit_5m_224 coat_tiny nf_resnet26 fastvit_t8 "
-    "focalnet_tiny_srf resnest14d edgenext_xx_small res2net50_14w_8s ghostnet_050 cspresnet50 dla34 mobileone_s0 "
-    "repghostnet_050 repvit_m0_9 rexnet_100 selecsls42 gcvit_xxtiny davit_tiny twins_svt_small swin_tiny_patch4_window7_224 hgnetv2_b0"
+    "skresnet18 resnetv2_18 volo_d1_224 visformer_tiny levit_128s convmixer_768_32 beit_base_patch16_224 "
+    "botnet26t_256 mobilevit_xxs pvt_v2_b0 tnt_s_legacy_patch16_224 tiny_vit_5m_224 coat_tiny nf_resnet26 "
+    "fastvit_t8 focalnet_tiny_srf resnest14d edgenext_xx_small res2net50_14w_8s ghostnet_050 cspresnet50 dla34 "
+    "mobileone_s0 repghostnet_050 repvit_m0_9 rexnet_100 selecsls42 gcvit_xxtiny davit_tiny twins_svt_small "
+    "swin_tiny_patch4_window7_224 hgnetv2_b0"
 ).split()
 JOINED = ("edgenext_xx_small", "res2net50_14w_8s", "hgnetv2_b0")  # join what their layers return: none can be left out
 
 
-def transformers_case(name: str) -> Case:
+def transformers_case(name: str, dropout: float = 0.0) -> Case:
     """A small model of one architecture: with its language-modelling loss if it is a decoder, else the bare model."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -137,7 +138,7 @@ def transformers_case(name: str) -> Case:
             shrink(config)
         for key, value in AGREEING.get(name, {}).items():
             setattr(config, key, value)
-        without_dropout(config)
+        set_dropout(config, dropout)
         if name in DECODERS:
             return AutoModelForCausalLM.from_config(config)
         if name in IMAGES and name not in BARE:
@@ -179,18 +180,19 @@ def transformers_batch(name: str, config: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def without_dropout(config: Any) -> Any:
-    """A step that draws nothing, so that eager and compiled have one result."""
+def set_dropout(config: Any, rate: float) -> None:
+    """One rate for all that drops. At 0 a step draws nothing, so that eager and compiled have one result."""
     for key, value in list(vars(config).items()):
-        if isinstance(value, float) and any(part in key for part in ("drop", "pdrop", "noise", "mask_time_prob")):
+        if isinstance(value, float) and "layerdrop" not in key and "drop" in key:
+            setattr(config, key, rate)
+        elif isinstance(value, float) and any(part in key for part in ("layerdrop", "noise", "mask_time_prob")):
             setattr(config, key, 0.0)
         elif type(value).__name__.endswith("Config"):
-            without_dropout(value)
-    return config
+            set_dropout(value, rate)
 
 
 def silence(model: nn.Module) -> nn.Module:
-    """The same for modules that have their rates as attributes."""
+    """No dropout in modules that have their rates as attributes."""
     for module in model.modules():
         for key in ("p", "drop_prob", "drop", "attn_drop", "dropout", "dropout_p", "layerdrop", "mask_ratio"):
             if isinstance(getattr(module, key, None), float) and isinstance(module, nn.Module):
