@@ -23,11 +23,11 @@ class Case(NamedTuple):
 
 
 DECODERS = (
-    "llama mixtral mamba2 gpt2 deepseek_v3 qwen3_moe jamba gemma3_text bloom rwkv falcon_mamba granitemoe "
-    "qwen3_next opt mpt gpt_neox phi3 olmoe minimax qwen2_moe recurrent_gemma bamba falcon glm4 gptj ctrl cohere2 "
-    "stablelm mamba nemotron exaone4 smollm3 doge diffllama zamba2 gpt_oss openai-gpt xglm codegen gpt_bigcode "
-    "gpt_neo apertus arcee bitnet cohere ernie4_5 gemma gemma2 glm granite helium mistral olmo olmo2 persimmon phi "
-    "qwen2 qwen3 starcoder2 falcon_h1"
+    "llama mixtral mamba2 gpt2 deepseek_v3 qwen3_moe gemma3_text bloom falcon_mamba granitemoe qwen3_next opt mpt "
+    "gpt_neox phi3 olmoe minimax qwen2_moe bamba glm4 gptj ctrl cohere2 stablelm mamba nemotron exaone4 smollm3 "
+    "doge diffllama zamba2 gpt_oss openai-gpt xglm codegen gpt_bigcode gpt_neo apertus arcee bitnet cohere ernie4_5 "
+    "gemma gemma2 glm granite helium mistral olmo olmo2 persimmon phi qwen2 qwen3 starcoder2 recurrent_gemma rwkv "
+    "falcon_h1 falcon jamba"
 ).split()
 ENCODERS = (
     "bert modernbert deberta-v2 fnet canine xlnet distilbert nystromformer roformer mpnet albert electra mobilebert "
@@ -105,24 +105,24 @@ STAGED: dict[str, dict[str, Any]] = {
 }
 
 TORCHVISION = (
-    "alexnet densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_large regnet_y_400mf resnet18 "
-    "resnext50_32x4d shufflenet_v2_x0_5 squeezenet1_1 vgg11 vit_b_32 wide_resnet50_2 convnext_tiny swin_t "
-    "fcn_resnet50 lraspp_mobilenet_v3_large deeplabv3_mobilenet_v3_large r3d_18 mc3_18 r2plus1d_18 s3d mvit_v2_s "
-    "swin_v2_t maxvit_t inception_v3 regnet_x_400mf efficientnet_v2_s resnet50"
+    "alexnet vit_b_32 squeezenet1_1 resnet18 convnext_tiny densenet121 mc3_18 shufflenet_v2_x0_5 regnet_x_400mf "
+    "resnext50_32x4d vgg11 fcn_resnet50 wide_resnet50_2 r3d_18 mnasnet0_5 mobilenet_v2 regnet_y_400mf r2plus1d_18 "
+    "mobilenet_v3_large efficientnet_b0 resnet50 efficientnet_v2_s swin_t deeplabv3_mobilenet_v3_large "
+    "lraspp_mobilenet_v3_large googlenet swin_v2_t s3d mvit_v2_s inception_v3 maxvit_t"
 ).split()
 IMAGES_A_BATCH = 8  # what a batch norm over two images does is mostly rounding
 VIDEO = ("mc3_18", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d")
 SIDES = {"maxvit_t": 224, "inception_v3": 96, "mvit_v2_s": 224, "alexnet": 96, "s3d": 224}
 
 TIMM = (
-    "resnet10t vit_tiny_patch16_224 convnext_atto efficientnet_lite0 lcnet_050 mobilenetv3_small_050 fasternet_t0 "
-    "mixer_s32_224 deit_tiny_patch16_224 eva02_tiny_patch14_224 convit_tiny cait_xxs24_224 xcit_nano_12_p8_224 "
-    "poolformer_s12 pit_ti_224 mambaout_femto inception_next_atto starnet_s1 efficientvit_b0 regnetx_002 seresnet18 "
-    "skresnet18 resnetv2_18 volo_d1_224 visformer_tiny levit_128s convmixer_768_32 beit_base_patch16_224 "
-    "botnet26t_256 mobilevit_xxs pvt_v2_b0 tnt_s_legacy_patch16_224 tiny_vit_5m_224 coat_tiny nf_resnet26 "
-    "fastvit_t8 focalnet_tiny_srf resnest14d edgenext_xx_small res2net50_14w_8s ghostnet_050 cspresnet50 dla34 "
-    "mobileone_s0 repghostnet_050 repvit_m0_9 rexnet_100 selecsls42 gcvit_xxtiny davit_tiny twins_svt_small "
-    "swin_tiny_patch4_window7_224 hgnetv2_b0"
+    "resnet10t vit_tiny_patch16_224 convnext_atto deit_tiny_patch16_224 mixer_s32_224 convmixer_768_32 "
+    "eva02_tiny_patch14_224 beit_base_patch16_224 convit_tiny fasternet_t0 cait_xxs24_224 visformer_tiny "
+    "tnt_s_legacy_patch16_224 resnetv2_18 pit_ti_224 poolformer_s12 xcit_nano_12_p8_224 mambaout_femto "
+    "inception_next_atto lcnet_050 starnet_s1 volo_d1_224 resnest14d seresnet18 nf_resnet26 efficientvit_b0 "
+    "levit_128s tiny_vit_5m_224 regnetx_002 focalnet_tiny_srf mobilenetv3_small_050 skresnet18 efficientnet_lite0 "
+    "botnet26t_256 mobilevit_xxs pvt_v2_b0 coat_tiny fastvit_t8 edgenext_xx_small res2net50_14w_8s ghostnet_050 "
+    "cspresnet50 dla34 mobileone_s0 repghostnet_050 repvit_m0_9 rexnet_100 selecsls42 gcvit_xxtiny davit_tiny "
+    "twins_svt_small swin_tiny_patch4_window7_224 hgnetv2_b0"
 ).split()
 JOINED = ("edgenext_xx_small", "res2net50_14w_8s", "hgnetv2_b0")  # join what their layers return: none can be left out
 

@@ -36,16 +36,17 @@ from .model_rounding import BETAS, RATE, UNCERTAIN, Step, Tensors, judge, judge_
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "build" / "model_steps.jsonl"
 PREFACE = """
-One step (forward, backward, AdamW) of small configurations on batches of two (eight images), constructed deferred,
-traced and compiled by `fl.backend("XLA")`, `fl.compile` and `fl.trace`, against eager PyTorch from the same seed, in
-float32. Dropout is 0, for eager's masks are other masks. Compared are the loss, every gradient and every buffer (a
-batch norm's running statistics): the *distance* is the norm of the difference over the norm of eager's, and *worst*
-is the tensor that comes nearest to what is *allowed*. That is 1e-4; or, where eager's own result is less certain than
-that, four times the distance by which it moves if the step is taken in float64, or from weights that differ by an ulp
-(a ReLU whose input is zero but for rounding; a batch norm over a handful of values). Where that is more than 1e-2,
-the step is compiled in float64 too, has to be within 1e-4 of eager's there, and the remark says how near it is. New
-weights are compared, element by element and to what AdamW's own roundings explain, with those that eager's AdamW
-makes of the same gradients. Seconds are those of tracing, lowering and compiling on shared cores.
+One step (forward, backward, AdamW) of small configurations (of torchvision's and timm's models: without layers that
+are like the one before) on batches of two (eight images), constructed deferred, traced and compiled by
+`fl.backend("XLA")`, `fl.compile` and `fl.trace`, against eager PyTorch from the same seed, in float32. Dropout is 0,
+for eager's masks are other masks. Compared are the loss, every gradient and every buffer (a batch norm's running
+statistics): the *distance* is the norm of the difference over the norm of eager's, and *worst* is the tensor that
+comes nearest to what is *allowed*. That is 1e-4; or, where eager's own result is less certain than that, four times
+the distance by which it moves if the step is taken in float64, or from weights that differ by an ulp (a ReLU whose
+input is zero but for rounding; a batch norm over a handful of values). Where that is more than 1e-2, the step is
+compiled in float64 too, has to be within 1e-4 of eager's there, and the remark says how near it is. New weights are
+compared, element by element and to what AdamW's own roundings explain, with those that eager's AdamW makes of the
+same gradients. Seconds are those of tracing, lowering and compiling on shared cores.
 """
 
 
