@@ -46,7 +46,14 @@ class Judgement(NamedTuple):
     worst: str
     distance: float  # of the worst, in its norms
     allowed: float
-    wrong: list[str]
+    wrong: dict[str, str]
+
+    def needs_float64(self) -> bool:
+        """Whether float32 does not tell."""
+        forward = [
+            name for name in self.wrong if name == "loss" or name.startswith(("buffer ", "weights of", "gradients of"))
+        ]
+        return not forward and (self.allowed > UNCERTAIN or 0 < len(self.wrong) and self.distance <= UNCERTAIN)
 
 
 def judge(ours: Step, eager: Step, again: Callable[[int | None], Step] | None) -> Judgement:
@@ -62,7 +69,7 @@ def judge(ours: Step, eager: Step, again: Callable[[int | None], Step] | None) -
     if max(far.values()) > CLOSE and again is not None:
         for name, distance in _moves(eager, again).items():
             allowed[name] = max(CLOSE, AS_FAR * distance / sizes[name])
-    wrong = [f"{n} by {d:.1e}, allowed {allowed[n]:.1e}" for n, d in far.items() if not d <= allowed[n]]
+    wrong = {n: f"by {d:.1e}, allowed {allowed[n]:.1e}" for n, d in far.items() if not d <= allowed[n]}
     worst = max(far, key=lambda n: far[n] / allowed[n])
     return Judgement(worst, far[worst], allowed[worst], wrong)
 
@@ -77,18 +84,19 @@ def _beside(name: str, step: Step) -> float:
     return float(variance.double().sqrt().norm()) if name.endswith("running_mean") and variance is not None else 0.0
 
 
-def _exactly(ours: Step, eager: Step) -> list[str]:
+def _exactly(ours: Step, eager: Step) -> dict[str, str]:
     """What no rounding excuses: which tensors there are, and counts."""
-    wrong = []
+    wrong = {}
     for what in ("gradients", "buffers", "weights"):
         odd = sorted(set(getattr(ours, what)) ^ set(getattr(eager, what)))
-        wrong += [f"{what} of one side only: {', '.join(odd[:3])}"] if odd else []
+        if odd:
+            wrong[f"{what} of one side only"] = ", ".join(odd[:3])
     for name, buffer in eager.buffers.items():
         mine = ours.buffers.get(name, buffer)
         if mine.dtype != buffer.dtype or mine.shape != buffer.shape:
-            wrong.append(f"buffer {name} is {mine.dtype}{list(mine.shape)}, not {buffer.dtype}{list(buffer.shape)}")
+            wrong[f"buffer {name}"] = f"is {mine.dtype}{list(mine.shape)}, not {buffer.dtype}{list(buffer.shape)}"
         elif not buffer.is_floating_point() and not torch.equal(mine, buffer):
-            wrong.append(f"buffer {name} differs")
+            wrong[f"buffer {name}"] = "differs"
     return wrong
 
 
@@ -114,9 +122,9 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(same, 0.0, a - b).norm())
 
 
-def judge_update(before: Tensors, ours: Step) -> list[str]:
+def judge_update(before: Tensors, ours: Step) -> dict[str, str]:
     """Compare our new weights with those that eager's AdamW makes of the old ones and our gradients, by element."""
-    wrong = []
+    wrong = {}
     weights = {name: torch.nn.Parameter(w.clone()) for name, w in before.items()}
     for name, gradient in ours.gradients.items():
         weights[name].grad = gradient.clone()
@@ -129,7 +137,7 @@ def judge_update(before: Tensors, ours: Step) -> list[str]:
         off = (ours.weights[name] - weight.detach()).abs()
         slack = EPS * (2 * before[name].abs() + of_update * RATE)
         if not bool((off <= slack).all()):
-            wrong.append(f"{name} after AdamW by {float((off / slack).max()):.1f} times its rounding")
+            wrong[f"weights {name}"] = f"after AdamW by {float((off / slack).max()):.1f} times their rounding"
     return wrong
 
 
