@@ -40,10 +40,18 @@ def child(side, args):
             return self.model(text)
 
     class Last(Callback):
+        """The last loss; saved with the run, which may have been killed when it had nothing left to do."""
+
         loss = None
 
         def on_metrics(self, trainer, metrics, step):
             Last.loss = metrics.get("loss", Last.loss)
+
+        def state_dict(self):
+            return {"loss": Last.loss}
+
+        def load_state_dict(self, state):
+            Last.loss = state["loss"]
 
     trainer = Trainer(
         backend=fl.backend("XLA", artifact_dir=os.path.join(os.path.dirname(side), "artifacts")),

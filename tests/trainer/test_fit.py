@@ -213,6 +213,20 @@ def test_a_forward_of_one_argument_gets_the_batch_whole(batch, backend, tmp_path
     trainer(tmp_path, backend, model=OneArgument, max_steps=1).fit([batch])
 
 
+class LossLast(OneArgument):
+    """As nanoGPT returns it."""
+
+    def forward(self, x):
+        logits = self.layer(x)
+        return logits, logits.square().mean()
+
+
+def test_the_loss_may_come_last(backend, tmp_path):
+    run = trainer(tmp_path, backend, model=LossLast, max_steps=1)
+    run.fit([torch.ones(2, 8)])
+    assert run.state.step == 1
+
+
 def test_a_batch_that_does_not_fit_forward_is_refused(tmp_path):
     with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not take .* \{pixels: float32\[2, 8\]\}"):
         trainer(tmp_path).fit([{"pixels": torch.ones(2, 8)}])

@@ -122,21 +122,29 @@ def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str
 
 
 def loss_of(outputs: Any, model: str) -> torch.Tensor:
-    """The loss in what a model returned: itself, its `loss`, its ["loss"], or its first element."""
+    """The loss in what a model returned: itself, its `loss`, its ["loss"], its first element, or the only scalar in it.
+
+    (loss, logits) is how Hugging Face's models return tuples, (logits, loss) how nanoGPT does.
+    """
     loss = outputs
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
     elif hasattr(outputs, "loss"):
         loss = outputs.loss
     elif isinstance(outputs, (tuple, list)) and outputs:
-        loss = outputs[0]
-    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        scalars = [x for x in outputs if _is_scalar(x)]
+        loss = scalars[0] if len(scalars) == 1 else outputs[0]
+    if _is_scalar(loss):
         return loss
     raise TrainerError(
         f"{model}.forward returned {describe(outputs)}, in which there is no loss. Return a scalar tensor, or a dict, "
-        'a tuple or an object with the loss as ["loss"], first element or .loss. A Hugging Face model computes it '
+        'a tuple or an object with the loss as ["loss"], only scalar or .loss. A Hugging Face model computes it '
         "when the batch holds labels."
     )
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 0 and x.is_floating_point()
 
 
 def _scalars(outputs: Any) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ class Trainer:
     from the same seed, while the step is traced and compiled. Pass objects, and they are used as they are.
 
     A batch goes to the model's `forward` as its signature asks for it: a dict by names, a tuple or list one by one,
-    anything else as one argument. What comes back is the loss, or holds it: `.loss`, ["loss"] or the first element.
+    anything else as one argument. What comes back is the loss, or holds it: `.loss`, ["loss"], first or only scalar.
     Other scalars that come back by name are logged, and averaged by validation.
 
     Args:
