@@ -29,7 +29,7 @@ def child(side, args):
     way, size = side.split(":")
     fields = models.LLAMA_TINY if args.tiny else SIZES[size]
     batch = torch.randint(256, (1, 128), generator=torch.Generator().manual_seed(1))
-    harness.warm_memory((12 << 30) if size == "1.1B" else (2 << 30), args)
+    harness.warm_memory((9 << 30) if size == "1.1B" else (2 << 30), args)
     clock = timeline.current()
     found = {}
 

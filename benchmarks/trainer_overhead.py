@@ -24,7 +24,7 @@ def child(side, args):
     from firstloss.trainer import Callback, Trainer, TrainingLoop
     from firstloss.trainer.loggers import JSONLogger
 
-    turns = 4 if args.tiny else 16
+    turns = 4 if args.tiny else 16 if side == "least" else 6
     sizes = {"width": 32, "layers": 1} if args.tiny or side == "least" else {"width": 384, "layers": 6}
     batches = list(torch.randint(256, (STEPS, 4, 129), generator=torch.Generator().manual_seed(1)))
 
