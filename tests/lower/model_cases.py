@@ -174,7 +174,8 @@ def transformers_batch(name: str, config: Any) -> dict[str, Any]:
         side = side[0] if isinstance(side, (list, tuple)) else side
         return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), max(side, 32), max(side, 32))}
     if name in PAIRS:
-        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+        # The mask is spelled out: LongT5, where it is traced, makes none of its own.
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids.flip(1)}
     if name in DECODERS:
         return {"input_ids": ids, "labels": ids, "use_cache": False}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
