@@ -83,8 +83,3 @@ def _device_type() -> str:
     from ..runtime.backend import current_torch_device  # here: the backend is another room's, and may not be there
 
     return current_torch_device().type
-
-
-def precision_key() -> tuple:
-    """What of the precision set outside of a step decides what the step computes."""
-    return (_half, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))

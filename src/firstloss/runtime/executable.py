@@ -29,6 +29,7 @@ from .cell import Cell
 from .gradients import Gradients
 from .jaxlib import compile_options, lend, to_host, x64
 from .mesh import fit, put
+from .modes import ModesLeft
 from .optimizers import Optimizers
 from .placement import begin_behind
 from .segmented import SegmentedStep, there
@@ -80,8 +81,10 @@ class Executable:
         self._where: dict[Value, Any] = {}  # on a mesh, where each input lies
         with timeline.span("trace"):
             self._gradients = Gradients(backend.parameters())
+            self._modes = ModesLeft()
             try:
                 result = self._trace(step, leaves, spec)
+                self._modes.traced()
                 self._settle(result)
                 self._optimizers.settled()
                 self._gradients.traced(self._tracing.inputs)
@@ -193,6 +196,7 @@ class Executable:
     def _undo(self) -> None:
         """A step that could not be traced leaves nothing behind."""
         self._gradients.undo()
+        self._modes.undo()
         new = self._optimizers.new_state
         for optimizer in self._optimizers.seen:
             for entries in optimizer.state.values():
@@ -286,6 +290,7 @@ class Executable:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
             store.resident.set(array)
         self._gradients.leave()
+        self._modes.leave()
         arrays = iter(results)
         out = [result.value if isinstance(result, Kept) else resident(next(arrays)) for result in self._results]
         for call in self._tracing.closures:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..amp.precision import precision_key
 from ..capture.program import Program
 from ..errors import TraceError
 from ..uncollected import uncollected
 from .backend import Backend, current_backend
 from .changes import Changes
+from .modes import modes
 from .shapes import Pad, Shapes
 
 
@@ -99,7 +99,7 @@ class TracedStep:
 
     def _changes(self, backend: Backend, spec: Any, kind: tuple) -> Changes:
         """The executables for this kind of batch."""
-        key = (id(backend), spec, kind, self._parameters(backend), _modes())
+        key = (id(backend), spec, kind, self._parameters(backend), modes())
         known = self._executables.get(key)
         if known is None:
             known = self._executables[key] = Changes(self._name, self._refuse, self._check)
@@ -120,13 +120,3 @@ class TracedStep:
         if self._latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
         return self._latest.latest().program
-
-
-def _modes() -> tuple:
-    """What of PyTorch's modes, set outside of a step, decides what the step computes: another is another step."""
-    return (
-        *precision_key(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-    )
