@@ -27,17 +27,23 @@ from firstloss import heap
 # is resident is what is held.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
+# The status of a benchmark that this machine cannot run: what automake's and meson's tests call skipped.
+NOT_MEASURED = 77
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What one benchmark found: `rows` of (what, value in words), and whether the goal is met."""
+    """What one benchmark found: `rows` of (what, value in words), and whether the goal is met.
+
+    `met` is None where this machine lacks what is to be measured, and the only row says what.
+    """
 
     name: str
     goal: str
     rows: list[tuple[str, str]]
-    met: bool
+    met: bool | None
     data: dict[str, Any]
 
 
@@ -52,8 +58,11 @@ def main(module: Any) -> None:
         print(json.dumps(result))
         return
     figure = module.measure(args)
+    if figure.met is None and not args.json:
+        print(f"{figure.name}: not measured: {figure.rows[0][1]}")
+        sys.exit(NOT_MEASURED)
     report([figure], args.json)
-    sys.exit(0 if figure.met or args.tiny else 1)
+    sys.exit(NOT_MEASURED if figure.met is None else 0 if figure.met or args.tiny else 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,6 +195,8 @@ def report(figures: Sequence[Figure], as_json: bool) -> None:
     for figure in figures:
         table.add_section()
         verdict = "[green]met[/green]" if figure.met else "[red]not met[/red]"
+        if figure.met is None:
+            verdict = "[yellow]not measured[/yellow]"
         table.add_row(f"[bold]{figure.name}[/bold]", verdict)
         table.add_row(f"  goal: {figure.goal}", "", style="dim")
         for what, value in figure.rows:

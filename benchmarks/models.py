@@ -12,6 +12,14 @@ LLAMA_1B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
 }
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 LLAMA_100M = {
     "vocab_size": 256,
     "hidden_size": 1024,

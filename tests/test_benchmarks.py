@@ -37,6 +37,31 @@ def test_a_report_for_people_and_one_for_programs(capsys):
     assert json.loads(capsys.readouterr().out)[0]["rows"] == [["capture", "2.00 s"]]
 
 
+def test_what_this_machine_lacks_is_said_in_one_line():
+    code = "from benchmarks import gpu_llama_8b as b, harness; harness.main(b)"
+    environment = {**os.environ, "PYTHONPATH": "src", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=harness.ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == harness.NOT_MEASURED, done.stderr
+    assert "not measured: JAX finds no GPU here" in done.stdout and done.stdout.count("\n") == 1
+
+
+def test_the_figure_of_a_gpu_runs_on_a_cpu_when_tiny():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "benchmarks.gpu_llama_8b", "--tiny", "--rounds", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": "src"}
+    done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (figure,) = json.loads(done.stdout)
+    assert figure["met"]  # the eager policy's weights are the CPU's
+    said = dict(figure["rows"])
+    assert {
+        "rng='eager': faster than eager construction on the GPU",
+        "rng='counter': capture, compile and draw",
+    } <= set(said)
+
+
 def test_one_figure_from_end_to_end():
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks.materialize_llama_1b", "--tiny", "--rounds", "1", "--json"]

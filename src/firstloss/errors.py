@@ -118,5 +118,9 @@ class PrecisionError(FirstlossError, ValueError):
     """A precision that is not there, or loss scaling in an order that makes no sense."""
 
 
+class ModuleTextError(FirstlossError, ValueError):
+    """A file is no StableHLO module that Firstloss wrote, or not all of it."""
+
+
 class ShardingError(FirstlossError, ValueError):
     """A sharding names what is not there: an axis, a dimension, a weight, a device."""

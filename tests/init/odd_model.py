@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -58,3 +59,32 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer(width) for _ in range(count))
         self.head = nn.Linear(width, 96, bias=False)
         self.head.weight = self.embedding.weight
+
+
+TABLE = np.sin(np.arange(6000, dtype=np.float32)).reshape(100, 60)
+
+
+class Mixed(nn.Module):
+    """Edits in place, buffers, and numpy's arrays, some of which stay the real tensors that they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 48)
+        with torch.no_grad():
+            self.linear.weight[:, 3].zero_()
+            self.linear.weight[5:9].mul_(0.5).add_(1.0)
+            self.linear.bias.fill_(0.25)
+            self.linear.bias[::2].normal_()
+        self.register_buffer("table", torch.from_numpy(TABLE))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.tril(torch.ones(40, 40, dtype=torch.bool)))
+        self.position = nn.Parameter(torch.from_numpy(TABLE) * 2 + torch.rand(100, 60))
+        self.rows = nn.Parameter(torch.as_tensor(TABLE[:5]))
+        self.norm = nn.BatchNorm1d(33)
+        sparse = nn.init.uniform_(torch.empty(90, 70), -1, 1)
+        sparse[sparse.abs() < 0.1] = 0
+        self.sparse = nn.Parameter(sparse)
+        self.edited = nn.Parameter(torch.randn(80, 90))
+        self.edited.data[10:20, :].uniform_(-0.1, 0.1)
+        self.edited.data.copy_(self.edited.data * torch.from_numpy(np.linspace(0, 1, 90, dtype=np.float32)))
+        self.tied = self.edited

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import ShardingError
+from firstloss.errors import NothingDeferredError, ShardingError
 from firstloss.init import shardings
 
 AXES = {"data": 2, "fsdp": 3, "tp": 4}
@@ -115,6 +115,50 @@ def test_a_pattern_that_matches_nothing_is_an_error():
     assert shardings.mark_of(module[0].weight) is None
 
 
+@pytest.mark.parametrize("specs", [[("0.weight", ("tp",))], "tp", {0: ("tp",)}])
+def test_shardings_are_a_mapping_of_patterns(specs):
+    module = fl.deferred_init(model)
+    for say in (lambda: fl.shard(module, specs, AXES), lambda: fl.init_program(module).plan(AXES, specs)):
+        with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: the shardings .* are no mapping"):
+            say()
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"tp": "4"}, {"tp": "x"}, {"tp": 2.5}, {"tp": None}, {"tp": True}, {"tp": 0}, {3: 4}, {'a"b': 2}, "tp=4"]
+)
+def test_an_axis_is_a_name_and_a_whole_number(mesh):
+    with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: .* is no mesh"):
+        fl.init_program(fl.deferred_init(model)).plan(mesh)
+
+
+def test_what_is_no_module_and_what_is_no_tensor():
+    with pytest.raises(ShardingError, match="3 is no Module"):
+        fl.shard(3, {"*": ()}, AXES)
+    with pytest.raises(ShardingError, match="'x' is no tensor"):
+        fl.mark_sharding("x", AXES, ("tp",))
+    with pytest.raises(NothingDeferredError, match="3 is no Module"):
+        fl.init_program(3)
+
+
+def test_a_partition_spec_is_a_spec():
+    from jax.sharding import PartitionSpec
+
+    placed = fl.init_program(fl.deferred_init(model)).plan(
+        {"data": 2, "tp": 2}, {"0.weight": PartitionSpec(("data", "tp"), None)}
+    )
+    assert placed.weights[0].placed.spec == (("data", "tp"), ())
+    with pytest.raises(ShardingError, match="has UNCONSTRAINED in it"):
+        fl.init_program(fl.deferred_init(model)).plan(AXES, {"0.weight": PartitionSpec(PartitionSpec.UNCONSTRAINED)})
+
+
+def test_marks_are_for_one_mesh():
+    module = fl.shard(fl.deferred_init(model), {"0.weight": ("tp",)}, {"tp": 4})
+    fl.shard(module, {"1.weight": ("tp",)}, {"tp": 2})
+    with pytest.raises(ShardingError, match=r"1\.weight: the spec \('tp',\) is for a mesh of {'tp': 2}.*0\.weight"):
+        fl.init_program(module).plan()
+    assert fl.init_program(module).plan({"tp": 2}).devices == 2
+
+
 def test_a_mesh_is_given_by_its_axes():
     with pytest.raises(ShardingError, match="8 is no mesh"):
         fl.shard(fl.deferred_init(model), {"*": ()}, 8)
@@ -141,6 +185,9 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
     made = program.plan(AXES, {"head.weight": ("tp", None)})
     assert [(w.name, w.placed.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
     assert made.aliases == {"head.weight": "embedding.weight"}
+    for bad in ("nope", None), ("tp", None, None):
+        with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # though the first name's spec holds
+            program.plan(AXES, {"embedding.weight": ("tp",), "head.weight": bad})
 
 
 def test_what_does_not_divide_is_cut_elsewhere_and_said():

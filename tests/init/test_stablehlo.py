@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ShardingError
-from tests.init.odd_model import Layers
+from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
+from tests.init.odd_model import TABLE, Layers, Mixed
 from tests.init.stablehlo_devices import program_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -129,13 +129,74 @@ def test_marks_on_the_module_are_enough():
 
 
 def test_a_mesh_larger_than_the_devices_is_an_error():
-    with pytest.raises(ShardingError, match=r"a mesh of 4096 devices \(fsdp=4096\) where there"):
+    with pytest.raises(ShardingError, match=r"spec .* is for a mesh of 4096 devices \(fsdp=4096\), and") as raised:
         program().run({"fsdp": 4096})
+    assert re.match(f"{re.escape(__file__)}:[0-9]+: embedding.weight: the spec", str(raised.value))
 
 
 def test_an_unknown_engine_is_an_error():
     with pytest.raises(BackendError, match="engine='jax' on a cpu"):
         program().run(engine="jax")
+
+
+LOAD = """
+import sys, jax, numpy
+jax.config.update("jax_num_cpu_devices", 2)
+import firstloss as fl
+for path in sys.argv[1:]:
+    numpy.savez(path + ".npz", **fl.run_stablehlo(path))
+assert "torch" not in sys.modules and "tests" not in sys.modules
+"""
+
+
+def test_edits_buffers_and_numpys_constants_in_another_process(tmp_path):
+    paths, expected = [], []
+    for rng, mesh in [("eager", None), ("counter", None), ("eager", {"fsdp": 2})]:
+        torch.manual_seed(11)
+        with fl.deferred(rng=rng):
+            module = Mixed()
+        path = tmp_path / f"{rng}{bool(mesh)}.mlir"
+        path.write_text(fl.init_program(module).to_stablehlo(mesh))
+        fl.materialize_module(module)
+        paths.append(str(path))
+        expected.append({name: tensor.detach().numpy() for name, tensor in module.state_dict().items()})
+    torch.manual_seed(11)
+    eager = Mixed().state_dict()
+    assert all(expected[0][name].tobytes() == tensor.numpy().tobytes() for name, tensor in eager.items())
+    subprocess.run([sys.executable, "-c", LOAD, *paths], env=ENVIRONMENT, cwd=tmp_path, check=True)
+    for path, weights in zip(paths, expected, strict=True):
+        with np.load(f"{path}.npz") as arrays:
+            assert {*arrays} == weights.keys() - {"tied"}
+            for name in arrays:
+                assert arrays[name].dtype == weights[name].dtype and arrays[name].shape == weights[name].shape, name
+                if "counter" in path and name == "edited":  # normals by that policy: within 4 units of the largest
+                    largest = np.abs(weights[name]).max()
+                    assert np.abs(arrays[name] - weights[name]).max() <= 4 * np.spacing(largest)
+                else:
+                    assert arrays[name].tobytes() == weights[name].tobytes(), (path, name)
+
+
+def test_real_weights_are_constants_of_the_program():
+    torch.manual_seed(0)
+    made = fl.init_program(fl.deferred_init(Mixed))
+    assert made.recipes.keys() == Mixed().state_dict().keys()
+    arrays = made.run()
+    assert np.asarray(arrays["table"]).tobytes() == TABLE.tobytes()
+
+
+@pytest.mark.parametrize("text", ["", "hello", "module { }", "\N{REPLACEMENT CHARACTER}", "cut"])
+def test_a_file_that_is_no_module_is_one_error(text, tmp_path):
+    path = tmp_path / "weights.mlir"
+    path.write_text(text if text != "cut" else program().to_stablehlo()[:9000])
+    with pytest.raises(ModuleTextError, match=r"weights\.mlir is (no module of weights|damaged or cut short)"):
+        fl.run_stablehlo(path)
+
+
+def test_a_name_of_any_letters_comes_back(tmp_path):
+    made = fl.init_program(fl.deferred_init(lambda: nn.ParameterDict({'é"\\ ': nn.Parameter(torch.rand(32))})))
+    path = tmp_path / "weights.mlir"
+    path.write_text(made.to_stablehlo())
+    assert [*fl.run_stablehlo(path)] == [*made.recipes]
 
 
 def test_a_module_does_not_hold_what_no_device_can_make():

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ShardingError, TargetError
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
-    mesh = None if args.mesh is None else dict(_axis(part) for part in args.mesh.split(","))
-    shardings = dict(_sharding(text) for text in args.shard) or None
+    mesh = None if args.mesh is None else _once("--mesh", map(_axis, args.mesh.split(",")))
+    shardings = _once("--shard", map(_sharding, args.shard)) or None
     if args.memory:
         import jax
 
@@ -94,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
                 f"{memory['temporary']:,} bytes of temporary memory beside them"
             )
     return 0
+
+
+def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, what in pairs:
+        if name in found:
+            raise ShardingError(f"{option}: {name!r} is said twice. Say it once")
+        found[name] = what
+    return found
 
 
 def _axis(text: str) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..capture.constants import ref_of
 from ..capture.deferred import named_tensors
 from ..capture.late import at_root
 from ..capture.program import Node, Program, Ref, Value, slice_for
@@ -149,7 +150,7 @@ class Report:
 
 
 class InitProgram:
-    """What was captured of a module: a recipe for each of its deferred weights.
+    """What was captured of a module: a recipe for each of its weights.
 
     Attributes:
         recipes: by qualified name. A weight that has several names has its recipe under each.
@@ -251,16 +252,26 @@ class InitProgram:
 
 
 def init_program(module: torch.nn.Module) -> InitProgram:
-    """What was captured of `module`: a recipe for each weight that is still deferred; computes nothing.
+    """What was captured of `module`: a recipe for each of its weights; computes nothing.
+
+    Parameters and buffers that are real already, as those made of numpy arrays are, are constants of it, as they are
+    now; weights that live on a backend are left out.
 
     Raises:
         NothingDeferredError: if no parameter, buffer or tensor attribute of `module` is deferred.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise NothingDeferredError(f"init_program: {module!r:.80} is no Module. Only a Module has named weights.")
     recipes: dict[str, Recipe] = {}
     first: dict[int, Recipe] = {}
     counted: set[int] = set()
+    present: list[tuple[str, torch.Tensor, str]] = []
     for name, tensor, kind in named_tensors(module):
-        if type(tensor) is not DeferredTensor or tensor._store.resident is not None:
+        if type(tensor) is not DeferredTensor:
+            if kind != "attribute" and _is_plain(tensor):
+                present.append((name, tensor, kind))
+            continue
+        if tensor._store.resident is not None:
             continue
         recipe = first.get(id(tensor))
         if recipe is None:
@@ -278,7 +289,20 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             f"init_program: this {type(module).__name__} has no deferred weight. Construct it with "
             "firstloss.deferred_init, and look before it is materialized."
         )
+    for name, tensor, kind in present:  # weights that lie in memory already are written down as they are
+        recipe = first.get(id(tensor))
+        if recipe is None:
+            recipe = first[id(tensor)] = Recipe(name, ref_of(tensor), kind, 0, mark=mark_of(tensor))
+        else:
+            recipe.aliases.append(name)
+        recipes[name] = recipe
     return InitProgram(recipes)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a real tensor has values that can be written down: not one of a subclass with a layout of its own."""
+    known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return known and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _place(node: Node) -> tuple[Stream, int]:

@@ -32,6 +32,7 @@ class Mark(NamedTuple):
     mesh: Any
     spec: tuple
     source: Source
+    name: str = "a weight"
 
 
 class Placed(NamedTuple):
@@ -57,9 +58,17 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
             names one twice.
     """
     source = here()
-    checked(f"a weight of shape {list(tensor.shape)}", tuple(tensor.shape), spec, axes_of(mesh), source)
-    setattr(tensor, _ATTRIBUTE, Mark(mesh, tuple(spec), source))
+    if not isinstance(tensor, torch.Tensor):
+        raise ShardingError(f"{_at(source)}{tensor!r:.80} is no tensor. Give the weight itself, as model.head.weight")
+    name = f"a weight of shape {list(tensor.shape)}"
+    checked(name, tuple(tensor.shape), spec, axes_of(mesh), source)
+    setattr(tensor, _ATTRIBUTE, Mark(mesh, tuple(spec), source, name))
     return tensor
+
+
+def mark_alike(tensor: torch.Tensor, mark: Mark) -> None:
+    """Have `tensor`, of the shape of the weight that bears `mark`, lie as it does."""
+    setattr(tensor, _ATTRIBUTE, mark)
 
 
 def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
@@ -74,12 +83,14 @@ def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
         ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is marked then.
     """
     source, axes = here(), axes_of(mesh)
+    if not isinstance(module, torch.nn.Module):
+        raise ShardingError(f"{_at(source)}{module!r:.80} is no Module. For a tensor there is fl.mark_sharding")
     tensors = {name: tensor for name, tensor, kind in named_tensors(module) if kind != "attribute"}
     matched = match(tensors, specs, source)
     for name, spec in matched.items():
         checked(name, tuple(tensors[name].shape), spec, axes, source)
     for name in reversed(matched):  # of tied names the first one's spec holds
-        setattr(tensors[name], _ATTRIBUTE, Mark(mesh, tuple(matched[name]), source))
+        setattr(tensors[name], _ATTRIBUTE, Mark(mesh, tuple(matched[name]), source, name))
     return module
 
 
@@ -90,6 +101,11 @@ def mark_of(tensor: torch.Tensor) -> Mark | None:
 
 def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: Source) -> dict[str, Sequence[Any]]:
     """For each of `names` that a pattern matches, the spec of the first one that does."""
+    if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
+        raise ShardingError(
+            f"{_at(source)}the shardings {specs!r:.120} are no mapping of name patterns. Write a dict, as "
+            "{'*.weight': ('fsdp', None)}"
+        )
     for pattern in specs:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(list(names)[:3])
@@ -115,9 +131,9 @@ def axes_of(mesh: Any) -> Axes:
     names = getattr(mesh, "mesh_dim_names", None)
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
     if names is not None and sizes is not None:
-        return dict(zip(names, (int(n) for n in sizes), strict=True))
-    if isinstance(sizes, Mapping) and all(type(name) is str and int(n) > 0 for name, n in sizes.items()):
-        return {name: int(n) for name, n in sizes.items()}
+        sizes = dict(zip(names, sizes, strict=True))
+    if isinstance(sizes, Mapping) and all(_is_axis(name, size) for name, size in sizes.items()):
+        return {name: int(size) for name, size in sizes.items()}
     raise ShardingError(
         f"{_at(here())}{mesh!r} is no mesh. Give a jax.sharding.Mesh, a torch DeviceMesh with mesh_dim_names, or the "
         "sizes of its axes by name, as {'fsdp': 8}"
@@ -131,7 +147,9 @@ def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: So
         ShardingError: naming the weight, the spec and the line.
     """
     where = f"{_at(source)}{name}: the spec {_shown(spec)}"
-    if isinstance(spec, (str, int)) or not isinstance(spec, Sequence):
+    if type(spec).__module__.startswith("jax") and hasattr(spec, "__iter__"):  # a PartitionSpec, which is no Sequence
+        spec = tuple(spec)
+    if isinstance(spec, (str, bytes)) or not isinstance(spec, Sequence):
         raise ShardingError(f"{where} is no tuple. Write one entry for each dimension, as ('fsdp', None)")
     if len(spec) > len(shape):
         raise ShardingError(
@@ -217,6 +235,12 @@ def starts(shape: tuple[int, ...], spec: Spec, axes: Axes, where: Mapping[str, A
 
 def _parts(names: Sequence[str], axes: Axes) -> int:
     return math.prod(axes[axis] for axis in names)
+
+
+def _is_axis(name: Any, size: Any) -> bool:
+    """Whether they are an axis' name and size. A quotation mark would end the name in a module's text."""
+    written = isinstance(name, str) and name.isprintable() and not set(name) & set('"\\') and name != ""
+    return written and not isinstance(size, bool) and hasattr(size, "__index__") and int(size) > 0
 
 
 def _at(source: Source) -> str:

@@ -9,14 +9,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.lib.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..errors import ShardingError
+from ..errors import ModuleTextError, ShardingError
 
 _MESH = re.compile(r"sdy\.mesh @mesh = <\[([^\]]*)\]>")
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')
 _OUT = re.compile(r"sdy\.manual_computation\(.*?\) in_shardings=\[.*?\] out_shardings=\[(.*?)\] manual_axes", re.DOTALL)
 _ONE = re.compile(r"<@mesh, \[((?:\{[^}]*\}(?:, )?)*)\]>")
+_ESCAPED = re.compile(r"\\\\|(?:\\[0-9A-F]{2})+")
 _NAME = re.compile(r'jax\.result_info = "((?:[^"\\]|\\.)*)"')
 
 
@@ -28,10 +30,13 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
             makes the shards of its own devices.
 
     Raises:
-        ShardingError: if there are fewer devices than the module was written for.
+        ShardingError: if there are fewer devices than the module was written for, or one is given twice.
+        ModuleTextError: if the file is no such module, or has been cut short.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
+    if not text.startswith("module @constructor ") or "func.func public @main(" not in text:
+        raise ModuleTextError(f"{os.fspath(path)} is no module of weights. Write one with `firstloss stablehlo`")
     axes = {name: int(size) for name, size in _AXIS.findall(found[1])} if (found := _MESH.search(text)) else {}
     count = int(np.prod(list(axes.values()), dtype=int))
     own = list(jax.devices() if devices is None else devices)
@@ -42,9 +47,15 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
             "it again for a smaller mesh, or run it where there are as many"
         )
     own = own[:count]
+    if len(set(own)) < count:
+        raise ShardingError(f"{os.fspath(path)}: a device is given twice. Give {count} different ones")
+    try:
+        shards = _execute(text, own)
+    except ir.MLIRError as error:
+        what = " ".join(str(error).split())
+        raise ModuleTextError(f"{os.fspath(path)} is damaged or cut short: {what:.200}. Write it again") from None
     names, shapes = _outputs(text)
     shardings = _shardings(text, axes, own, len(names))
-    shards = _execute(text, own)
     return {
         name: jax.make_array_from_single_device_arrays(shape, sharding, parts)
         for name, shape, sharding, parts in zip(names, shapes, shardings, shards, strict=True)
@@ -58,7 +69,14 @@ def _outputs(text: str) -> tuple[list[str], list[tuple[int, ...]]]:
     for kind in re.findall(r"tensor<([^>]*)> \{", results):
         *sizes, _ = kind.split("x")
         shapes.append(tuple(int(size) for size in sizes))
-    return _NAME.findall(results), shapes
+    return [_ESCAPED.sub(_unescaped, name) for name in _NAME.findall(results)], shapes
+
+
+def _unescaped(run: re.Match) -> str:
+    """A backslash, or what MLIR writes as hexadecimal bytes: quotation marks, and all beyond ASCII, as UTF-8."""
+    if run[0] == "\\\\":
+        return "\\"
+    return bytes.fromhex(run[0].replace("\\", "")).decode()
 
 
 def _shardings(text: str, axes: dict[str, int], devices: list[jax.Device], count: int) -> list[Any]:
@@ -79,7 +97,6 @@ def _execute(text: str, devices: list[jax.Device]) -> list[list[jax.Array]]:
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
 
     client = devices[0].client
     options = compiler.get_compile_options(

@@ -13,7 +13,7 @@ from ..capture.source import here
 from ..errors import ShardingError
 from ..lower.mt19937_fills import kernel
 from ..lower.program import constant
-from .shardings import Axes, Placed, axes_of, by_default, checked, divided, local_shape, match
+from .shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
 from .stablehlo_fill import Box, words_drawn
 from .stablehlo_sketch import Unsketchable, known, sketch
 from .stablehlo_tree import Apply, Fill, Masked, Sketch, Truncated, Whole
@@ -119,7 +119,7 @@ def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | 
     own = {name: recipe for name, recipe in program.recipes.items() if recipe.name == name}
     marks = {name: recipe.mark for name, recipe in own.items() if recipe.mark is not None}
     if mesh is None and shardings is None and marks:
-        mesh = next(iter(marks.values())).mesh
+        mesh = _mesh_of(marks)
     axes = {} if mesh is None else axes_of(mesh)
     asked = _asked(program, shardings, marks, axes, line)
     weights = []
@@ -142,6 +142,18 @@ def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | 
     return Plan(axes, weights, aliases)
 
 
+def _mesh_of(marks: Mapping[str, Mark]) -> Any:
+    """The mesh of the marks, which has to be one."""
+    first, one = next(iter(marks.items()))
+    for name, mark in marks.items():
+        if axes_of(mark.mesh) != axes_of(one.mesh):
+            raise ShardingError(
+                f"{mark.source}: {name}: the spec {mark.spec!r} is for a mesh of {axes_of(mark.mesh)}, and that of "
+                f"{first}, at {one.source}, for one of {axes_of(one.mesh)}. Mark all weights for one mesh, or give it"
+            )
+    return one.mesh
+
+
 def _asked(
     program: InitProgram, shardings: Mapping[str, Any] | None, marks: Mapping[str, Any], axes: Axes, line: Line
 ) -> dict[str, tuple[Sequence[Any], Line]]:
@@ -154,6 +166,7 @@ def _asked(
     # A tied weight may be named by any of its names; the first that is matched holds.
     out: dict[str, tuple[Sequence[Any], Line]] = {}
     for name, spec in found.items():
+        checked(name, program.recipes[name].shape, spec, axes, line)
         out.setdefault(program.recipes[name].name, (spec, line))
     return out
 

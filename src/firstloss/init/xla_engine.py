@@ -67,8 +67,10 @@ def concrete(mesh: Any, made: Plan) -> Mesh | None:
     own = jax.devices()
     if made.devices > len(own):
         sizes = ", ".join(f"{name}={size}" for name, size in made.axes.items())
+        cut = next((w for w in made.weights if any(w.placed.spec)), made.weights[0])
         raise ShardingError(
-            f"a mesh of {made.devices} devices ({sizes}) where there are {len(own)}. Give a smaller one; on a CPU, "
+            f"{here()}: {cut.name}: the spec {partition_spec(cut)} is for a mesh of {made.devices} devices ({sizes}), "
+            f"and there are {len(own)} ({own[0].platform}). Give a smaller mesh; on a CPU, "
             f"jax.config.update('jax_num_cpu_devices', {made.devices}) before JAX is first used makes as many. "
             "to_stablehlo and plan take a mesh of any size"
         )

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..capture.program import Ref, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.source import UNKNOWN
+from ..capture.source import UNKNOWN, here
 from ..errors import BackendError, ShardingError
 from ..init import shardings
 from ..lower.program import constant
@@ -59,7 +59,7 @@ class Mesh:
             if mark is None:
                 continue
             self._check_axes(mark)
-            said = shardings.checked("the weight", tuple(tensor.shape), mark.spec, self.axes, mark.source)
+            said = shardings.checked(mark.name, tuple(tensor.shape), mark.spec, self.axes, mark.source)
             spec = _spec_of_memory(tensor._ref(), said)
             if spec is None:
                 warnings.warn(
@@ -104,15 +104,15 @@ class Mesh:
                 if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
                     continue
                 if type(tensor) is not DeferredTensor or tensor._ref().whole:  # a gradient may be a view
-                    shardings.mark_sharding(tensor, mark.mesh, mark.spec)
+                    shardings.mark_alike(tensor, mark)
 
     def _check_axes(self, mark: shardings.Mark) -> None:
         theirs = shardings.axes_of(mark.mesh)
         for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
             if theirs.get(axis) != self.axes.get(axis):
                 raise ShardingError(
-                    f"{_at(mark)}a weight was marked for a mesh of {theirs}, and the backend's is {self.axes}. Give "
-                    "fl.shard the backend's mesh."
+                    f"{_at(mark)}{mark.name}: the spec {mark.spec!r} is for a mesh of {theirs}, and the backend's is "
+                    f"{self.axes}. Give fl.shard the backend's mesh."
                 )
 
     def _named(self, spec: shardings.Spec) -> NamedSharding:
@@ -198,20 +198,22 @@ def _jax_mesh(mesh: Any) -> jax.sharding.Mesh:
         devices, names = mesh.devices, mesh.axis_names
     else:
         axes = shardings.axes_of(mesh)
-        count, here = math.prod(axes.values()), jax.devices()
-        if count > len(here) or jax.process_count() > 1 and count != len(here):
+        count, own = math.prod(axes.values()), jax.devices()
+        if count > len(own) or jax.process_count() > 1 and count != len(own):
             raise BackendError(
-                f"a mesh of {axes} takes {count} devices, and JAX finds {len(here)} ({here[0].platform})."
-                + (_HOW if here[0].platform == "cpu" else "")
+                f"{here()}: a mesh of {axes} takes {count} devices, and JAX finds {len(own)} ({own[0].platform})."
+                + (_HOW.format(count) if own[0].platform == "cpu" else "")
             )
         if isinstance(mesh, Mapping):
-            devices, names = np.array(here[:count]).reshape(tuple(axes.values())), tuple(axes)
+            devices, names = np.array(own[:count]).reshape(tuple(axes.values())), tuple(axes)
         else:
-            raise BackendError(f"{mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes as {axes}.")
+            raise BackendError(
+                f"{here()}: {mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes as {axes}."
+            )
     return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-_HOW = ' Several on one CPU: jax.config.update("jax_num_cpu_devices", 8) before the backend is made.'
+_HOW = ' Several on one CPU: jax.config.update("jax_num_cpu_devices", {}) before the backend is made.'
 
 
 def _at(mark: shardings.Mark) -> str:
