@@ -199,6 +199,19 @@ def test_a_name_of_any_letters_comes_back(tmp_path):
     assert [*fl.run_stablehlo(path)] == [*made.recipes]
 
 
+def test_a_weight_that_is_no_array_is_an_error():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(8, 8)
+            self.rare = nn.Parameter(torch.rand(8, 8).to_sparse())
+
+    made = fl.init_program(fl.deferred_init(Sparse))
+    for make in (made.run, made.to_stablehlo, made.plan):
+        with pytest.raises(LoweringError, match=r"test_stablehlo\.py:\d+: rare: .*sparse_coo"):
+            make()
+
+
 def test_a_module_does_not_hold_what_no_device_can_make():
     class Shuffled(nn.Module):
         def __init__(self):

@@ -154,10 +154,12 @@ class InitProgram:
 
     Attributes:
         recipes: by qualified name. A weight that has several names has its recipe under each.
+        without: weights that can have none, such as sparse ones, each with its kind in words.
     """
 
-    def __init__(self, recipes: dict[str, Recipe]) -> None:
+    def __init__(self, recipes: dict[str, Recipe], without: Mapping[str, str]) -> None:
         self.recipes = recipes
+        self.without = without
 
     @cached_property
     def program(self) -> Program:
@@ -266,10 +268,13 @@ def init_program(module: torch.nn.Module) -> InitProgram:
     first: dict[int, Recipe] = {}
     counted: set[int] = set()
     present: list[tuple[str, torch.Tensor, str]] = []
+    others: dict[str, str] = {}
     for name, tensor, kind in named_tensors(module):
         if type(tensor) is not DeferredTensor:
             if kind != "attribute" and _is_plain(tensor):
                 present.append((name, tensor, kind))
+            elif kind != "attribute":
+                others[name] = _kind(tensor)
             continue
         if tensor._store.resident is not None:
             continue
@@ -296,7 +301,13 @@ def init_program(module: torch.nn.Module) -> InitProgram:
         else:
             recipe.aliases.append(name)
         recipes[name] = recipe
-    return InitProgram(recipes)
+    return InitProgram(recipes, others)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """In words, what kind of tensor has no recipe."""
+    name = "" if type(tensor) in (torch.Tensor, torch.nn.Parameter) else f"{type(tensor).__name__}, "
+    return f"{name}{str(tensor.layout).removeprefix('torch.')}, {tensor.dtype}, on {tensor.device}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

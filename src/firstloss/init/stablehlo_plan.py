@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..capture.replay import compute
 from ..capture.source import Source as Line
 from ..capture.source import here
-from ..errors import ShardingError
+from ..errors import LoweringError, ShardingError
 from ..lower.mt19937_fills import kernel
 from ..lower.program import constant
 from .shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
@@ -114,8 +114,14 @@ def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | 
 
     Raises:
         ShardingError: if a spec does not fit its weight or the mesh.
+        LoweringError: if a weight is sparse, or otherwise no array.
     """
     line = here()
+    for name, kind in program.without.items():
+        raise LoweringError(
+            f"{line}: {name}: a jax.Array cannot be made of this tensor ({kind}). Give the module a dense one, such as "
+            "its .to_dense(), or leave it out"
+        )
     own = {name: recipe for name, recipe in program.recipes.items() if recipe.name == name}
     marks = {name: recipe.mark for name, recipe in own.items() if recipe.mark is not None}
     if mesh is None and shardings is None and marks:
