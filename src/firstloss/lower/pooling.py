@@ -73,12 +73,23 @@ class _Windows:
         return lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * len(self.lead) + edges)
 
     def places(self, offset) -> np.ndarray:
-        """The flat index, in the unpadded plane, of what `slice` gives."""
-        flat = np.zeros(self.counts, np.int64)
+        """The flat index, in the unpadded plane, of what `slice` gives: in 32 bits where they do."""
+        flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
         for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
             along = np.arange(c) * s + o - p
-            flat += along.reshape((-1,) + (1,) * (self.space - d - 1)) * math.prod(self.lengths[d + 1 :])
+            along = along.reshape((-1,) + (1,) * (self.space - d - 1)) * math.prod(self.lengths[d + 1 :])
+            flat += along.astype(flat.dtype)
         return flat
+
+    def inside(self, offset) -> np.ndarray:
+        """Whether what `slice` gives is in the input, and not of its padding."""
+        inside = np.ones(self.counts, bool)
+        for d, (o, c, s, p, n) in enumerate(
+            zip(offset, self.counts, self.stride, self.padding, self.lengths, strict=True)
+        ):
+            along = np.arange(c) * s + o - p
+            inside &= ((along >= 0) & (along < n)).reshape((-1,) + (1,) * (self.space - d - 1))
+        return inside
 
     def sizes(self, count_include_pad: bool) -> np.ndarray:
         """How many elements each window averages over."""
@@ -97,6 +108,20 @@ class _Windows:
 # --- Maximum ----------------------------------------------------------------------------------------------------------
 
 
+def _over(plane: np.ndarray, x):
+    """One value for each window, the same in all planes of `x`."""
+    return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
+
+
+def _once(places):
+    """The same, by a reduction: XLA on a CPU does none twice.
+
+    What is only compared and selected it takes for cheap, and would work it out anew in the backward pass, for every
+    offset in a window once.
+    """
+    return lax.reduce_max(lax.concatenate([places[None], lax.full_like(places, 0)[None]], 0), (0,))
+
+
 def _lowest(dtype: np.dtype):
     return int(np.iinfo(dtype).min) if dtype.kind in "iu" else -math.inf
 
@@ -105,19 +130,22 @@ def _lowest(dtype: np.dtype):
 def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False):
     windows = _Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     padded = windows.padded(self, _lowest(self.dtype))
-    inside = windows.padded(lax.full(self.shape, True), False)
     best: Any = None
     places: Any = None
-    found: Any = None
+    found: Any = False  # which windows have had a place within the input
     for offset in windows.offsets():
-        x, here = windows.slice(padded, offset), windows.slice(inside, offset)
-        place = lax.broadcast_in_dim(windows.places(offset), x.shape, range(len(windows.lead), x.ndim))
+        x, here = windows.slice(padded, offset), windows.inside(offset)
+        place = _over(windows.places(offset), x)
         if best is None:
             best, places, found = x, place, here
             continue
-        take = here & ((x > best) | (x != x) | ~found)
+        take = (x > best) | (x != x)
+        if not np.all(found):
+            take |= _over(~found, x)
+        if not np.all(here):
+            take &= _over(here, x)
         best, places, found = where(take, x, best), where(take, place, places), found | here
-    return best, places
+    return best, cast(_once(places), np.dtype(np.int64))
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
@@ -126,8 +154,8 @@ def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, paddi
     g = cast(grad_output, opmath(grad_output.dtype))
     gradient = lax.full(self.shape, 0, g.dtype)
     for offset in windows.offsets():
-        place = lax.broadcast_in_dim(windows.places(offset), g.shape, range(len(windows.lead), g.ndim))
-        gradient += windows.unslice(where(indices == place, g, 0), offset)
+        place = _over(windows.places(offset), g)
+        gradient += windows.unslice(where(cast(indices, place.dtype) == place, g, 0), offset)
     return gradient
 
 
