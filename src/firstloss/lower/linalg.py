@@ -75,7 +75,7 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
     return factor, _failed(factor)
 
 
-@rule(aten.cholesky.default)
+@rule("cholesky.default")  # PyTorch 2.15 has it no more
 def cholesky(self, upper=False):
     return _cholesky(self, upper)
 

@@ -17,20 +17,30 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-RULES: dict[torch._ops.OpOverload, Callable] = {}
+RULES: dict[OpOverload, Callable] = {}
 
 
-def rule(*overloads: torch._ops.OpOverload) -> Callable[[Callable], Callable]:
-    """Enter the decorated function as the lowering of `overloads`; an overload is entered once."""
+def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
+    """Enter the decorated function as the lowering of `overloads`; an overload is entered once.
+
+    One that not every version of PyTorch has is given by name, "cholesky.default", and left out where it is missing.
+    """
 
     def enter(function: Callable) -> Callable:
-        for overload in overloads:
+        for overload in filter(None, map(_present, overloads)):
             if overload in RULES:
                 raise ValueError(f"{overload} already has a lowering: {RULES[overload].__qualname__}")
             RULES[overload] = function
         return function
 
     return enter
+
+
+def _present(overload: OpOverload | str) -> OpOverload | None:
+    if isinstance(overload, OpOverload):
+        return overload
+    name, _, variant = overload.partition(".")
+    return getattr(getattr(torch.ops.aten, name, None), variant, None)
 
 
 def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable], Callable]:
