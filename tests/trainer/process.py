@@ -1,11 +1,12 @@
-"""A run of its own process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY`; prints its bits."""
+"""A run of its own process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
 
 import sys
 
 import firstloss as fl
 from firstloss.trainer import Callback, Checkpoint
 
-from .small import bits, loader, trainer
+from . import small
+from .small import bits, trainer
 
 
 class Slow(Callback):
@@ -21,7 +22,7 @@ def main():
     folder, backend, steps, every = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     backend = fl.backend(backend, artifact_dir=f"{folder}/artifacts")
     run = trainer(folder, backend, max_steps=steps, checkpoint=Checkpoint(steps=every), callbacks=[Slow()])
-    run.fit(loader())
+    run.fit(getattr(small, sys.argv[5])())
     print(bits(run))
 
 

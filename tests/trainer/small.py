@@ -34,6 +34,19 @@ def loader(count=48, batch_size=8, shuffle=True, **options):
     return DataLoader(dataset(count), batch_size, shuffle=shuffle, **options)
 
 
+class Noisy(TensorDataset):
+    """Draws in the worker that reads a sample."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(8), y
+
+
+def with_workers():
+    """Shuffled in this process, and noise from two others."""
+    return DataLoader(Noisy(*dataset().tensors), 8, shuffle=True, num_workers=2)
+
+
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 

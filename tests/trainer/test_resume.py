@@ -132,10 +132,10 @@ def test_checkpoints_of_another_model_are_refused(tmp_path):
         trainer(tmp_path, schedulers=None, max_steps=9).fit(loader())
 
 
-def start(folder, backend="CPU", steps=400, every=3, **options):
+def start(folder, backend="CPU", steps=400, every=3, data="loader", **options):
     """A run in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.process", str(folder), backend, str(steps), str(every)],
+        [sys.executable, "-m", "tests.trainer.process", str(folder), backend, str(steps), str(every), data],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -174,6 +174,23 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
         killed.kill()
         killed.communicate()
     last = start(tmp_path / "killed", steps=40)
+    assert last.communicate(timeout=240)[0] == expected
+
+
+def test_killed_runs_with_workers_end_with_the_same_bits(tmp_path):
+    """The workers of the killed run end by themselves, a few seconds later."""
+    whole = start(tmp_path / "whole", steps=14, data="with_workers")
+    expected = whole.communicate(timeout=240)[0]
+    assert expected.strip()
+    killed = start(tmp_path / "killed", steps=10**6, data="with_workers")
+    wait_for_checkpoint(tmp_path / "killed", 9, killed)  # in the second epoch
+    killed.kill()
+    killed.wait()
+    steps = (tmp_path / "killed" / "checkpoints").glob("step_*")
+    later = [path for path in steps if int(path.name.removeprefix("step_")) > 9]
+    for path in later:  # it got further before it was killed
+        path.rename(tmp_path / path.name)
+    last = start(tmp_path / "killed", steps=14, data="with_workers")
     assert last.communicate(timeout=240)[0] == expected
 
 

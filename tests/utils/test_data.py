@@ -115,6 +115,35 @@ def test_workers():
     assert rows(DataExecutor(DataLoader(shuffled, num_workers=2))) == expected
 
 
+class Noise(data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.randn(1)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
+    """So in a later epoch their random numbers cannot be found again, of which a warning tells."""
+
+    def loader():
+        seeded()
+        return DataLoader(lambda: data.DataLoader(Noise(), batch_size=1, num_workers=1, persistent_workers=True))
+
+    whole = loader()
+    for _ in range(epoch + 1):
+        expected, position = [], None
+        for batch in whole:
+            expected.append(batch.item())
+            position = position or whole.state_dict()
+    again = loader()
+    again.load_state_dict(position)
+    found = [batch.item() for batch in again]
+    told = ["persistent_workers=False" in str(warning.message) for warning in recwarn]
+    assert (found != expected[1:]) == any(told) == (epoch > 0)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

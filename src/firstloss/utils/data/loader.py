@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,9 @@ class DataLoader:
     `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop goes on from
     there. If the user's loader has both methods itself, they are used; otherwise it is iterated from the beginning of
     the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) as they were then, so that it
-    shuffles as it did, and the batches given out before are read and dropped.
+    shuffles as it did, and the batches given out before are read and dropped. Workers are seeded by these generators
+    too; only those that are kept from one epoch to the next (`persistent_workers=True`) cannot be brought back to where
+    they were, of which a warning tells.
 
     Raises:
         LoaderError: if `input_fn` is not callable or returns nothing that can be iterated over; if it, or the loader,
@@ -112,6 +115,14 @@ class DataLoader:
         batch = int(resume["batch"])
         begun = RandomState.from_tensors(resume["begun"]) if "begun" in resume else RandomState.now(loader)
         begun.restore(loader)
+        if epoch and getattr(loader, "persistent_workers", False):
+            warnings.warn(
+                f"{self.name} goes on in epoch {epoch} (counted from 0) with persistent_workers=True. The random "
+                "numbers that its workers draw there go on from the epochs before, and nobody can ask where they were: "
+                "if the dataset draws any (augmentation), they are others than in a run that was not stopped. With "
+                "persistent_workers=False workers are seeded anew for each epoch, and it goes on exactly.",
+                stacklevel=2,
+            )
         if "loader" in resume and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(resume["loader"])
             iterator = iter(loader)
