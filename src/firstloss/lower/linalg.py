@@ -109,8 +109,8 @@ def _singular(lu):
 
 
 def _as_factored(A):
-    """PyTorch factors the transpose of a real contiguous matrix, which saves it a copy, and its derivative formulas
-    expect that."""
+    """For a determinant, PyTorch factors the transpose of a real contiguous matrix, which saves it a copy, and its
+    derivative formulas expect that."""
     return A if is_complex(A.dtype) else jnp.swapaxes(A, -1, -2)
 
 
@@ -190,13 +190,9 @@ _adjoint = adjoint  # the operand above has the name
 def _linalg_solve_ex(A, B, *, left=True, check_errors=False):
     is_vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
     b = lax.expand_dims(B, [B.ndim]) if is_vector else B
-    lu, pivots, permutation = _lu(_as_factored(A))
-    a_lu, _, a_permutation = (lu, pivots, permutation) if is_complex(A.dtype) else _lu(A)
-    if left:
-        x = _lu_solve(a_lu, a_permutation, b)
-    else:
-        x = adjoint(_lu_solve(a_lu, a_permutation, adjoint(b), True))
-    return lax.squeeze(x, [x.ndim - 1]) if is_vector else x, lu, pivots, _singular(a_lu)
+    lu, pivots, permutation = _lu(A)
+    x = _lu_solve(lu, permutation, b) if left else adjoint(_lu_solve(lu, permutation, adjoint(b), True))
+    return lax.squeeze(x, [x.ndim - 1]) if is_vector else x, lu, pivots, _singular(lu)
 
 
 @rule(aten.linalg_inv_ex.default)
@@ -278,7 +274,10 @@ def _linalg_eigvals(self):
 
 @rule(aten.linalg_pinv.atol_rtol_tensor)
 def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
-    """By the singular values above max(atol, rtol * largest)."""
+    """By the singular values above max(atol, rtol * largest); of a Hermitian matrix the lower triangle is read."""
+    if hermitian:
+        below = jnp.tril(self, -1)
+        self = below + adjoint(below) + cast(jnp.real(self) * jnp.eye(self.shape[-1]), self.dtype)
     u, s, vh = lax.linalg.svd(self, full_matrices=False)
     largest = jnp.max(s, -1, keepdims=True, initial=0)
     if rtol is None:
