@@ -20,7 +20,7 @@ CORE_NAMES = {overload._schema.name.removeprefix("aten::").strip("_") for overlo
 _FAMILIES = re.compile(
     r"attention|cross_entropy|nll_loss|(layer|group|batch|instance|rms)_norm|conv|embedding|pool|interpolate|upsample"
     r"|grid_sample|^scatter|^index|gather|^take|^put|sort$|topk|kthvalue|^cum|cumsum|^fft\.|^linalg\.|^qr$|cholesky"
-    r"|svd|eigh|inverse|solve|norm(\.|$)|^lu|det$|complex|^polar|^real$|^imag$|^angle|conj|bitwise|logical|shift"
+    r"|svd|eigh|inverse|solve|norm(\.|$)|^lu|det$|complex|^polar|^real$|^imag$|^angle|conj|bitwise|logical|shift(_|$)"
     r"|^(div|floor_divide|true_divide|remainder|fmod|gcd|lcm)|foreach|optim"
 )
 
