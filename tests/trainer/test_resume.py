@@ -157,7 +157,8 @@ def test_signals_save_and_end(number, status, tmp_path):
     wait_for_checkpoint(tmp_path, 5, process)
     process.send_signal(number)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == status and f"{number.name}: saving after this step" in said
+    assert process.returncode == status, said
+    assert f"{number.name}: saving after this step" in said
     run = trainer(tmp_path, max_steps=10**6)
     assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
     assert run.folder.steps()[-1] >= 5 and os.path.exists(tmp_path / "versions.json")
