@@ -72,23 +72,23 @@ class _Windows:
             edges.append((o - p, n - (o - p + (c - 1) * s + 1), s - 1))
         return lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * len(self.lead) + edges)
 
+    def _along(self, offset) -> Iterator[np.ndarray]:
+        """Where in the input, along each dimension, is what `slice` gives: to be broadcast against the others."""
+        for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
+            yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
+
     def places(self, offset) -> np.ndarray:
         """The flat index, in the unpadded plane, of what `slice` gives: in 32 bits where they do."""
         flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
-        for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
-            along = np.arange(c) * s + o - p
-            along = along.reshape((-1,) + (1,) * (self.space - d - 1)) * math.prod(self.lengths[d + 1 :])
-            flat += along.astype(flat.dtype)
+        for d, along in enumerate(self._along(offset)):
+            flat += (along * math.prod(self.lengths[d + 1 :])).astype(flat.dtype)
         return flat
 
     def inside(self, offset) -> np.ndarray:
         """Whether what `slice` gives is in the input, and not of its padding."""
         inside = np.ones(self.counts, bool)
-        for d, (o, c, s, p, n) in enumerate(
-            zip(offset, self.counts, self.stride, self.padding, self.lengths, strict=True)
-        ):
-            along = np.arange(c) * s + o - p
-            inside &= ((along >= 0) & (along < n)).reshape((-1,) + (1,) * (self.space - d - 1))
+        for along, n in zip(self._along(offset), self.lengths, strict=True):
+            inside &= (along >= 0) & (along < n)
         return inside
 
     def sizes(self, count_include_pad: bool) -> np.ndarray:
