@@ -1,11 +1,11 @@
 """One training step of small models of three zoos, compiled, against eager PyTorch: the loss and every gradient.
 
-    python -m tests.lower.model_steps                         # all, over an hour; writes docs/model-steps.md
+    python -m tests.lower.model_steps                         # all that have no outcome yet, hours; writes the page
     python -m tests.lower.model_steps transformers --only bert
     python -m tests.lower.model_steps --table                 # the page again, from outcomes found before
 
-Each model runs in a process of its own, with a limit on its time. Outcomes are kept in build/model_steps.jsonl; a model
-that has one is not run again unless it is named.
+Each model runs in a process of its own, with a limit on its time. Its outcome takes the place of its row in
+docs/model-steps.jsonl, of which docs/model-steps.md is made; a model that has one is not run again unless it is named.
 
 What counts as the same is written in model_rounding.py.
 """
@@ -13,14 +13,11 @@ What counts as the same is written in model_rounding.py.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
 import multiprocessing
 import os
 import re
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,24 +28,8 @@ import firstloss as fl
 from benchmarks.sweep_constructors import prepare
 
 from .model_cases import ZOOS, Case, loss_of, silence
+from .model_page import keep, read_rows, write_page
 from .model_rounding import BETAS, RATE, Step, Tensors, judge, judge_update, nudge
-
-ROOT = Path(__file__).parents[2]
-OUTCOMES = ROOT / "build" / "model_steps.jsonl"
-PREFACE = """
-One step (forward, backward, AdamW) of small configurations (of torchvision's and timm's models: without layers that
-are like the one before) on batches of two (eight images), constructed deferred, traced and compiled by
-`fl.backend("XLA")`, `fl.compile` and `fl.trace`, against eager PyTorch from the same seed, in float32. Dropout is 0,
-for eager's masks are other masks. Compared are the loss, every gradient and every buffer (a batch norm's running
-statistics): the *distance* is the norm of the difference over the norm of eager's, and *worst* is the tensor that
-comes nearest to what is *allowed*. That is 1e-4; or, where eager's own result is less certain than that, four times
-the distance by which it moves if the step is taken in float64, or from weights that differ by an ulp (a ReLU whose
-input is zero but for rounding; a batch norm over a handful of values). Where that is more than 1e-2, or gradients
-alone (not the loss, not a buffer) are farther off, by less than 1e-2, the step is compiled in float64 too, where it
-has to be within 1e-4 of eager's: the remark says how near it is. New weights are compared, element by element and to
-what AdamW's own roundings explain, with those that eager's AdamW makes of the same gradients. Seconds are those of
-tracing, lowering and compiling on shared cores.
-"""
 
 
 def train(case: Case, dtype: torch.dtype | None = None, nudged: int | None = None) -> tuple[Tensors, Step]:
@@ -174,40 +155,10 @@ def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
     return out
 
 
-def read_outcomes() -> dict[tuple[str, str], dict[str, Any]]:
-    if not OUTCOMES.exists():
-        return {}
-    found = map(json.loads, OUTCOMES.read_text().splitlines())
-    return {(o["zoo"], o["name"]): o for o in found}
-
-
-def write_page(outcomes: dict[tuple[str, str], dict[str, Any]], path: Path) -> None:
-    lines = ["# Training steps of model zoos", "", "<!-- Written by `python -m tests.lower.model_steps`. -->", ""]
-    lines += [*PREFACE.strip().splitlines(), ""]
-    lines += ["| zoo | same | differ | refused |", "| --- | ---: | ---: | ---: |"]
-    for zoo in ZOOS:
-        verdicts = [o["verdict"] for o in outcomes.values() if o["zoo"] == zoo]
-        counts = [str(verdicts.count(v)) for v in ("same", "differs", "refused")]
-        lines.append(f"| {zoo} {importlib.metadata.version(zoo)} | {' | '.join(counts)} |")
-    for zoo in ZOOS:
-        ran = [o for o in outcomes.values() if o["zoo"] == zoo and o["verdict"] != "left out"]
-        lines += ["", f"## {zoo}", ""]
-        lines += ["| model | outcome | weights | gradients | loss | worst | distance | allowed | seconds | remark |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | --- |"]
-        lines += [_row(o) for o in sorted(ran, key=lambda o: o["name"])]
-    path.write_text("\n".join([*lines, ""]))
-
-
-def _row(o: dict[str, Any]) -> str:
-    seconds = sum(o.get("seconds", {}).values())
-    remark = re.sub(r"/\S*/(site-packages|zoo|src)/", "", o["why"]).replace("|", "\\|")[:200]
-    cells = [o["name"], o["verdict"], f"{o['weights']:,}" if "weights" in o else "", str(o.get("tensors", ""))]
-    if "worst" in o:
-        off = abs(o["loss"] - o["eager loss"]) / max(abs(o["eager loss"]), 1e-30)
-        cells += [f"{off:.0e}", f"`{o['worst']}`", f"{o['distance']:.0e}", f"{o['allowed']:.0e}", f"{seconds:.0f}"]
-    else:
-        cells += [""] * 5
-    return f"| {' | '.join(cells)} | {remark} |"
+def is_known(zoo: str, name: str) -> bool:
+    """Whether a model has an outcome, by the present check and within its time."""
+    row = read_rows().get((zoo, name), {"verdict": "late"})
+    return row["verdict"] != "late" and not row.get("partly")
 
 
 def main() -> None:
@@ -221,7 +172,6 @@ def main() -> None:
     prepare()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    OUTCOMES.parent.mkdir(exist_ok=True)
     for zoo in options.zoos or ZOOS:
         if options.table:
             break
@@ -230,16 +180,14 @@ def main() -> None:
         import firstloss.runtime.executable  # noqa: F401
 
         for name in ZOOS[zoo][0][: options.first]:
-            known = (zoo, name) in read_outcomes() if options.only is None else not re.search(options.only, name)
-            if known:
+            if is_known(zoo, name) if options.only is None else not re.search(options.only, name):
                 continue
             out = in_child(zoo, name, options.limit)
-            if out["verdict"] != "late":  # tried again the next time
-                with OUTCOMES.open("a") as file:
-                    file.write(json.dumps(out) + "\n")
+            keep(out)
+            write_page()
             far = f"{out.get('distance', 0):.0e} of {out.get('allowed', 0):.0e}"
             print(f"{zoo:12} {name:30} {out['verdict']:9} {far} {out['why'][:250]}", flush=True)
-    write_page(read_outcomes(), ROOT / "docs" / "model-steps.md")
+    write_page()
 
 
 if __name__ == "__main__":
