@@ -69,3 +69,13 @@ def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
     fl.compile(model, backend)
     for name, weight in eager.named_parameters():
         assert torch.equal(getattr(model, name).cpu(), weight), name
+
+
+def test_a_program_that_ends_waits_for_the_thread():
+    """A daemon would go on drawing while the interpreter is taken down under it, and crash the process."""
+    gate = threading.Event()
+    state = placement._Making(lambda: gate.wait(60) and {})
+    state.begin()
+    assert [thread.daemon for thread in making()] == [False]
+    gate.set()
+    assert state.result() == {}

@@ -46,7 +46,8 @@ class _Making(Future):
             if self._begun:
                 return
             self._begun = True
-        threading.Thread(target=self._work, name="firstloss-materialize", daemon=True).start()
+        # Not a daemon: those go on drawing while the interpreter is taken down under them, and crash.
+        threading.Thread(target=self._work, name="firstloss-materialize").start()
 
     def result(self, timeout: float | None = None) -> dict[Value, jax.Array]:
         self.begin()
