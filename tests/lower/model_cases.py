@@ -108,11 +108,18 @@ TORCHVISION = (
     "alexnet vit_b_32 squeezenet1_1 resnet18 convnext_tiny densenet121 mc3_18 shufflenet_v2_x0_5 regnet_x_400mf "
     "resnext50_32x4d vgg11 fcn_resnet50 wide_resnet50_2 r3d_18 mnasnet0_5 mobilenet_v2 regnet_y_400mf r2plus1d_18 "
     "mobilenet_v3_large efficientnet_b0 resnet50 efficientnet_v2_s swin_t deeplabv3_mobilenet_v3_large "
-    "lraspp_mobilenet_v3_large googlenet swin_v2_t s3d mvit_v2_s inception_v3 maxvit_t"
+    "lraspp_mobilenet_v3_large googlenet swin_v2_t s3d mvit_v2_s inception_v3 maxvit_t swin3d_t mvit_v1_b raft_small "
+    "squeezenet1_0 regnet_y_800mf"
 ).split()
 IMAGES_A_BATCH = 8  # what a batch norm over two images does is mostly rounding
-VIDEO = ("mc3_18", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d")
-SIDES = {"maxvit_t": 224, "inception_v3": 96, "mvit_v2_s": 224, "alexnet": 96, "s3d": 224}
+VIDEO = ("mc3_18", "mvit_v1_b", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d", "swin3d_t")
+SIDES = {"inception_v3": 96, "alexnet": 96, "raft_small": 128}
+# Layers that give as many channels as they take, each of its own shape.
+LEFT_OUT = {
+    "googlenet": ("inception4b", "inception4c"),
+    "inception_v3": ("Mixed_5d", "Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7c"),
+    "s3d": ("features.9", "features.10", "features.14"),
+}
 
 TIMM = (
     "resnet10t vit_tiny_patch16_224 convnext_atto deit_tiny_patch16_224 mixer_s32_224 convmixer_768_32 "
@@ -225,12 +232,41 @@ def _alike(a: nn.Module, b: nn.Module) -> bool:
     return sketch(a) == sketch(b) and bool(shapes(a))
 
 
+def torchvision_small(name: str) -> nn.Module | None:
+    """Architectures that take their sizes as arguments, and whose layers are all of different shapes."""
+    models = importlib.import_module("torchvision.models")
+    if name == "densenet121":
+        return models.DenseNet(16, (2, 3, 2, 2), 32, num_classes=10)
+    if name == "maxvit_t":
+        return models.MaxVit((64, 64), 16, 2, [16, 32, 48, 64], [1, 1, 1, 1], 16, 0.0, num_classes=10)
+    if name in ("swin_t", "swin_v2_t"):
+        swin = importlib.import_module("torchvision.models.swin_transformer")
+        new = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2} if "v2" in name else {}
+        return swin.SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=10, **new)
+    if name == "swin3d_t":
+        return models.video.SwinTransformer3d([2, 4, 4], 24, [2, 2], [2, 4], [4, 4, 4], num_classes=10)
+    if name.startswith("mvit"):
+        block = importlib.import_module("torchvision.models.video.mvit").MSBlockConfig
+        sizes = [(1, 24, 48, [1, 1, 1]), (2, 48, 48, [1, 2, 2]), (2, 48, 96, [1, 1, 1]), (4, 96, 96, [1, 2, 2])]
+        blocks = [block(n, i, o, [3, 3, 3], [3, 3, 3], stride, [1, 2, 2]) for n, i, o, stride in sizes]
+        new = dict.fromkeys(("residual_pool", "rel_pos_embed", "proj_after_attn"), name == "mvit_v2_s")
+        return models.video.MViT(
+            (64, 64), 16, blocks, residual_with_cls_embed=name != "mvit_v2_s", num_classes=10, **new
+        )
+    return None
+
+
 def torchvision_case(name: str) -> Case:
     models = importlib.import_module("torchvision.models")
     segments = name.startswith(("fcn", "lraspp", "deeplab"))
     side = SIDES.get(name, 64)
 
     def build() -> nn.Module:
+        small = torchvision_small(name)
+        if small is not None:
+            return small
+        if name == "raft_small":
+            return models.optical_flow.raft_small(weights=None)
         options: dict[str, Any] = {"num_classes": 10}
         if segments:
             options["weights_backbone"] = None
@@ -238,16 +274,20 @@ def torchvision_case(name: str) -> Case:
             options |= {"init_weights": False, "aux_logits": False}
         if name.startswith("vit"):
             options["image_size"] = side
-        if name == "densenet121":  # whose layers grow, so that none is like the one before
-            return models.DenseNet(16, (2, 3, 2, 2), 32, num_classes=10)
-        return thin(models.get_model(name, weights=None, **options))
+        model = models.get_model(name, weights=None, **options)
+        for layer in LEFT_OUT.get(name, ()):
+            model.set_submodule(layer, nn.Identity())
+        if name == "s3d":
+            model.avgpool = nn.AvgPool3d((2, 2, 2))  # of 64 pixels a side, not 224
+        return thin(model)
 
     def batch(model: nn.Module) -> dict[str, Any]:
+        if name == "raft_small":
+            pair = torch.randn(2, 2, 3, side, side)
+            return {"image1": pair[0], "image2": pair[1], "num_flow_updates": 2}
         frames = (16,) if name in VIDEO else ()
-        images = IMAGES_A_BATCH if side < 128 else 2
-        return {
-            "input" if name.startswith("lraspp") else "x": torch.randn(2 if frames else images, 3, *frames, side, side)
-        }
+        shape = (2 if frames else IMAGES_A_BATCH, 3, *frames, side, side)
+        return {"input" if name.startswith("lraspp") else "x": torch.randn(shape)}
 
     return Case(build, batch)
 
