@@ -59,3 +59,46 @@ def _finishes_alike() -> bool:
             if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
                 return False
     return True
+
+
+# How close to the middle between two floats the native inverse error function leaves a number to PyTorch's, as a
+# fraction of their distance: twice what is seen to be enough with the math library that PyTorch's builds have, on
+# all 2^24 uniforms of (-1, 1) (`tests/rng/test_erfinv.py`).
+DOUBT = 1 / 128
+
+
+@cache
+def erfinv_trusted() -> bool:
+    """Whether the native inverse error function may take the place of PyTorch's. Found out once in a process, in 1 ms.
+
+    PyTorch's is a math library's, and another one's on another CPU. What is asked of it here is to be twice as close to
+    the true value as the kernel counts on, at a hundred thousand numbers: a library that is less so even in a
+    sixtieth of the interval gives itself away, all but surely.
+    """
+    if not (native.has_erfinv() and trusted()):
+        return False
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        options: Any = {"dtype": torch.float32, "device": "cpu"}
+        generator = torch.Generator().manual_seed(20_261_121)
+        even = torch.empty(100_000, **options).uniform_(-1, 1, generator=generator)
+        tails = 1 - torch.exp2(-torch.empty(10_000, **options).uniform_(1, 24, generator=generator))
+        special = torch.tensor([0.0, -0.0, 1e-44, -1e-30, 1.0, -1.0, 1.5, float("inf"), float("nan")], **options)
+        numbers = torch.cat([even, tails, -tails[:100], special])
+        expected = torch.cat([part.erfinv() for part in numbers.split(1 << 15)])  # where PyTorch starts no threads
+        room = Doubtful(len(numbers))
+        count = native.erfinv(numbers.data_ptr(), len(numbers), room.within(DOUBT / 2))
+        room.left[:count].erfinv_()
+        native.put(numbers.data_ptr(), room.within(DOUBT / 2), count)
+        return count < len(numbers) // 2 and torch.equal(numbers.view(torch.int32), expected.view(torch.int32))
+
+
+class Doubtful:
+    """Room for the numbers among `count` whose inverse error function is in doubt: arguments, and indices."""
+
+    def __init__(self, count: int) -> None:
+        self.left = torch.empty(count + native.SPARE, dtype=torch.float32, device="cpu")
+        self.where = torch.empty(count + native.SPARE, dtype=torch.int32, device="cpu")
+
+    def within(self, share: float = DOUBT) -> native.Doubt:
+        """What the native kernels take."""
+        return native.Doubt(share, self.left.data_ptr(), self.where.data_ptr())

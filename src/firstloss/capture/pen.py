@@ -11,10 +11,11 @@ from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from . import counter_draw
-from .native_check import trusted
+from .native_check import Doubtful, erfinv_trusted, trusted
 
 aten = torch.ops.aten
 
+_ALONE = 1 << 15  # elements of which PyTorch starts no threads, which would be more than there are cores
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # The arguments of what has a native kernel, and their defaults.
 _ARGUMENTS = {
@@ -37,6 +38,7 @@ class Pen:
         self._generator = torch.Generator()
         self._cursor: native.Cursor | None = None  # if there is one, it is where we are, and the generator is not
         self._counter: tuple[CounterStream, Position] | None = None  # likewise
+        self._doubtful = Doubtful(0)
 
     def move(self, stream: Stream, position: Position) -> None:
         """Go to a position, unless the pen is there."""
@@ -61,10 +63,46 @@ class Pen:
                 self._cursor = None
             draw(op, [target, *args], dict(kwargs), self._generator)
             return
+        cursor = self._native()
+        kernel = cursor.normal if op is aten.normal_.default else cursor.uniform
+        kernel(target.data_ptr(), target.numel(), *numbers)
+
+    def has_erfinv(self, op: Any, target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether there is a kernel for this draw, of target or parts of it, with `erfinv_()` behind it."""
+        return (
+            op is aten.uniform_.default
+            and self._counter is None
+            and target.numel() < (1 << 31) - native.SPARE
+            and is_native(op, target, args, kwargs)
+            and erfinv_trusted()
+        )
+
+    def draw_erfinv(
+        self,
+        target: torch.Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        finish: tuple[float, float, float, float],
+    ) -> None:
+        """As `draw` of `uniform_`, then `erfinv_()` and `native.finish`, in one go, where `has_erfinv`."""
+        numbers = _numbers(aten.uniform_.default, target, args, kwargs)
+        assert numbers is not None
+        self.at = None
+        count = target.numel()
+        if self._doubtful.left.numel() < count + native.SPARE:
+            self._doubtful = Doubtful(count)
+        doubt = self._doubtful.within()
+        open_ = self._native().uniform_erfinv(target.data_ptr(), count, *numbers, finish, doubt)
+        left = self._doubtful.left[:open_]
+        for part in left.split(_ALONE):
+            part.erfinv_()
+        native.finish(left.data_ptr(), left.data_ptr(), open_, *finish)
+        native.put(target.data_ptr(), doubt, open_)
+
+    def _native(self) -> native.Cursor:
         if self._cursor is None:
             self._cursor = native.Cursor(self._generator.get_state().numpy())
-        kernel = self._cursor.normal if op is aten.normal_.default else self._cursor.uniform
-        kernel(target.data_ptr(), target.numel(), *numbers)
+        return self._cursor
 
     def draw_columns(
         self, op: Any, rows: int, parts: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -79,11 +117,9 @@ class Pen:
             return False
         assert numbers[0] is not None
         self.at = None
-        if self._cursor is None:
-            self._cursor = native.Cursor(self._generator.get_state().numpy())
         kind = "normal" if op is aten.normal_.default else "uniform"
         widths = [part.numel() // rows for part in parts]
-        self._cursor.columns(kind, [part.data_ptr() for part in parts], widths, rows, *numbers[0])
+        self._native().columns(kind, [part.data_ptr() for part in parts], widths, rows, *numbers[0])
         return True
 
     def _count(

@@ -27,7 +27,7 @@ from ..capture.replay import Replay, look
 from ..rng import draws
 from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position, Stream
-from .chains import apply, find_chains, split_finish
+from .chains import Finish, apply, find_chains, split_finish
 from .memory import allocate_huge
 
 # A fill is drawn in pieces that stay in a core's L2 cache: PyTorch's normal kernel goes over its target twice
@@ -255,23 +255,31 @@ def _draw_fill(fill: Fill, pen: Pen, done: Callable[[int], None] | None) -> None
     op, args, kwargs = node.op, node.args[1:], node.kwargs
     if node.draw is not None and node.draw.rejection is not None:  # its first round; the others follow later
         op, args, kwargs = torch.ops.aten.normal_.default, node.args[1:3], {}
-    pieces = [(fill.begin, fill.end)]
     if fill.target.contiguous:
         target = target.view(-1)
+    natively = is_native(op, target, args, kwargs)
+    edits, finish = split_finish(fill.then) if natively else (fill.then, None)
+    at_once = [edit.op for edit in edits] == [torch.ops.aten.erfinv_.default] and pen.has_erfinv(
+        op, target, args, kwargs
+    )
+    pieces = [(fill.begin, fill.end)]
     if _may_be_cut(fill):
-        size = _PIECE if not is_native(op, target, args, kwargs) else _EDITED_PIECE if fill.then else _NATIVE_PIECE
+        size = _PIECE if not natively else _EDITED_PIECE if fill.then and not at_once else _NATIVE_PIECE
         # The kernel treats the end of a fill in a way of its own, for which it wants the last piece not to be short.
         cuts = [*range(fill.begin, max(fill.end - size, fill.begin) + 1, size), fill.end]
         pieces = list(zip(cuts, cuts[1:], strict=False))
-    edits, finish = split_finish(fill.then) if is_native(op, target, args, kwargs) else (fill.then, None)
-    rough = torch.empty(max(end - begin for begin, end in pieces), dtype=target.dtype) if finish is not None else target
+    longest = max(end - begin for begin, end in pieces)
+    rough = target if at_once or finish is None else torch.empty(longest, dtype=target.dtype)  # stays in the cache
     for begin, end in pieces:
         part = target if end - begin == target.numel() else target[begin:end]
-        drawn = part if finish is None else rough[: end - begin]  # stays in the cache
-        pen.draw(op, drawn, args, kwargs)
-        apply(edits, drawn)
-        if finish is not None:
-            finish.write(part, drawn)
+        if at_once:
+            pen.draw_erfinv(part, args, kwargs, finish or Finish())
+        else:
+            drawn = part if finish is None else rough[: end - begin]
+            pen.draw(op, drawn, args, kwargs)
+            apply(edits, drawn)
+            if finish is not None:
+                finish.write(part, drawn)
         if done is not None:
             done((end - begin) * target.itemsize)
 

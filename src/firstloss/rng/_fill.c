@@ -28,7 +28,7 @@ int firstloss_lanes(void) {
 
 #else
 
-#include <immintrin.h>
+#include "_erfinv.h"
 
 enum {
     N = 624,            /* words in a block */
@@ -216,7 +216,6 @@ INLINE void fill_columns(
 }
 
 #define FOR_8 __attribute__((target("avx2,fma")))
-#define FOR_16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
 
 FOR_8 static void normal_8(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
     fill_normal(cursor, out, count, mean, std);
@@ -281,6 +280,28 @@ FOR_16 static void finish_16(
     FINISH(16, __m512, _mm512)
 }
 
+/* Uniforms, their inverse error functions, and what is left to do to these, but for those in doubt: see inverses_16. */
+FOR_16 static int64_t uniform_erfinv_16(
+    struct cursor *cursor, float *out, int64_t count, float low, float high, float factor, float term, float least,
+    float most, float doubt, float *left, int32_t *where
+) {
+    ALIGNED uint32_t words[N + CHUNK];
+    ALIGNED float uniforms[CHUNK];
+    ALIGNED float made[CHUNK];
+    int64_t found = 0;
+    memcpy(words, cursor->words, sizeof cursor->words);
+    for (int64_t done = 0; done < count;) {
+        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
+        draw(words, &cursor->drawn, uniforms, some);
+        scale(uniforms, made, some, low, high);
+        found += inverses_16(made, some, doubt, left + found, where + found, (int32_t)done);
+        finish_16(out + done, made, some, factor, term, least, most);
+        done += some;
+    }
+    memcpy(cursor->words, words, sizeof cursor->words);
+    return found;
+}
+
 /* The widest vectors that this machine has, of those that the kernels are compiled for: 16, 8, or 0 for none. */
 int firstloss_lanes(void) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
@@ -313,6 +334,31 @@ EXPORT void firstloss_columns(
 ) {
     const struct columns to = {out, widths, parts};
     (lanes == 16 ? columns_16 : columns_8)(cursor, &to, count, normal, (float)first, (float)second);
+}
+
+/* `x.erfinv_()` of `count` < 2^31 - 16 numbers, on 16 lanes: see inverses_16. */
+EXPORT int64_t firstloss_erfinv(float *x, int64_t count, double doubt, float *left, int32_t *where) {
+    return inverses_16(x, count, (float)doubt, left, where, 0);
+}
+
+/* `uniform_(low, high).erfinv_().mul_(factor).add_(term).clamp_(least, most)` of as many elements, likewise. */
+EXPORT int64_t firstloss_uniform_erfinv(
+    struct cursor *cursor, float *out, int64_t count, double low, double high, float factor, float term, float least,
+    float most, double doubt, float *left, int32_t *where
+) {
+    return uniform_erfinv_16(
+        cursor, out, count, (float)low, (float)high, factor, term, least, most, (float)doubt, left, where
+    );
+}
+
+/* Writes `count` numbers to those elements that `where` has the indices of, none of which is in the cache. */
+EXPORT void firstloss_put(float *to, const float *from, const int32_t *where, int64_t count) {
+    const int64_t ahead = 32;
+    for (int64_t i = 0; i < count; i++) {
+        if (i + ahead < count)
+            __builtin_prefetch(to + where[i + ahead], 1);
+        to[where[i]] = from[i];
+    }
 }
 
 /* What `uniform_(low, high)` makes of a contiguous float32 tensor of `count` elements. */

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return None
-    if not all(hasattr(library, f"firstloss_{name}") for name in ("lanes", "normal", "uniform", "finish")):
+    if not has_all(library, "lanes", "normal", "uniform", "finish"):
         return None  # built from older source
     if library.firstloss_lanes() > 0:
         for kernel in (library.firstloss_normal, library.firstloss_uniform):
@@ -52,7 +53,7 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int,
             )
             kernel.restype = None
-        if hasattr(library, "firstloss_columns"):  # else built from older source: columns are copied
+        if has_all(library, "columns"):  # else built from older source: columns are copied
             library.firstloss_columns.argtypes = (
                 ctypes.POINTER(_Cursor),
                 ctypes.POINTER(ctypes.c_void_p),
@@ -65,6 +66,18 @@ def _library() -> ctypes.CDLL | None:
                 ctypes.c_int,
             )
             library.firstloss_columns.restype = None
+        if has_all(library, "erfinv", "uniform_erfinv", "put"):
+            buffers = (ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)
+            library.firstloss_erfinv.argtypes = (ctypes.c_void_p, ctypes.c_int64, *buffers)
+            library.firstloss_erfinv.restype = ctypes.c_int64
+            library.firstloss_uniform_erfinv.argtypes = (
+                *library.firstloss_uniform.argtypes[:5],
+                *[ctypes.c_float] * 4,
+                *buffers,
+            )
+            library.firstloss_uniform_erfinv.restype = ctypes.c_int64
+            library.firstloss_put.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64)
+            library.firstloss_put.restype = None
         library.firstloss_finish.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -74,6 +87,11 @@ def _library() -> ctypes.CDLL | None:
         )
         library.firstloss_finish.restype = None
     return library
+
+
+def has_all(library: ctypes.CDLL, *names: str) -> bool:
+    """Whether the library, which may have been built from older source, has these kernels."""
+    return all(hasattr(library, f"firstloss_{name}") for name in names)
 
 
 def lanes() -> int:
@@ -90,7 +108,13 @@ def available() -> bool:
 def has_columns() -> bool:
     """Whether `Cursor.columns` is there."""
     library = _library()
-    return library is not None and lanes() > 0 and hasattr(library, "firstloss_columns")
+    return library is not None and lanes() > 0 and has_all(library, "columns")
+
+
+def has_erfinv() -> bool:
+    """Whether `erfinv` and `Cursor.uniform_erfinv` are there: they are written for 16 numbers at once."""
+    library = _library()
+    return library is not None and lanes() == 16 and has_all(library, "erfinv", "uniform_erfinv", "put")
 
 
 def finish(
@@ -103,6 +127,35 @@ def finish(
     library = _library()
     assert library is not None
     library.firstloss_finish(to, source, count, factor, term, low, high, lanes() if width is None else width)
+
+
+SPARE = 16  # what the room for numbers in doubt is longer than there are numbers
+
+
+class Doubt(NamedTuple):
+    """Which inverse error functions the kernel leaves to its caller, and where it puts what it leaves.
+
+    In doubt is what lies within `share` of the middle between two floats, as a fraction of their distance; and what the
+    kernel is not made for: arguments close to 1 or -1, tiny ones, what has no inverse, and no number.
+    """
+
+    share: float
+    left: int  # the address of room for SPARE more float32 than there are numbers: the arguments in doubt
+    where: int  # the address of room for as many int32: their indices
+
+
+def erfinv(address: int, count: int, doubt: Doubt) -> int:
+    """What `erfinv_()` makes of `count` < 2^31 - SPARE float32 elements, but for those in doubt; returns how many."""
+    library = _library()
+    assert library is not None
+    return library.firstloss_erfinv(address, count, *doubt)
+
+
+def put(address: int, doubt: Doubt, count: int) -> None:
+    """Write the first `count` of what is at `doubt.left` by now to the elements where they belong."""
+    library = _library()
+    assert library is not None
+    library.firstloss_put(address, doubt.left, doubt.where, count)
 
 
 class Cursor:
@@ -133,6 +186,15 @@ class Cursor:
     def uniform(self, address: int, count: int, low: float, high: float) -> None:
         """What `uniform_(low, high)` makes of a whole tensor of `count` elements."""
         self._library.firstloss_uniform(self._cursor, address, count, low, high, self._width)
+
+    def uniform_erfinv(
+        self, address: int, count: int, low: float, high: float, then: tuple[float, float, float, float], doubt: Doubt
+    ) -> int:
+        """As `uniform`, then `erfinv_()` and `finish(*then)`, but for those in doubt; returns how many.
+
+        They are written past the cache, and those in doubt are in none of what is written.
+        """
+        return self._library.firstloss_uniform_erfinv(self._cursor, address, count, low, high, *then, *doubt)
 
     def columns(
         self, kind: str, out: Sequence[int], widths: Sequence[int], rows: int, first: float, second: float
