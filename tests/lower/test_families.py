@@ -3,10 +3,13 @@
 import itertools
 import math
 
+import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from firstloss.lower.convolution import convolution
 from firstloss.lower.rules import RULES
 
 from .harness import assert_rule, assert_same, to_array, to_tensor
@@ -37,6 +40,39 @@ def test_convolution(space, stride, padding, dilation, groups, transposed):
     for mask in ([True, True, True], [False, True, False]):
         args = (g, x, weight, [8], *how, mask)
         assert_rule(aten.convolution_backward.default, args, {}, aten.convolution_backward(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lengths, kernel, stride, padding, dilation", [
+    ([4, 4], [3, 3], [1], [1], [1]),
+    ([5, 4], [3, 2], [2], [1, 0], [1]),  # the last row of windows ends before the padding does
+    ([2, 2], [3, 3], [1], [1], [1]),  # windows larger than the input
+    ([6, 6], [3, 1], [2, 3], [2, 0], [2, 1]),
+    ([5, 5], [1, 1], [2], [0], [1]),
+    ([2, 3, 2], [2, 3, 1], [1], [0, 1, 0], [1]),
+])  # fmt: skip
+def test_convolution_with_more_channels_than_places(lengths, kernel, stride, padding, dilation, dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, *lengths, dtype=dtype), torch.randn(40, 3, *kernel, dtype=dtype)
+    how = (stride, padding, dilation, False, [0] * len(stride), 1)
+    y = aten.convolution(x, weight, None, *how)
+    assert y.numel() <= 40 * 40  # so that it is a product of matrices
+    assert_rule(aten.convolution.default, (x, weight, None, *how), {}, y)
+    for mask in ([True, True, True], [False, True, False]):
+        args = (torch.randn_like(y), x, weight, [40], *how, mask)
+        assert_rule(aten.convolution_backward.default, args, {}, aten.convolution_backward(*args))
+
+
+def test_convolution_is_a_product_where_that_is_quicker():
+    weight = jax.ShapeDtypeStruct((40, 3, 3, 3), np.float32)
+    rest = ([1], [1], [1], False, [0], 1)
+
+    def code(*shape):
+        x = jax.ShapeDtypeStruct(shape, np.float32)
+        return jax.jit(lambda x, w: convolution(x, w, None, *rest)).lower(x, weight).as_text()
+
+    assert "stablehlo.convolution" not in code(2, 3, 4, 5)  # 40 windows, 40 channels
+    assert "stablehlo.convolution" in code(2, 3, 4, 6)
 
 
 def test_embedding_padding():

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import jax
 import torch
 from jax import lax
+from jax import numpy as jnp
 
 from .dtypes import cast, is_complex, opmath
+from .matmul import contract
 from .registry import rule
+from .windows import Windows, each
 
 aten = torch.ops.aten
 
-
-def each(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """One value for every spatial dimension: a single one stands for all."""
-    return tuple(values) * count if len(values) == 1 else tuple(values)
+# --- As XLA's convolution ---------------------------------------------------------------------------------------------
 
 
 def _transposed_weight(weight, groups):
@@ -64,6 +64,67 @@ def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, o
     return _convolve(g, weight, stride, padding, dilation, True, rest, groups)
 
 
+# --- As a product of matrices -----------------------------------------------------------------------------------------
+#
+# On a CPU, XLA's convolutions want a weight as (*kernel, in, out), and give its gradient as (in, *kernel, out). PyTorch
+# has both as (out, in, *kernel); to transpose a weight twice and its gradient once takes longer than the convolutions
+# themselves where there are fewer places in the output than channels, as in the last layers of a ResNet. There the
+# windows of the input are laid out as columns, which are fewer numbers than the weight's, and multiplied with the
+# weight as it lies in memory. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4 x 4
+# places in a batch of 4, 10 instead of 12 for 256 channels of 8 x 8, where both ways are about the same.
+
+_MOST_PLACES = 64  # in a window; each is a slice of its own to compile
+
+
+def _as_product(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> Windows | None:
+    """The windows of `x`, if its convolution with `weight` is better done as a product of matrices."""
+    kernel = weight.shape[2:]
+    if transposed or groups != 1 or jax.default_backend() != "cpu":
+        return None
+    if len(kernel) < 2 or math.prod(kernel) > _MOST_PLACES:
+        return None
+    windows = Windows(x.shape, kernel, stride, padding, dilation, False)
+    return windows if 0 < x.shape[0] * math.prod(windows.counts) <= weight.shape[0] else None
+
+
+def _windows_of(x, windows):
+    """What is at each place in the windows of (batch, in, *space): (places in a window, batch, in, *windows)."""
+    padded = windows.padded(x, 0)
+    return jnp.stack([windows.slice(padded, offset) for offset in windows.offsets()])
+
+
+def _columns(x, windows):
+    """The windows as columns: (in * places in a window, batch * windows)."""
+    parts = _windows_of(x, windows)
+    places, batch, channels = parts.shape[:3]
+    shape = (channels * places, batch * math.prod(windows.counts))
+    return lax.reshape(parts, shape, (2, 0, 1, *range(3, parts.ndim)))
+
+
+def _matrix(weight):
+    return lax.reshape(weight, (weight.shape[0], math.prod(weight.shape[1:])))
+
+
+def _product(x, weight, windows):
+    y = contract(_matrix(weight), _columns(x, windows), (((1,), (0,)), ((), ())))
+    return jnp.swapaxes(lax.reshape(y, (weight.shape[0], x.shape[0], *windows.counts)), 0, 1)
+
+
+def _product_backward(g, x, weight, windows):
+    """The gradients of the input and of the weight."""
+    batch, out, *counts = g.shape
+    g = lax.reshape(g, (out, batch * math.prod(counts)), (1, 0, *range(2, g.ndim)))
+    # Windows as rows here: the same product the other way round takes XLA three times as long.
+    rows = contract(g, _matrix(weight), (((0,), (0,)), ((), ())))
+    parts = lax.reshape(rows, (batch, *counts, x.shape[1], math.prod(windows.kernel)))
+    parts = jnp.moveaxis(parts, (-1, -2), (0, 2))
+    of_weight = contract(g, _columns(x, windows), (((1,), (1,)), ((), ())))
+    return jax.linear_transpose(lambda x: _windows_of(x, windows), x)(parts)[0], lax.reshape(of_weight, weight.shape)
+
+
+# --- The operations ---------------------------------------------------------------------------------------------------
+
+
 def _plain(x):
     """XLA's convolutions on a CPU take no half precision sums apart: do those in float32."""
     return cast(x, opmath(x.dtype))
@@ -71,7 +132,9 @@ def _plain(x):
 
 @rule(aten.convolution.default, aten._convolution.default, aten.convolution_overrideable.default)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_):
-    y = _convolve(_plain(input), _plain(weight), stride, padding, dilation, transposed, output_padding, groups)
+    x, w, how = _plain(input), _plain(weight), (stride, padding, dilation, transposed, output_padding, groups)
+    windows = _as_product(x, w, *how)
+    y = _convolve(x, w, *how) if windows is None else _product(x, w, windows)
     return y if bias is None else y + lax.reshape(cast(bias, y.dtype), (bias.size, *(1,) * (y.ndim - 2)))
 
 
@@ -87,8 +150,14 @@ def convolution_backward(
     if is_complex(x.dtype):
         x, w = lax.conj(x), lax.conj(w)
     how = (stride, padding, dilation, transposed, output_padding, groups)
+    windows = _as_product(x, w, *how)
+    if windows is not None:
+        of_input, of_weight = _product_backward(g, x, w, windows)
+    else:
+        of_input = _input_gradient(g, x.shape[2:], w, *how) if output_mask[0] else None
+        of_weight = jax.linear_transpose(lambda w: _convolve(x, w, *how), w)(g)[0] if output_mask[1] else None
     return (
-        _input_gradient(g, x.shape[2:], w, *how) if output_mask[0] else None,
-        jax.linear_transpose(lambda w: _convolve(x, w, *how), w)(g)[0] if output_mask[1] else None,
+        of_input if output_mask[0] else None,
+        of_weight if output_mask[1] else None,
         lax.reduce_sum(g, (0, *range(2, g.ndim))) if output_mask[2] else None,
     )

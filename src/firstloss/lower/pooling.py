@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,93 +15,12 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .convolution import each
 from .dtypes import cast, opmath, where
 from .matmul import contract
 from .registry import rule
+from .windows import Windows, each
 
 aten = torch.ops.aten
-
-
-def pooled_length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """The number of windows along one dimension; with `ceil_mode` a last one may hang over, but not begin outside."""
-    room = length + 2 * padding - dilation * (kernel - 1) - 1
-    count = (-(-room // stride) if ceil_mode else room // stride) + 1
-    return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
-
-
-class _Windows:
-    """The windows of a pooling over the last `len(kernel)` dimensions of a shape."""
-
-    def __init__(self, shape: Sequence[int], kernel, stride, padding, dilation, ceil_mode: bool):
-        kernel = list(kernel)
-        n = self.space = len(kernel) if len(kernel) > 1 else 2
-        self.kernel = each(kernel, n)
-        self.stride = each(stride, n) if len(stride) else self.kernel
-        self.padding, self.dilation = each(padding, n), each(dilation, n)
-        self.lead, self.lengths = tuple(shape[: len(shape) - n]), tuple(shape[len(shape) - n :])
-        per_dim = zip(self.lengths, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        self.counts = tuple(pooled_length(*numbers, ceil_mode) for numbers in per_dim)
-
-    def extents(self) -> list[int]:
-        """How far the windows reach, from the first padded place."""
-        return [
-            (c - 1) * s + d * (k - 1) + 1
-            for c, s, d, k in zip(self.counts, self.stride, self.dilation, self.kernel, strict=True)
-        ]
-
-    def offsets(self) -> Iterator[tuple[int, ...]]:
-        """The places in a window, counted from the window's first, in memory order."""
-        return itertools.product(*([i * d for i in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)))
-
-    def padded(self, x, value):
-        edges = [(p, max(0, e - n - p), 0) for p, e, n in zip(self.padding, self.extents(), self.lengths, strict=True)]
-        return lax.pad(x, cast(value, x.dtype), [(0, 0, 0)] * len(self.lead) + edges)
-
-    def slice(self, padded, offset):
-        """What all windows have at one place."""
-        zeros, ones = (0,) * len(self.lead), (1,) * len(self.lead)
-        limits = [o + (c - 1) * s + 1 for o, c, s in zip(offset, self.counts, self.stride, strict=True)]
-        return lax.slice(padded, zeros + tuple(offset), self.lead + tuple(limits), ones + self.stride)
-
-    def unslice(self, part, offset):
-        """The transpose of padding and `slice`: put what all windows have at one place back where it came from."""
-        edges = []
-        for o, c, s, p, n in zip(offset, self.counts, self.stride, self.padding, self.lengths, strict=True):
-            edges.append((o - p, n - (o - p + (c - 1) * s + 1), s - 1))
-        return lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * len(self.lead) + edges)
-
-    def _along(self, offset) -> Iterator[np.ndarray]:
-        """Where in the input, along each dimension, is what `slice` gives: to be broadcast against the others."""
-        for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
-            yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
-
-    def places(self, offset) -> np.ndarray:
-        """The flat index, in the unpadded plane, of what `slice` gives: in 32 bits where they do."""
-        flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
-        for d, along in enumerate(self._along(offset)):
-            flat += (along * math.prod(self.lengths[d + 1 :])).astype(flat.dtype)
-        return flat
-
-    def inside(self, offset) -> np.ndarray:
-        """Whether what `slice` gives is in the input, and not of its padding."""
-        inside = np.ones(self.counts, bool)
-        for along, n in zip(self._along(offset), self.lengths, strict=True):
-            inside &= (along >= 0) & (along < n)
-        return inside
-
-    def sizes(self, count_include_pad: bool) -> np.ndarray:
-        """How many elements each window averages over."""
-        total = np.ones(self.counts, np.int64)
-        for d, (c, s, p, k, n) in enumerate(
-            zip(self.counts, self.stride, self.padding, self.kernel, self.lengths, strict=True)
-        ):
-            start = np.arange(c) * s - p
-            end = np.minimum(start + k, n + p)
-            inside = np.minimum(end, n) - np.maximum(start, 0)
-            size = end - start if count_include_pad else inside
-            total *= size.reshape((-1,) + (1,) * (self.space - d - 1))
-        return total
 
 
 # --- Maximum ----------------------------------------------------------------------------------------------------------
@@ -128,7 +46,7 @@ def _lowest(dtype: np.dtype):
 
 @rule(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False):
-    windows = _Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
+    windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     padded = windows.padded(self, _lowest(self.dtype))
     best: Any = None
     places: Any = None
@@ -150,7 +68,7 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
-    windows = _Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
+    windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
     gradient = lax.full(self.shape, 0, g.dtype)
     for offset in windows.offsets():
@@ -283,7 +201,7 @@ def _unpool(self, indices, output_size):
 def avg_pool(
     self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
-    windows = _Windows(self.shape, kernel_size, stride, padding, (1,), ceil_mode)
+    windows = Windows(self.shape, kernel_size, stride, padding, (1,), ceil_mode)
     padded = windows.padded(cast(self, opmath(self.dtype)), 0)
     summed = sum(windows.slice(padded, offset) for offset in windows.offsets())
     sizes = windows.sizes(count_include_pad) if divisor_override is None else np.asarray(divisor_override)
@@ -355,7 +273,7 @@ def adaptive_avg_pool1d(self, output_size):
 @rule(aten.im2col.default)
 def im2col(self, kernel_size, dilation, padding, stride):
     """Every window of the image (channels, *space) as a column (channels * window, windows)."""
-    windows = _Windows(self.shape, kernel_size, stride, padding, dilation, False)
+    windows = Windows(self.shape, kernel_size, stride, padding, dilation, False)
     padded = windows.padded(self, 0)
     parts = jnp.stack([windows.slice(padded, offset) for offset in windows.offsets()], axis=self.ndim - 2)
     columns = math.prod(windows.counts)

@@ -1,0 +1,101 @@
+"""Where the windows of poolings and convolutions lie, and what all of them have at one place, as a strided slice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jax import lax
+
+from .dtypes import cast
+
+
+def each(values: Sequence[int], count: int) -> tuple[int, ...]:
+    """One value for every spatial dimension: a single one stands for all."""
+    return tuple(values) * count if len(values) == 1 else tuple(values)
+
+
+def pooled_length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """The number of windows along one dimension; with `ceil_mode` a last one may hang over, but not begin outside."""
+    room = length + 2 * padding - dilation * (kernel - 1) - 1
+    count = (-(-room // stride) if ceil_mode else room // stride) + 1
+    return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
+
+
+class Windows:
+    """The windows that a pooling or a convolution sees, over the last `len(kernel)` dimensions of a shape.
+
+    A kernel of one number stands for a square.
+    """
+
+    def __init__(self, shape: Sequence[int], kernel, stride, padding, dilation, ceil_mode: bool):
+        kernel = list(kernel)
+        n = self.space = len(kernel) if len(kernel) > 1 else 2
+        self.kernel = each(kernel, n)
+        self.stride = each(stride, n) if len(stride) else self.kernel
+        self.padding, self.dilation = each(padding, n), each(dilation, n)
+        self.lead, self.lengths = tuple(shape[: len(shape) - n]), tuple(shape[len(shape) - n :])
+        per_dim = zip(self.lengths, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        self.counts = tuple(pooled_length(*numbers, ceil_mode) for numbers in per_dim)
+
+    def extents(self) -> list[int]:
+        """How far the windows reach, from the first padded place."""
+        return [
+            (c - 1) * s + d * (k - 1) + 1
+            for c, s, d, k in zip(self.counts, self.stride, self.dilation, self.kernel, strict=True)
+        ]
+
+    def offsets(self) -> Iterator[tuple[int, ...]]:
+        """The places in a window, counted from the window's first, in memory order."""
+        return itertools.product(*([i * d for i in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)))
+
+    def padded(self, x, value):
+        edges = [(p, max(0, e - n - p), 0) for p, e, n in zip(self.padding, self.extents(), self.lengths, strict=True)]
+        return lax.pad(x, cast(value, x.dtype), [(0, 0, 0)] * len(self.lead) + edges)
+
+    def slice(self, padded, offset):
+        """What all windows have at one place."""
+        zeros, ones = (0,) * len(self.lead), (1,) * len(self.lead)
+        limits = [o + (c - 1) * s + 1 for o, c, s in zip(offset, self.counts, self.stride, strict=True)]
+        return lax.slice(padded, zeros + tuple(offset), self.lead + tuple(limits), ones + self.stride)
+
+    def unslice(self, part, offset):
+        """The transpose of padding and `slice`: put what all windows have at one place back where it came from."""
+        edges = []
+        for o, c, s, p, n in zip(offset, self.counts, self.stride, self.padding, self.lengths, strict=True):
+            edges.append((o - p, n - (o - p + (c - 1) * s + 1), s - 1))
+        return lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * len(self.lead) + edges)
+
+    def _along(self, offset) -> Iterator[np.ndarray]:
+        """Where in the input, along each dimension, is what `slice` gives: to be broadcast against the others."""
+        for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
+            yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
+
+    def places(self, offset) -> np.ndarray:
+        """The flat index, in the unpadded plane, of what `slice` gives: in 32 bits where they do."""
+        flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
+        for d, along in enumerate(self._along(offset)):
+            flat += (along * math.prod(self.lengths[d + 1 :])).astype(flat.dtype)
+        return flat
+
+    def inside(self, offset) -> np.ndarray:
+        """Whether what `slice` gives is in the input, and not of its padding."""
+        inside = np.ones(self.counts, bool)
+        for along, n in zip(self._along(offset), self.lengths, strict=True):
+            inside &= (along >= 0) & (along < n)
+        return inside
+
+    def sizes(self, count_include_pad: bool) -> np.ndarray:
+        """How many elements each window averages over."""
+        total = np.ones(self.counts, np.int64)
+        for d, (c, s, p, k, n) in enumerate(
+            zip(self.counts, self.stride, self.padding, self.kernel, self.lengths, strict=True)
+        ):
+            start = np.arange(c) * s - p
+            end = np.minimum(start + k, n + p)
+            inside = np.minimum(end, n) - np.maximum(start, 0)
+            size = end - start if count_include_pad else inside
+            total *= size.reshape((-1,) + (1,) * (self.space - d - 1))
+        return total
