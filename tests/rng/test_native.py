@@ -160,3 +160,29 @@ def test_columns(kind, drawn, widths, rows, width):
     whole = getattr(torch.empty(rows, sum(widths)), f"{kind}_")(0.25, 2.0, generator=generator)
     assert all(map(torch.equal, map(bits, ours), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
     assert cursor.state().tobytes() == generator.get_state().numpy().tobytes()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**63),
+    places,
+    st.integers(1, 700).map(lambda blocks: 16 * blocks),
+    st.sampled_from([(0.0, 1.0), (0.5, 0.02)]),
+    st.sampled_from([(-2.0, 2.0), (0.0, 0.1), (-9.0, 9.0), (3.0, 2.0)]),
+    st.sampled_from(WIDTHS),
+)
+def test_a_selection_of_normals(seed, drawn, count, numbers, bounds, width):
+    """Those outside the bounds, found by one cursor and made by another: the rest of the draw is only gone through."""
+    ours, theirs, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
+    low, high = (float(torch.tensor(numbers[0] + numbers[1] * bound)) for bound in bounds)
+    expected = ((theirs[0] < low) | (theirs[0] > high)).nonzero().view(-1)
+    state = seeded(seed, drawn).get_state().numpy()
+    finder, maker = native.Cursor(state, width), native.Cursor(state, width)
+    where = finder.normals_outside(count, *numbers, low, high)
+    assert where.tolist() == expected.tolist()
+    made = torch.from_numpy(maker.normals_at(count, *numbers, where))
+    assert torch.equal(bits(made), bits(theirs[0][expected]))
+    assert finder.state().tobytes() == maker.state().tobytes() == expected_after.tobytes()
+    for wrong in (count + 1, 1 << 31):
+        with pytest.raises(ValueError, match="multiple of 16"):
+            finder.normals_at(wrong, 0.0, 1.0, where)

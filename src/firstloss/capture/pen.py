@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..rng import native
 from ..rng.counter_stream import CounterStream
@@ -98,6 +100,21 @@ class Pen:
             part.erfinv_()
         native.finish(left.data_ptr(), left.data_ptr(), open_, *finish)
         native.put(target.data_ptr(), doubt, open_)
+
+    def has_selection(self, count: int, dtype: torch.dtype) -> bool:
+        """Whether the next two are there, for so many normals that are not their fill's end."""
+        whole = dtype == torch.float32 and count % native.MIN_NORMAL == 0 and count < 1 << 31
+        return whole and self._counter is None and native.has_selection() and trusted()
+
+    def normals_outside(self, count: int, mean: float, std: float, low: float, high: float) -> NDArray[np.int32]:
+        """As `draw` of `normal_`, but only says which are not in [low, high]: their indices, in ascending order."""
+        self.at = None
+        return self._native().normals_outside(count, mean, std, low, high)
+
+    def normals_at(self, count: int, mean: float, std: float, where: NDArray[np.int32]) -> NDArray[np.float32]:
+        """As `draw` of `normal_`, but only makes those at the ascending indices `where`."""
+        self.at = None
+        return self._native().normals_at(count, mean, std, where)
 
     def _native(self) -> native.Cursor:
         if self._cursor is None:

@@ -91,11 +91,10 @@ class Rejection:
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
                 found = list(pool.map(self._search, parts))
-        result = Found(
-            max(part.rounds for part in found),
-            torch.cat([part.places for part in found]),
-            torch.cat([part.values for part in found]),
-        )
+        rounds, places, values = zip(*found, strict=True)
+        # By numpy: PyTorch would start its own threads, which go on looking for work while ours search again.
+        values = torch.from_numpy(np.concatenate(values)).to(self._dtype)
+        result = Found(max(rounds), torch.from_numpy(np.concatenate(places)), values)
         self._rounds = result.rounds
         size = result.places.nbytes + result.values.nbytes
         if _remembered + size <= _REMEMBERED_BYTES:
@@ -108,44 +107,38 @@ class Rejection:
         if self._found is not None:
             _remembered -= self._found.places.nbytes + self._found.values.nbytes
 
-    def _search(self, pieces: list[tuple[int, int]]) -> Found:
+    def _search(self, pieces: list[tuple[int, int]]) -> tuple[int, np.ndarray, np.ndarray]:
+        """Rounds, places and values of some of the pieces."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
-            walks: list[_Walk] = []
-            scratch = torch.empty(pieces[-1][1] - pieces[-1][0] + _PIECE, dtype=self._dtype)
-            half = self._dtype in (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow at float16
-            array = np.empty(len(scratch), np.float32) if half else scratch.numpy()
+            walks: list[_Walk] = [_Walk(self, 0, pieces)]
             places, values, most = [], [], 1
-            for number, (begin, end) in enumerate(pieces):
-                drawn = array[: end - begin]
-                outside = open_ = np.empty(0, np.int64)  # the elements still outside, and their numbers among `changed`
-                changed, kept = outside, np.empty(0, array.dtype)
-                round_ = 0
-                while not round_ or len(outside):
+            for number, (begin, _) in enumerate(pieces):
+                changed = outside = walks[0].outside(number)
+                open_ = np.arange(len(outside))  # the elements still outside: their numbers among `changed`
+                kept = np.empty(len(outside), walks[0].precision)
+                round_ = 1
+                while len(outside):
                     if len(walks) == round_:
                         walks.append(_Walk(self, round_, pieces))
-                    walks[round_].draw(number, scratch[: end - begin])
-                    if half:
-                        drawn[:] = scratch[: end - begin].float().numpy()
-                    if not round_:
-                        changed = outside = self._outside(drawn)
-                        kept, open_ = np.empty(len(outside), array.dtype), np.arange(len(outside))
-                    else:
-                        candidates = kept[open_] = drawn[outside]
-                        still = self._outside(candidates)
-                        outside, open_ = outside[still], open_[still]
+                    candidates = kept[open_] = walks[round_].at(number, outside)
+                    still = self._outside(candidates)
+                    outside, open_ = outside[still], open_[still]
                     round_ += 1
                 most = max(most, round_)
-                places.append(changed + begin)
+                places.append(changed.astype(np.int64) + begin)
                 values.append(kept)
-            found = torch.from_numpy(np.concatenate(values)).to(self._dtype)
-            return Found(most, torch.from_numpy(np.concatenate(places)), found)
+            return most, np.concatenate(places), np.concatenate(values)
 
     def _outside(self, values: np.ndarray) -> np.ndarray:
         return np.flatnonzero((values < self._lo) | (values > self._hi))
 
 
 class _Walk:
-    """One round's candidates, piece after piece; a piece that nobody needs is drawn in vain or jumped over."""
+    """One round's candidates, piece after piece; a piece that nobody needs is drawn in vain or jumped over.
+
+    Attributes:
+        precision: of the candidates that it returns.
+    """
 
     def __init__(self, rejection: Rejection, round_: int, pieces: list[tuple[int, int]]) -> None:
         self._rejection = rejection
@@ -153,9 +146,27 @@ class _Walk:
         self._pieces = pieces
         self._next: int | None = None
         self._pen = Pen()
+        half = rejection._dtype in (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow at float16
+        self.precision = np.dtype(np.float64 if rejection._dtype == torch.float64 else np.float32)
+        self._scratch: torch.Tensor | None = None
+        self._half = half
 
-    def draw(self, number: int, out: torch.Tensor) -> None:
-        """Draw piece `number` into `out`."""
+    def outside(self, number: int) -> np.ndarray:
+        """The indices of those of piece `number` that lie outside the bounds, counted from its beginning."""
+        own, count = self._rejection, self._go_to(number)
+        if self._pen.has_selection(count, own._dtype):
+            return self._pen.normals_outside(count, own._mean, own._std, own._lo, own._hi)
+        return own._outside(self._drawn(count))
+
+    def at(self, number: int, places: np.ndarray) -> np.ndarray:
+        """The candidates at these indices of piece `number`."""
+        own, count = self._rejection, self._go_to(number)
+        if self._pen.has_selection(count, own._dtype):
+            return self._pen.normals_at(count, own._mean, own._std, places)
+        return self._drawn(count)[places]
+
+    def _go_to(self, number: int) -> int:
+        """The pen stands where piece `number` begins; returns how many elements it has, which are drawn next."""
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
             stream, position = at_root(*own._where)
@@ -165,12 +176,25 @@ class _Walk:
         else:
             for skipped in range(self._next, number):
                 begin, end = self._pieces[skipped]
-                self._normal(out[: end - begin])
-        self._normal(out)
+                if self._pen.has_selection(end - begin, own._dtype):
+                    self._pen.normals_at(end - begin, own._mean, own._std, np.empty(0, np.int32))
+                else:
+                    self._draw(end - begin)
         self._next = number + 1
+        begin, end = self._pieces[number]
+        return end - begin
 
-    def _normal(self, out: torch.Tensor) -> None:
-        self._pen.draw(torch.ops.aten.normal_.default, out, (self._rejection._mean, self._rejection._std), {})
+    def _draw(self, count: int) -> torch.Tensor:
+        own = self._rejection
+        if self._scratch is None or len(self._scratch) < count:
+            self._scratch = torch.empty(count, dtype=own._dtype)
+        out = self._scratch[:count]
+        self._pen.draw(torch.ops.aten.normal_.default, out, (own._mean, own._std), {})
+        return out
+
+    def _drawn(self, count: int) -> np.ndarray:
+        out = self._draw(count)
+        return (out.float() if self._half else out).numpy()
 
 
 def round_words(numel: int, dtype: torch.dtype) -> int:

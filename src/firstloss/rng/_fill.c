@@ -302,6 +302,105 @@ FOR_16 static int64_t uniform_erfinv_16(
     return found;
 }
 
+/* The next `count` normals, a multiple of 16, of which only those are made whose indices, in ascending order, are in
+ * `where`. */
+INLINE void normals_at(
+    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *where, int64_t wanted, float *out
+) {
+    ALIGNED uint32_t words[N + CHUNK];
+    ALIGNED float uniforms[CHUNK];
+    ALIGNED float radii[CHUNK], angles[CHUNK];
+    ALIGNED int32_t second[CHUNK];
+    int64_t given = 0;
+    memcpy(words, cursor->words, sizeof cursor->words);
+    for (int64_t done = 0; done < count;) {
+        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
+        draw(words, &cursor->drawn, uniforms, some);
+        int here = 0;
+        for (; given + here < wanted && where[given + here] < done + some; here++) {
+            const int i = (int)(where[given + here] - done);
+            radii[here] = uniforms[i & ~8];
+            angles[here] = uniforms[i | 8];
+            second[here] = i & 8;
+        }
+        for (int i = 0; i < here; i++) {
+            float radius = __builtin_sqrtf(-2.0f * log_of(1.0f - radii[i]));
+            float sine, cosine;
+            sine_cosine(6.283185307179586f * angles[i], &sine, &cosine);
+            out[given + i] = __builtin_fmaf(radius * (second[i] ? sine : cosine), std, mean);
+        }
+        given += here;
+        done += some;
+    }
+    memcpy(cursor->words, words, sizeof cursor->words);
+}
+
+/* The indices, counted from `first`, of those among `count` numbers, a multiple of 16, that lie outside [low, high]. */
+FOR_8 static int64_t places_8(const float *from, int count, float low, float high, int32_t *where, int32_t first) {
+    int64_t found = 0;
+    for (int i = 0; i < count; i++) {
+        where[found] = first + i;
+        found += (from[i] < low) | (from[i] > high);
+    }
+    return found;
+}
+
+FOR_16 static int64_t places_16(const float *from, int count, float low, float high, int32_t *where, int32_t first) {
+    int64_t found = 0;
+    __m512i index = _mm512_add_epi32(
+        _mm512_set1_epi32(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    );
+    for (int i = 0; i < count; i += 16, index = _mm512_add_epi32(index, _mm512_set1_epi32(16))) {
+        const __m512 x = _mm512_load_ps(from + i);
+        const __mmask16 outside = _mm512_cmp_ps_mask(x, _mm512_set1_ps(low), _CMP_LT_OQ) |
+                                  _mm512_cmp_ps_mask(x, _mm512_set1_ps(high), _CMP_GT_OQ);
+        _mm512_storeu_si512(where + found, _mm512_maskz_compress_epi32(outside, index));
+        found += __builtin_popcount(outside);
+    }
+    return found;
+}
+
+/* The next `count` normals, a multiple of 16, of which it says only which lie outside [low, high]. */
+#define OUTSIDE(PLACES)                                                                                                \
+    ALIGNED uint32_t words[N + CHUNK];                                                                                 \
+    ALIGNED float uniforms[CHUNK];                                                                                     \
+    ALIGNED float made[CHUNK];                                                                                         \
+    int64_t found = 0;                                                                                                 \
+    memcpy(words, cursor->words, sizeof cursor->words);                                                                \
+    for (int64_t done = 0; done < count;) {                                                                            \
+        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;                                                 \
+        draw(words, &cursor->drawn, uniforms, some);                                                                   \
+        box_muller(uniforms, made, some, mean, std);                                                                   \
+        found += PLACES(made, some, low, high, where + found, (int32_t)done);                                          \
+        done += some;                                                                                                  \
+    }                                                                                                                  \
+    memcpy(cursor->words, words, sizeof cursor->words);                                                                \
+    return found;
+
+FOR_8 static int64_t outside_8(
+    struct cursor *cursor, int64_t count, float mean, float std, float low, float high, int32_t *where
+) {
+    OUTSIDE(places_8)
+}
+
+FOR_16 static int64_t outside_16(
+    struct cursor *cursor, int64_t count, float mean, float std, float low, float high, int32_t *where
+) {
+    OUTSIDE(places_16)
+}
+
+FOR_8 static void at_8(
+    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *where, int64_t wanted, float *out
+) {
+    normals_at(cursor, count, mean, std, where, wanted, out);
+}
+
+FOR_16 static void at_16(
+    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *where, int64_t wanted, float *out
+) {
+    normals_at(cursor, count, mean, std, where, wanted, out);
+}
+
 /* The widest vectors that this machine has, of those that the kernels are compiled for: 16, 8, or 0 for none. */
 int firstloss_lanes(void) {
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
@@ -334,6 +433,24 @@ EXPORT void firstloss_columns(
 ) {
     const struct columns to = {out, widths, parts};
     (lanes == 16 ? columns_16 : columns_8)(cursor, &to, count, normal, (float)first, (float)second);
+}
+
+/* The indices of those outside [low, high] among the next `count` < 2^31 elements of a `normal_(mean, std)`, a multiple
+ * of 16 and not the fill's ragged end; returns how many. There is room for `count` + 16. */
+EXPORT int64_t firstloss_normals_outside(
+    struct cursor *cursor, int64_t count, double mean, double std, double low, double high, int32_t *where, int lanes
+) {
+    return (lanes == 16 ? outside_16 : outside_8)(
+        cursor, count, (float)mean, (float)std, (float)low, (float)high, where
+    );
+}
+
+/* Of the same elements those at the indices `where`, which ascend. */
+EXPORT void firstloss_normals_at(
+    struct cursor *cursor, int64_t count, double mean, double std, const int32_t *where, int64_t wanted, float *out,
+    int lanes
+) {
+    (lanes == 16 ? at_16 : at_8)(cursor, count, (float)mean, (float)std, where, wanted, out);
 }
 
 /* `x.erfinv_()` of `count` < 2^31 - 16 numbers, on 16 lanes: see inverses_16. */

@@ -78,6 +78,24 @@ def _library() -> ctypes.CDLL | None:
             library.firstloss_uniform_erfinv.restype = ctypes.c_int64
             library.firstloss_put.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64)
             library.firstloss_put.restype = None
+        if has_all(library, "normals_outside", "normals_at"):
+            begin = library.firstloss_normal.argtypes[0], ctypes.c_int64, ctypes.c_double, ctypes.c_double
+            library.firstloss_normals_outside.argtypes = (
+                *begin,
+                ctypes.c_double,
+                ctypes.c_double,
+                ctypes.c_void_p,
+                ctypes.c_int,
+            )
+            library.firstloss_normals_outside.restype = ctypes.c_int64
+            library.firstloss_normals_at.argtypes = (
+                *begin,
+                ctypes.c_void_p,
+                ctypes.c_int64,
+                ctypes.c_void_p,
+                ctypes.c_int,
+            )
+            library.firstloss_normals_at.restype = None
         library.firstloss_finish.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -111,6 +129,12 @@ def has_columns() -> bool:
     return library is not None and lanes() > 0 and has_all(library, "columns")
 
 
+def has_selection() -> bool:
+    """Whether `Cursor.normals_outside` and `Cursor.normals_at` are there."""
+    library = _library()
+    return library is not None and lanes() > 0 and has_all(library, "normals_outside", "normals_at")
+
+
 def has_erfinv() -> bool:
     """Whether `erfinv` and `Cursor.uniform_erfinv` are there: they are written for 16 numbers at once."""
     library = _library()
@@ -129,7 +153,7 @@ def finish(
     library.firstloss_finish(to, source, count, factor, term, low, high, lanes() if width is None else width)
 
 
-SPARE = 16  # what the room for numbers in doubt is longer than there are numbers
+SPARE = 16  # what the room for a selection of numbers is longer than there are numbers
 
 
 class Doubt(NamedTuple):
@@ -172,6 +196,7 @@ class Cursor:
         if library is None or not 0 < self._width <= lanes():
             raise RuntimeError("there are no native kernels for this machine; ask native.available() first")
         self._library = library
+        self._room: NDArray[np.int32] | None = None
         self._record = torch_state.parse(state)
         # The words of a state that was seeded and not yet drawn from, `next` 0 and `left` 1, are all before the first.
         self._cursor = _Cursor(drawn=N + 1 - int(self._record["left"]))
@@ -195,6 +220,34 @@ class Cursor:
         They are written past the cache, and those in doubt are in none of what is written.
         """
         return self._library.firstloss_uniform_erfinv(self._cursor, address, count, low, high, *then, *doubt)
+
+    def normals_outside(self, count: int, mean: float, std: float, low: float, high: float) -> NDArray[np.int32]:
+        """Draws `count` normals, a multiple of 16, as `normal` does; returns the indices of those not in [low, high].
+
+        The bounds are float32 numbers.
+        """
+        self._check_whole(count)
+        if self._room is None or len(self._room) < count + SPARE:
+            self._room = np.empty(count + SPARE, np.int32)
+        found = self._library.firstloss_normals_outside(
+            self._cursor, count, mean, std, low, high, self._room.ctypes.data, self._width
+        )
+        return self._room[:found].copy()
+
+    def normals_at(self, count: int, mean: float, std: float, where: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Draws `count` normals, a multiple of 16, as `normal` does; makes those at the ascending indices `where`."""
+        self._check_whole(count)
+        where = np.ascontiguousarray(where, np.int32)
+        out = np.empty(len(where), np.float32)
+        self._library.firstloss_normals_at(
+            self._cursor, count, mean, std, where.ctypes.data, len(where), out.ctypes.data, self._width
+        )
+        return out
+
+    @staticmethod
+    def _check_whole(count: int) -> None:
+        if count % MIN_NORMAL or count >= 1 << 31:
+            raise ValueError(f"a selection of {count} normals: the kernel draws a multiple of {MIN_NORMAL} below 2^31")
 
     def columns(
         self, kind: str, out: Sequence[int], widths: Sequence[int], rows: int, first: float, second: float
