@@ -91,10 +91,9 @@ class Rejection:
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
                 found = list(pool.map(self._search, parts))
-        rounds, places, values = zip(*found, strict=True)
         # By numpy: PyTorch would start its own threads, which go on looking for work while ours search again.
-        values = torch.from_numpy(np.concatenate(values)).to(self._dtype)
-        result = Found(max(rounds), torch.from_numpy(np.concatenate(places)), values)
+        places, values = (torch.from_numpy(np.concatenate([part[i] for part in found])) for i in (1, 2))
+        result = Found(max(part[0] for part in found), places, values.to(self._dtype))
         self._rounds = result.rounds
         size = result.places.nbytes + result.values.nbytes
         if _remembered + size <= _REMEMBERED_BYTES:
