@@ -61,6 +61,7 @@ AGREEING: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
     },
+    "led": {"attention_window": [8, 8]},
     "nemotron": {"num_key_value_heads": 2},
     "olmoe": {"num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts_per_tok": 2},
@@ -113,7 +114,7 @@ TORCHVISION = (
 ).split()
 IMAGES_A_BATCH = 8  # what a batch norm over two images does is mostly rounding
 VIDEO = ("mc3_18", "mvit_v1_b", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d", "swin3d_t")
-SIDES = {"inception_v3": 96, "alexnet": 96, "raft_small": 128}
+SIDES = {"inception_v3": 139, "alexnet": 96, "raft_small": 128, "googlenet": 128, "s3d": 96}
 # Layers that give as many channels as they take, each of its own shape.
 LEFT_OUT = {
     "googlenet": ("inception4b", "inception4c"),
@@ -180,6 +181,8 @@ def transformers_batch(name: str, config: Any) -> dict[str, Any]:
         side = getattr(config, "image_size", 64)
         side = side[0] if isinstance(side, (list, tuple)) else side
         return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), max(side, 32), max(side, 32))}
+    if name == "led":  # which asks the mask whether some token attends to all: it makes one itself, of ones
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
     if name in PAIRS:
         # The mask is spelled out: LongT5, where it is traced, makes none of its own.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids.flip(1)}
@@ -278,7 +281,7 @@ def torchvision_case(name: str) -> Case:
         for layer in LEFT_OUT.get(name, ()):
             model.set_submodule(layer, nn.Identity())
         if name == "s3d":
-            model.avgpool = nn.AvgPool3d((2, 2, 2))  # of 64 pixels a side, not 224
+            model.avgpool = nn.AvgPool3d((2, 3, 3))  # of 96 pixels a side, not 224
         return thin(model)
 
     def batch(model: nn.Module) -> dict[str, Any]:

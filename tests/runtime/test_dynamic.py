@@ -56,6 +56,7 @@ REFUSED = {
     "if": (lambda x, i: branch(x), "x[0, 0] > 0", "torch.cond"),
     "while": (lambda x, i: loop(x), "x.sum() > 0", "torch.cond"),
     "bool": (lambda x, i: bool(x.any()), "bool(x.any())", "torch.cond"),
+    "a mask": (lambda x, i: (x > 0).flatten().any().item(), "(x > 0).flatten().any().item()", "within the step"),
     "assert": (lambda x, i: asserted(x), "assert torch.isfinite(x).all()", "assert outside"),
     "slice": (lambda x, i: x[: i[0]], "x[: i[0]]", "torch.arange(n) < k"),
     "size": (lambda x, i: torch.zeros(i[0]), "torch.zeros(i[0])", "known beforehand"),
@@ -92,6 +93,12 @@ def sorted_count(i):
     return first.sum() + 1
 
 
+def selected(x, mask):
+    """As transformers' LED asks whether some token attends to all others."""
+    global_too = (F.pad(mask, (0, 1), value=0) > 0).flatten().any().item()
+    return x * 2 if global_too else x
+
+
 # The static ways that the errors name, beside what they stand for.
 STATIC = {
     "mask, mean": (lambda x, i: x[x > 0].mean(), lambda x, i: torch.where(x > 0, x, 0).sum() / (x > 0).sum()),
@@ -110,6 +117,10 @@ STATIC = {
         lambda x, i: torch.where(torch.arange(6) < i[0], x.flatten(), 0),
     ),
     "equal": (lambda x, i: torch.tensor(torch.equal(x, x.abs())), lambda x, i: (x == x.abs()).all()),
+    "a mask of ones, made in the step": (
+        lambda x, i: selected(x, torch.ones_like(i)),
+        lambda x, i: selected(x, torch.ones_like(i)),
+    ),
 }
 
 

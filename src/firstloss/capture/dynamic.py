@@ -51,13 +51,17 @@ SIZES = {
     "_to_sparse": "Keep the tensor dense, and multiply or torch.where with its mask.",
 }
 
+_CONSTANT = (
+    " What is the same at every step (a mask of ones, say) make within the step, instead of giving it as an argument: "
+    "what is computed from constants alone has a value."
+)
 _READ = (
     "Go on computing with the tensor, by torch.where(condition, a, b) if something depends on it; to read or print "
-    "it, return it from the step, or give it to fl.step_closure."
+    "it, return it from the step, or give it to fl.step_closure." + _CONSTANT
 )
 _BRANCH = (
     "Compute both and choose: torch.where(condition, a, b), or torch.cond. What need not be decided within the step, "
-    "decide outside, on a tensor that it returns."
+    "decide outside, on a tensor that it returns." + _CONSTANT
 )
 _COMPARE = (
     "(a == b).all() and torch.isclose(a, b).all() are tensors, which torch.where(condition, x, y) takes; or return "
