@@ -1,11 +1,13 @@
 """What the lowering covers: every sample of every operation that PyTorch tests, captured, compiled and compared.
 
-    python -m tests.lower.coverage                       # all of it, half an hour; writes docs/operations.md
+    python -m tests.lower.coverage                       # what was not swept yet, or with fewer samples
     python -m tests.lower.coverage --only '^linalg'      # some operations again; the rest as they were
     python -m tests.lower.coverage --table               # the page again, from outcomes found before
 
-Outcomes are kept in build/coverage.jsonl, so that a sweep that was stopped goes on where it was. Operations are swept
-by child processes, a few each, since thousands of compiled programs use up a process's memory maps.
+Outcomes are kept in docs/operations.jsonl (`outcomes.py`), a line an operation: a sweep that was stopped goes on where
+it was, and an operation that is swept again changes its own row of docs/operations.md and the totals. All of them take
+an hour or two. Operations are swept by child processes, a few each, since thousands of compiled programs use up a
+process's memory maps.
 """
 
 from __future__ import annotations
@@ -13,35 +15,34 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 
 from .core_samples import DIRECT
-from .listed import is_listed
+from .listed import CORE, is_listed
+from .outcomes import ROOT, keep_outcome, read_outcomes, short
 from .samples import ABSENT, DIFFERS, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, REFUSED, tested
 from .verdicts import examine
 
-ROOT = Path(__file__).parents[2]
-OUTCOMES = ROOT / "build" / "coverage.jsonl"
-AT_ONCE = 50  # operations a child
+CORE_OVERLOADS = {str(overload) for overload in CORE}
+AT_ONCE = 25  # operations a child
 MOST = 5000  # samples that are counted
 SLOW = re.compile("pool|linear_cross|interpolate|attention|conv|pad|logspace")  # what matters most comes first
-SECONDS = 1800  # that a child may take
+SECONDS = 3600  # that a child may take
 
 
 def outcome_of(op: Any, limit: int) -> dict[str, Any]:
     """What became of the samples of one operation."""
     dtypes: dict[str, dict[str, int]] = {}
-    whys: dict[str, dict[str, int]] = {}
+    whys: dict[str, collections.Counter[str]] = {}
     overloads: dict[str, list[int]] = {}
     cut: dict[str, int] = {}
     began = time.process_time()
@@ -54,10 +55,8 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
         dtypes[name] = dict(collections.Counter(s.verdict for s in samples))
         for sample in samples:
             if sample.verdict not in GOOD and sample.verdict != LEFT_OUT:
-                why = whys.setdefault(sample.verdict, {})
-                text = f"{name}: {sample.why}"
-                why[text] = why.get(text, 0) + 1
-            for overload in sample.overloads if sample.verdict != LEFT_OUT else ():
+                whys.setdefault(sample.verdict, collections.Counter())[f"{name}: {sample.why}"] += 1
+            for overload in sample.overloads & CORE_OVERLOADS if sample.verdict != LEFT_OUT else ():
                 found = overloads.setdefault(overload, [0, 0])
                 found[0] += sample.verdict in GOOD
                 found[1] += 1
@@ -65,7 +64,7 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
     return {
         "op": op.full_name,
         "dtypes": dtypes,
-        "why": whys,
+        "why": {verdict: short(why.most_common(1)[0][0]) for verdict, why in whys.items()},
         "overloads": overloads,
         "limit": limit,
         "cut": cut,  # by dtype: how many samples there are, of which `limit` were taken
@@ -73,71 +72,57 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
     }
 
 
-def read_outcomes() -> dict[str, dict[str, Any]]:
-    """By operation, the outcome found last."""
-    if not OUTCOMES.exists():
-        return {}
-    lines = OUTCOMES.read_text().splitlines()
-    return {found["op"]: found for found in map(json.loads, lines)}
-
-
 def sweep(only: str, limit: int, again: bool) -> None:
     """Sweep the operations whose names match, in children; those that have an outcome only if `again`."""
-    known = (
-        set() if again else {op for op, found in read_outcomes().items() if found["limit"] >= limit or not found["cut"]}
-    )
+    known = set() if again else {op for op, found in read_outcomes().items() if is_enough(found, limit)}
     ops = sorted((*DIRECT, *tested()), key=lambda op: (not is_listed(op), bool(SLOW.search(op.full_name))))
     todo = [op.full_name for op in ops if re.search(only, op.full_name) and op.full_name not in known]
-    OUTCOMES.parent.mkdir(exist_ok=True)
     for i in range(0, len(todo), AT_ONCE):
         part = todo[i : i + AT_ONCE]
         while part:
-            run_child(part, limit)
-            done = set(finished)
+            done, how = run_child(part, limit)
             left = [name for name in part if name not in done]
-            if len(left) == len(part):
-                note_crash(left[:1])
+            if len(left) == len(part):  # the child ended, or was ended, without a word
+                keep_outcome(
+                    {"op": left[0], "dtypes": {"float32": {FAILS: 1}}, "why": {FAILS: how}, "overloads": {}}
+                    | {"limit": limit, "cut": {}}
+                )
                 left = left[1:]
             part = left
         print(f"{min(i + AT_ONCE, len(todo))} of {len(todo)} operations", flush=True)
 
 
-finished: list[str] = []  # what children have reported in this run
+def is_enough(found: dict[str, Any], limit: int) -> bool:
+    """Whether an outcome has what a sweep of at most `limit` samples would find."""
+    return found["limit"] > 0 and (found["limit"] >= limit or not found["cut"])
 
 
-def run_child(names: list[str], limit: int) -> None:
-    before = len(OUTCOMES.read_text().splitlines()) if OUTCOMES.exists() else 0
+def run_child(names: list[str], limit: int) -> tuple[set[str], str]:
+    """Those of `names` that a child has swept, and how it ended."""
     command = [sys.executable, "-m", "tests.lower.coverage", "--child", "--limit", str(limit), *names]
-    try:
-        subprocess.run(command, cwd=ROOT, timeout=SECONDS, stderr=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        print(f"the child of {names[0]} took more than {SECONDS} s", flush=True)
-    if OUTCOMES.exists():
-        finished.extend(json.loads(line)["op"] for line in OUTCOMES.read_text().splitlines()[before:])
-
-
-def note_crash(names: list[str]) -> None:
-    """An operation whose child ended without a word."""
-    for name in names:
-        add_outcome(
-            {"op": name, "dtypes": {}, "why": {FAILS: {"the process ended": 1}}, "overloads": {}, "limit": 0, "cut": {}}
-        )
-
-
-def add_outcome(outcome: dict[str, Any]) -> None:
-    with OUTCOMES.open("a") as file:
-        file.write(json.dumps(outcome) + "\n")
+    done = set()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if not line.startswith(" "):
+                done.add(line.split()[0])
+        late = not timer.is_alive()
+        timer.cancel()
+    return done, f"not swept in {SECONDS} s" if late else "the process ended"
 
 
 def child(names: list[str], limit: int) -> None:
     by_name = {op.full_name: op for op in (*DIRECT, *tested())}
     for name in names:
         outcome = outcome_of(by_name[name], limit)
-        add_outcome(outcome)
+        keep_outcome(outcome)
         print(name, outcome["dtypes"], f"{outcome['seconds']} s", flush=True)
         for verdict in (DIFFERS, FAILS, ABSENT, REFUSED, DYNAMIC):
-            for text, count in list(outcome["why"].get(verdict, {}).items())[:2]:
-                print(f"    {verdict} {count}x {text[:220]}", flush=True)
+            if verdict in outcome["why"]:
+                print(f"    {verdict}: {outcome['why'][verdict]}", flush=True)
 
 
 def main() -> None:

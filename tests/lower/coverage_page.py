@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,10 @@ def _total(outcome: dict[str, Any], *verdicts: str) -> int:
 
 
 def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
-    """What was left out."""
+    """With which versions, what was left out, and what is of an earlier sweep."""
+    versions = sorted({f"torch {found['torch']} and jax {found['jax']}" for found in outcomes.values()})
+    lines = [f"Swept with {', '.join(versions)}.", ""]
     cut = [(found["limit"], n) for found in outcomes.values() for n in found["cut"].values()]
-    missing = len([op for op in tested() if op.full_name not in outcomes])
-    lines = []
     if cut:
         least, every = min(limit for limit, _ in cut), sum(n for _, n in cut)
         lines += [
@@ -71,6 +70,14 @@ def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             f"over all: in {len(cut)} cases, {sum(limit for limit, _ in cut):,} of {every:,}.",
             "",
         ]
+    earlier = len([found for found in outcomes.values() if not found["limit"]])
+    if earlier:
+        lines += [
+            f"{earlier} operations, marked †, are as an earlier sweep found them: of at least 20 samples in a dtype "
+            "that has as many.",
+            "",
+        ]
+    missing = len([op for op in tested() if op.full_name not in outcomes])
     return [*lines, f"{missing} operations are not swept yet.", ""] if missing else lines
 
 
@@ -104,7 +111,7 @@ def _core(outcomes: dict[str, dict[str, Any]]) -> list[str]:
         f"## The {len(CORE)} overloads of Core ATen",
         "",
         "Samples: those in whose capture PyTorch's dispatcher called the overload, good ones of all; those of our own, "
-        "which call it by its name (`tests/lower/core_samples.py`), among them.",
+        "which call it by its name (`tests/lower/core_samples.py`), among them. Operations marked † are not counted.",
         "",
         "| overload | lowering | samples |",
         "| --- | --- | ---: |",
@@ -147,24 +154,14 @@ def _operations(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             lines.append(f"| {name} |{' |' * len(names)} not swept yet |")
             continue
         cells = " | ".join(_cell(outcome["dtypes"].get(dtype)) for dtype in names)
-        lines.append(f"| {name} | {cells} | {_remark(outcome)} |")
+        lines.append(f"| {name}{'' if outcome['limit'] else ' †'} | {cells} | {_remark(outcome)} |")
     return lines
 
 
 def _remark(outcome: dict[str, Any]) -> str:
     parts = []
     for verdict in (DIFFERS, FAILS, ABSENT, REFUSED, DYNAMIC):
-        whys = outcome["why"].get(verdict)
-        if whys:
-            text = max(whys, key=lambda why: whys[why])
-            parts.append(f"{sum(whys.values())} {verdict}: {_short(text)}")
+        count = _total(outcome, verdict)
+        if count:
+            parts.append(f"{count} {verdict}: {outcome['why'][verdict]}".replace("|", "\\|"))
     return "; ".join(parts)
-
-
-def _short(text: str) -> str:
-    """One reason, without the places in files of this sweep."""
-    text = re.sub(r"/\S+:\d+: ", "", text)
-    asks = re.search(r"asks for (.*?) \((\S+)\)", text)
-    if asks:
-        text = f"{text.partition(':')[0]}: {asks[2]} asks for {asks[1]}"
-    return text.replace("|", "\\|")[:160]
