@@ -6,6 +6,7 @@ that PyTorch's own tests allow the operation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
     try:
         # OpInfo seeds before each random operation, which a step may not
         seeding = mock.patch.object(torch, "manual_seed", lambda seed: None)
-        noting = mock.patch.object(recorder, "dispatch", _noting(sample.overloads))
+        noting = mock.patch.object(recorder, "SPECIAL", _Noting(sample.overloads))
         with tracing.active(), seeding, noting:
             leaves = []
             for i, leaf in enumerate(flat):
@@ -159,15 +160,19 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
         sample.settle(ABSENT, ", ".join(missing))
 
 
-def _noting(overloads: set[str]) -> Callable:
-    """The recorder's way in, which writes down what comes by."""
-    dispatch = recorder.dispatch
+class _Noting(dict):
+    """The recorder's table of special operations, which it asks first, writing down what it asks for.
 
-    def noting(op: Any, args: tuple, kwargs: dict) -> Any:
-        overloads.update((str(op), str(functional(op))))
-        return dispatch(op, args, kwargs)
+    A function around the recorder would do, but for its place on the stack: it would be taken for the user's.
+    """
 
-    return noting
+    def __init__(self, overloads: set[str]) -> None:
+        super().__init__(recorder.SPECIAL)
+        self.overloads = overloads
+
+    def get(self, op: Any, default: Any = None) -> Any:
+        self.overloads.update((str(op), str(functional(op))))
+        return super().get(op, default)
 
 
 def _constant(tensor: torch.Tensor) -> Ref:
@@ -215,12 +220,14 @@ def prepare_one(op: Any, dtype: torch.dtype, variant: str, call: Callable, sampl
     if not is_strided(tree):
         return None
     gauge = op.name in GAUGE
+    call, op_call = _by_name(op, call), _by_name(op, op)
 
     def run(tree: Any) -> list[Any]:
         return results_of(call, sample, tree, grad, gauge)
 
+    function = run
     if variant == "out":
-        run = _into_out(op, sample, tree)
+        run = _into_out(op, op_call, sample, tree)
     try:
         expected = [plain(x) if isinstance(x, torch.Tensor) else torch.tensor(x) for x in run(fresh(tree))]
         if not is_strided(expected):
@@ -228,7 +235,7 @@ def prepare_one(op: Any, dtype: torch.dtype, variant: str, call: Callable, sampl
     except Exception as error:
         return Sample([], list, verdict=LEFT_OUT, why=f"eager: {type(error).__name__} {error}"[:200])
 
-    prepared = Sample(expected, lambda: run(widened(tree)) if variant != "out" else [])
+    prepared = Sample(expected, lambda: function(widened(tree)))
     try:
         capture(prepared, fresh(tree), run)
     except TypeError as error:  # a dtype that XLA has not
@@ -238,11 +245,22 @@ def prepare_one(op: Any, dtype: torch.dtype, variant: str, call: Callable, sampl
     return prepared
 
 
-def _into_out(op: Any, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:
+def _by_name(op: Any, call: Callable) -> Callable:
+    """`call` as users write it, by its name in `torch`: OpInfo has kept the function, and a trace replaces some."""
+    if call is not op or op.op is not _named(op.name):
+        return call
+    return lambda *args, **kwargs: _named(op.name)(*args, **kwargs)
+
+
+def _named(name: str) -> Any:
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), torch)
+
+
+def _into_out(op: Any, call: Callable, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:
     """A call that writes into fresh outputs, shaped as eager's are."""
     input, args, kwargs = tree
     shapes = tree_map(
-        lambda x: (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, op(input, *args, **kwargs)
+        lambda x: (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, call(input, *args, **kwargs)
     )
 
     def run(tree: Any) -> list[Any]:
@@ -254,7 +272,7 @@ def _into_out(op: Any, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:
         is_one = len(shapes) == 2 and isinstance(shapes[1], torch.dtype)
         out = empty(shapes) if is_one else tuple(empty(s) for s in shapes)
         with torch.no_grad():
-            op(input, *args, **kwargs, out=out)
+            call(input, *args, **kwargs, out=out)
         return tree_leaves(sample.output_process_fn_grad(out) if op.name in GAUGE else out)
 
     return run

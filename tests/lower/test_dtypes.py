@@ -1,5 +1,6 @@
 """Promotion, casts, integer division and the dtype that sums are made in."""
 
+import math
 import subprocess
 import sys
 
@@ -152,3 +153,21 @@ def test_nan_and_infinity():
 def test_registry_needs_no_jax():
     code = "import sys, firstloss.lower.registry; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_mask_times_what_is_not_finite_is_not_finite(dtype):
+    """XLA alone would take the product for a choice, and hide what eager shows."""
+    x = torch.tensor([math.inf, math.nan, -3.0, 2.0], dtype=dtype)
+    mask = torch.tensor([False, False, False, True])
+    assert_rule(aten.mul.Tensor, (x, mask), {}, x * mask)
+
+    def masked(x, mask):
+        return cast(mask, x.dtype) * x
+
+    with jax.enable_x64(True):
+        ours = to_tensor(jax.jit(masked)(to_array(x), to_array(mask)), dtype)
+    expected = mask.to(dtype) * x
+    assert_same(ours, expected)
+    if not dtype.is_complex:
+        assert torch.equal(ours.signbit()[2:], expected.signbit()[2:])  # -3 * 0 is -0

@@ -32,13 +32,11 @@ CHOSEN = [op for op in op_db if EVERYTHING or aten_names(op) & CORE_NAMES]
 NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
 BY_DESIGN = ("depends on values", "reads a value into Python", "no counterpart in XLA", "as long as its largest value")
 KNOWN = {
-    "renorm complex64": "XLA makes x * mask a choice, so inf * False is 0 and not NaN",
     "nn.functional.grid_sample bfloat16": "eager rounds coordinates to bfloat16",
     "grid_sampler_3d bfloat16": "eager rounds coordinates to bfloat16",
     "histc bfloat16": "eager finds bins in bfloat16",
     "matrix_exp bfloat16": "eager overflows",
     "pinverse complex64": "recording a lazily conjugated matrix loses the conjugation",
-    "native_dropout_backward bool": "of no use",
 }
 
 

@@ -162,3 +162,48 @@ def test_an_assertion_runs_after_every_step_of_a_loop(backend):
         for batch in fl.utils.data.DataExecutor(loader, num_steps=6, activation_steps=5):
             seen.append(step(batch))
     assert 2 <= len(seen) <= 5
+
+
+def test_what_only_validates_is_checked_after_the_step(backend):
+    @fl.trace
+    def step(x, var):
+        return torch.nn.functional.gaussian_nll_loss(x, torch.zeros_like(x), var)
+
+    var = torch.full_like(X, 0.25)
+    torch.testing.assert_close(
+        step(X, var).clone(), torch.nn.functional.gaussian_nll_loss(X, torch.zeros_like(X), var), rtol=1e-6, atol=0
+    )
+    with pytest.raises(fl.errors.StepAssertionError, match=rf"{__file__}:\d+: gaussian_nll_loss: var has negative"):
+        step(X, -var)
+
+
+def test_a_distribution_is_validated_after_the_step(backend):
+    @fl.trace
+    def step(x, scale):
+        return torch.distributions.Normal(0.0, scale).log_prob(x).sum()
+
+    expected = torch.distributions.Normal(0.0, torch.ones(3)).log_prob(X).sum()
+    torch.testing.assert_close(step(X, torch.ones(3)).clone(), expected, rtol=1e-6, atol=0)  # a few sums
+    with pytest.raises(fl.errors.StepAssertionError, match="a parameter of a distribution"):
+        step(X, -torch.ones(3))
+
+
+def test_a_function_imported_before_the_trace_is_an_error_in_our_words(backend):
+    split = torch.tensor_split
+
+    @fl.trace
+    def step(x, places):
+        return split(x, places, dim=1)[0]
+
+    with pytest.raises(fl.errors.ValueReadError, match=rf"{__file__}:\d+: .* reads the memory of a tensor"):
+        step(X, torch.tensor([1, 2]))
+
+
+def test_the_rank_of_a_matrix_is_written_to_out(backend):
+    @fl.trace
+    def step(x):
+        rank = torch.zeros((), dtype=torch.int64)
+        torch.linalg.matrix_rank(x, out=rank)
+        return rank
+
+    assert step(X) == 2

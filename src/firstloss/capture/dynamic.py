@@ -48,6 +48,8 @@ SIZES = {
     "F.one_hot(ids, n).sum(0).",
     "_pack_padded_sequence": "Run on the padded batch, and leave the padding out of the loss: torch.where(mask, loss, "
     "0).sum() / mask.sum().",
+    "linalg_lstsq": "Solve it by a factorisation, whose results have known sizes: q, r = torch.linalg.qr(A); "
+    "torch.linalg.solve_triangular(r, q.mH @ B, upper=True); or torch.linalg.pinv(A) @ B, if A may have a lower rank.",
     "_to_sparse": "Keep the tensor dense, and multiply or torch.where with its mask.",
 }
 
@@ -80,6 +82,7 @@ VALUES = {
     **dict.fromkeys(("equal", "allclose"), _COMPARE),
     "one_hot": "Say how many classes there are: F.one_hot(ids, num_classes=n).",
     **dict.fromkeys(("slice", "range", "arange", "linspace", "zeros", "ones", "empty", "full", "topk"), _SIZE),
+    "tensor_split": "Say in Python where to split: x.tensor_split((2, 5)).",
     **dict.fromkeys(("narrow", "expand", "view", "reshape", "repeat", "pad", "split", "chunk"), _SIZE),
 }
 

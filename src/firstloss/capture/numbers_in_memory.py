@@ -1,6 +1,6 @@
-"""What PyTorch reads straight from memory, without telling the dispatcher: numbers in lists, places to split at.
+"""What PyTorch reads or writes straight in memory without telling the dispatcher: numbers in lists, places to split at.
 
-A traced tensor has no memory. While a step is traced, and only then, the functions that read so are replaced.
+A traced tensor has no memory. While a step is traced, and only then, the functions that do so are replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,20 @@ from typing import Any
 
 import torch
 
+from .source import Source
 from .tensor import DeferredTensor
+
+# What PyTorch says when a function that is not replaced, or that was imported by its name before it was, wants memory.
+UNALLOCATED = "its data is not allocated yet"
+
+
+def message(source: Source) -> str:
+    """The error of a step whose line `source` wants a tensor's memory."""
+    return (
+        f"{source}: this line reads the memory of a tensor, while the step is being traced, when no tensor has any "
+        "yet. Compute with torch's operations, and give numbers as Python has them, as in x.tensor_split((2, 5)); "
+        "torch.tensor, torch.as_tensor and torch.tensor_split take traced tensors, if called by these full names."
+    )
 
 
 @contextmanager
@@ -23,6 +36,7 @@ def replaced() -> Iterator[None]:
         (torch, "as_tensor"): _tensor,
         (torch, "tensor_split"): _tensor_split,
         (torch.Tensor, "tensor_split"): _tensor_split,
+        (torch.linalg, "matrix_rank"): _matrix_rank,
     }
     originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
     for (owner, name), wrap in wrappers.items():
@@ -44,6 +58,17 @@ def _tensor_split(original: Any) -> Any:
         return original(x, *args, **kwargs)
 
     return tensor_split
+
+
+def _matrix_rank(original: Any) -> Any:
+    """As `original`, which leaves an `out` as it was where a tensor's memory is not its own to write."""
+
+    @functools.wraps(original)
+    def matrix_rank(*args: Any, out: Any = None, **kwargs: Any) -> torch.Tensor:
+        rank = original(*args, **kwargs)
+        return rank if out is None else torch.add(rank, 0, out=out)
+
+    return matrix_rank
 
 
 def _tensor(original: Any) -> Any:

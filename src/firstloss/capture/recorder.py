@@ -126,6 +126,8 @@ def _record(call: Call) -> Any:
         return views[0] if call.returns_one() else views
 
     targets = call.written()
+    if how.fill and call.op is aten.copy_.default and _is_same_memory(*call.args[:2]):
+        return targets[0]  # as matmul's `out`, which C++ does not see to share the memory that it was told to fill
     if how.out and geometry:
         for target, (size, *_) in zip(targets, geometry, strict=False):
             if tuple(target.shape) != size and type(target) is DeferredTensor:
@@ -186,6 +188,16 @@ def _write(store: Store, ref: Ref, node: Node) -> Value:
         if store.first is old and old.node is not None and old.node.op in _EMPTY:
             store.first = new
     return new
+
+
+def _is_same_memory(target: Tensor, source: Any) -> bool:
+    """Whether the two show the same elements in the same order, if not in the same shape."""
+    if type(target) is not DeferredTensor or type(source) is not DeferredTensor or target._store is not source._store:
+        return False
+    alike = (target.dtype, target.numel(), target.storage_offset()) == (
+        source.dtype, source.numel(), source.storage_offset()
+    )  # fmt: skip
+    return alike and target.is_contiguous() and source.is_contiguous()
 
 
 def _mentioned_once(call: Call, target: Tensor) -> bool:

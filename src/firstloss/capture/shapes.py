@@ -95,6 +95,7 @@ _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
     _aten._standard_gamma_grad.default: _like(0),
     _aten._dirichlet_grad.default: _like(0),
     _aten.geqrf.default: _geqrf,
+    _aten.geqrf.a: _geqrf,
 }
 
 _known: dict[tuple, Outcome] = {}

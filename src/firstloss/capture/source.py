@@ -49,6 +49,17 @@ def user_frame() -> FrameType | None:
     return None
 
 
+def raised_at(error: BaseException) -> Source:
+    """As `here`, of the frames that `error` has passed through."""
+    found, trace = UNKNOWN, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not is_machinery(name):
+            found = Source(name, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
 def is_machinery(name: str) -> bool:
     """Whether a file of this name is torch's, Firstloss's, or none."""
     skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")

@@ -18,6 +18,7 @@ from .scalars import number_of
 from .shapes import infer
 from .tensor import DeferredTensor, Hooks, geometry_of, reseat
 from .traits import traits
+from .validations import validated
 from .values import run_for_real, value_of
 
 aten = torch.ops.aten
@@ -31,8 +32,17 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             return op(*args, **kwargs)
     if session.trace is not None:
         real = known(tensor)
-        return number_of(tensor) if real is None else real.item()
+        if real is not None:
+            return real.item()
+        answer = validated(tensor) if tensor.dtype == torch.bool else None
+        return number_of(tensor) if answer is None else answer
     return value_of(tensor).item()
+
+
+def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """A question that no tensor is needed for."""
+    with torch._C._DisableTorchDispatch():
+        return op(*args, **kwargs)
 
 
 def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -226,8 +236,9 @@ def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
 def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
     if type(tensor) is DeferredTensor:
-        if tuple(tensor.shape) != tuple(args[1]):
-            resize(tensor, tuple(args[1]))
+        size = tuple(args[1].shape if isinstance(args[1], Tensor) else args[1])
+        if tuple(tensor.shape) != size:
+            resize(tensor, size)
         return tensor
     with torch._C._DisableTorchDispatch():
         return op(*args, **kwargs)
@@ -247,6 +258,7 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     **dict.fromkeys(_INTO_OUT, _into_out),
     aten.native_batch_norm.default: _normalize,
     aten._local_scalar_dense.default: _read_scalar,
+    aten.can_cast.default: _of_dtypes,
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,
     aten.lift_fresh.default: _lift,
@@ -256,6 +268,7 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
     aten.resize_.default: _resize,
+    aten.resize_as_.default: _resize,
     aten._has_compatible_shallow_copy_type.default: lambda op, args, kwargs: type(args[0]) is type(args[1]),
     aten._assert_async.default: _assert_async,
     aten._assert_async.msg: _assert_async,

@@ -22,7 +22,7 @@ from . import dynamic, numbers_in_memory, recorder
 from .deferred import _Capture
 from .program import Draw, Node, Value
 from .recorder import DeferredTensor, Store
-from .source import here
+from .source import here, raised_at
 
 
 class KeyStream:
@@ -129,6 +129,10 @@ class StepTrace(recorder._Tracing):
                     yield
             else:
                 yield
+        except RuntimeError as error:
+            if numbers_in_memory.UNALLOCATED not in str(error):
+                raise
+            raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
         finally:
             if collecting:
                 gc.enable()

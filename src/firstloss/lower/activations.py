@@ -257,5 +257,5 @@ def glu_backward(grad_output, self, dim):
 
 @rule(aten.native_dropout_backward.default)
 def native_dropout_backward(grad_output, mask, scale):
-    (g,) = operands(grad_output)
+    (g,) = floats(grad_output)
     return g * cast(mask, g.dtype) * cast(scale, g.dtype)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor
 from ..capture.step import StepTrace
-from ..errors import LoweringError
+from ..errors import FirstlossError, LoweringError
 from .dtypes import to_torch
 
 # Operations that libraries make of their own, and that read values to be fast on one device: their rules.
@@ -83,7 +83,15 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
                 leaf = made
             leaves.append(leaf)
         args, kwargs = spec.unflatten(leaves)
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except FirstlossError:
+            raise
+        except Exception as error:  # of torch's own, which its decompositions say of what only kernels can do
+            raise LoweringError(
+                f"{op} has no lowering to StableHLO, and PyTorch's decomposition of it fails ({error}). Write the line "
+                f"with other operations, or give it one: firstloss.register_lowering(torch.ops.{op})."
+            ) from error
         written = _written(op, args, kwargs)
         fresh = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and not any(x is w for w in written)]
         for i, x in enumerate([*fresh, *written]):

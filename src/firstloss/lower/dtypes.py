@@ -146,6 +146,9 @@ def cast(x: Any, dtype: np.dtype) -> Any:
         return np.asarray(x.real if isinstance(x, complex) and not is_complex(dtype) else x).astype(dtype)
     if x.dtype == dtype:
         return x
+    if x.dtype.kind == "b" and dtype.kind not in "biu":
+        # XLA takes a product with a converted bool for a choice, and then inf * 0 for 0, and not for NaN.
+        return lax.select(x, lax.full(x.shape, 1, dtype), lax.full(x.shape, 0, dtype))
     if dtype.kind != "b":
         if is_complex(x.dtype) and not is_complex(dtype):
             x = lax.real(x)

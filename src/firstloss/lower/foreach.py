@@ -13,7 +13,7 @@ import jax
 import torch
 from jax import lax
 
-from . import pointwise, rearrange, reductions
+from . import pointwise, rearrange, reductions, special  # noqa: F401 (special: rules that are looked up by name)
 from .dtypes import cast, operands, opmath
 from .registry import RULES, rule
 

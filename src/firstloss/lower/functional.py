@@ -16,6 +16,7 @@ aten = torch.ops.aten
 # Where torchgen's names do not follow the pattern.
 _IRREGULAR = {
     aten.normal_.default: aten.normal_functional.default,
+    aten.normal.float_float_out: aten.normal.float_float,
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
     aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,

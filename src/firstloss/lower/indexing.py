@@ -418,4 +418,6 @@ def item(self, *_):
 def nonzero_static(self, *, size, fill_value=-1):
     if self.ndim == 0:
         return lax.full((size, 0), 0, np.int64)
+    if self.size == 0:  # which JAX fills with 0, whatever it is told
+        return lax.full((size, self.ndim), fill_value, np.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -267,7 +267,7 @@ def linalg_eig(self):
     return tuple(jnp.linalg.eig(self))
 
 
-@rule(aten._linalg_eigvals.default)
+@rule(aten._linalg_eigvals.default, aten.linalg_eigvals.default)
 def _linalg_eigvals(self):
     return jnp.linalg.eigvals(self)
 

@@ -10,15 +10,27 @@ import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
-from jax import scipy as jsp
 
-from .dtypes import broadcast, cast, floats, is_complex, is_integer, operands, opmath, promoted, rounded, times, where
+from .dtypes import (
+    broadcast,
+    cast,
+    floating,
+    floats,
+    is_complex,
+    is_integer,
+    operands,
+    opmath,
+    promoted,
+    rounded,
+    times,
+    where,
+)
 from .registry import rule
 
 aten = torch.ops.aten
 
 
-def _enter(overload: torch._ops.OpOverload, function: Callable) -> None:
+def enter(overload: torch._ops.OpOverload, function: Callable) -> None:
     """Enter a row of one of the tables below."""
     function.__name__ = function.__qualname__ = str(overload)
     rule(overload)(function)
@@ -32,14 +44,6 @@ def _sign(x: Any) -> Any:
     if is_complex(x.dtype):
         return lax.sign(x)
     return x if x.dtype.kind == "b" else where(x != x, 0, lax.sign(x))
-
-
-def _erfcx(x: Any) -> Any:
-    """exp(x^2) erfc(x), past where either factor alone would leave float32: by Laplace's continued fraction."""
-    fraction = x
-    for k in range(16, 0, -1):
-        fraction = x + (k / 2) / fraction
-    return where(x > 3, 1 / (math.sqrt(math.pi) * fraction), lax.exp(x * x) * lax.erfc(x))
 
 
 def _sinc(x: Any) -> Any:
@@ -59,21 +63,8 @@ def _nearest_even(x: Any) -> Any:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _digamma(x: Any) -> Any:
-    """At 0, an infinity of the other side's sign, where XLA has NaN."""
-    return where(x == 0, jnp.copysign(lax.full_like(x, math.inf), -x), lax.digamma(x))
-
-
 def _angle(x: Any) -> Any:
     return jnp.angle(x) if is_complex(x.dtype) else where(x < 0, math.pi, where(x != x, x, 0))
-
-
-def _i0(x: Any) -> Any:
-    return lax.bessel_i0e(x) * lax.exp(lax.abs(x))
-
-
-def _i1(x: Any) -> Any:
-    return lax.bessel_i1e(x) * lax.exp(lax.abs(x))
 
 
 # Results are floating point whatever the operand.
@@ -102,21 +93,8 @@ _FLOAT_UNARY = {
     aten.rsqrt.default: lax.rsqrt,
     aten.reciprocal.default: lambda x: lax.div(lax.full_like(x, 1), x),
     aten.sigmoid.default: lax.logistic,
-    aten.erf.default: lax.erf,
-    aten.erfc.default: lax.erfc,
-    aten.erfinv.default: lax.erf_inv,
-    aten.lgamma.default: lax.lgamma,
-    aten.digamma.default: _digamma,
     aten.sinc.default: _sinc,
     aten.angle.default: _angle,
-    aten.i0.default: _i0,
-    aten.special_i0e.default: lax.bessel_i0e,
-    aten.special_i1.default: _i1,
-    aten.special_i1e.default: lax.bessel_i1e,
-    aten.special_ndtri.default: jsp.special.ndtri,
-    aten.special_log_ndtr.default: jsp.special.log_ndtr,
-    aten.special_erfcx.default: _erfcx,
-    aten.special_entr.default: jsp.special.entr,
     aten.deg2rad.default: lambda x: x * cast(math.pi / 180, x.dtype),
     aten.rad2deg.default: lambda x: x * cast(180 / math.pi, x.dtype),
 }
@@ -162,11 +140,11 @@ def _any_part(test: Callable, x: Any) -> Any:
 
 
 for _overload, _function in _FLOAT_UNARY.items():
-    _enter(_overload, lambda self, f=_function: f(*floats(self)))
+    enter(_overload, lambda self, f=_function: f(*floats(self)))
 for _overload, _function in _UNARY.items():
-    _enter(_overload, lambda self, f=_function: f(cast(self, opmath(self.dtype))))
+    enter(_overload, lambda self, f=_function: f(cast(self, opmath(self.dtype))))
 for _overload, _function in _ROUNDING.items():
-    _enter(
+    enter(
         _overload,
         lambda self, f=_function: self if is_integer(self.dtype) else f(cast(self, opmath(self.dtype))),
     )
@@ -211,35 +189,6 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if is_complex(self.dtype):
         return lax.complex(of_real(lax.real(self)), of_real(lax.imag(self)))
     return of_real(self)
-
-
-@rule(aten.polygamma.default)
-def polygamma(n, self):
-    """XLA's knows no negative arguments. The derivative of order 1 is reflected (Abramowitz and Stegun 6.4.7), as
-    PyTorch does; those above it are shifted up by the recurrence 6.4.6, which reaches -16, and are NaN below."""
-    (x,) = floats(self)
-    if n == 0:
-        return _digamma(x)
-    if n == 1:
-        mirrored = x < 0.5
-        root = math.pi / lax.sin(math.pi * x)
-        known = lax.polygamma(lax.full_like(x, 1), where(mirrored, 1 - x, x))
-        return where(mirrored, root * root - known, known)
-    shift = 16
-    below = sum(lax.integer_pow(x + k, -(n + 1)) for k in range(shift))
-    zeta = below + lax.zeta(lax.full_like(x, n + 1), x + shift)
-    return where(x < -shift, math.nan, (-1) ** (n + 1) * float(math.factorial(n)) * zeta)
-
-
-@rule(aten.polygamma_.default)
-def polygamma_(self, n):
-    return polygamma(n, self)
-
-
-@rule(aten.mvlgamma.default)
-def mvlgamma(self, p):
-    (x,) = floats(self)
-    return sum(lax.lgamma(x - j / 2) for j in range(p)) + p * (p - 1) / 4 * math.log(math.pi)
 
 
 # --- Functions of two operands ----------------------------------------------------------------------------------------
@@ -364,11 +313,6 @@ def _ignoring_nan(choose: Callable) -> Callable:
     return lambda x, y: choose(where(x != x, y, x), where(y != y, x, y))
 
 
-def _igamma(x: Any, y: Any) -> Any:
-    """XLA gives NaN where the first operand is 0, PyTorch the limit."""
-    return where((x == 0) & (y >= 0), where(y == 0, math.nan, lax.full_like(y, 1)), lax.igamma(x, y))
-
-
 def _heaviside(x: Any, y: Any) -> Any:
     return where(x != x, 0, where(x == 0, y, cast(x > 0, x.dtype)))
 
@@ -406,8 +350,6 @@ _BINARY = {
     aten.xlogy.Scalar_Self: (_xlogy, True),
     aten.special_xlog1py.default: (lambda x, y: where(y != y, y, where(x == 0, 0, x * lax.log1p(y))), True),
     aten.heaviside.default: (_heaviside, False),
-    aten.igamma.default: (_igamma, True),
-    aten.igammac.default: (lambda x, y: 1 - _igamma(x, y), True),
     aten.gcd.default: (jnp.gcd, False),
     aten.lcm.default: (jnp.lcm, False),
     aten.eq.Tensor: (lax.eq, False),
@@ -438,7 +380,7 @@ _BINARY = {
     aten.__lshift__.Scalar: (lax.shift_left, False),
 }
 for _overload, (_function, _to_float) in _BINARY.items():
-    _enter(_overload, lambda self, other, f=_function, align=floats if _to_float else operands: f(*align(self, other)))
+    enter(_overload, lambda self, other, f=_function, align=floats if _to_float else operands: f(*align(self, other)))
 
 
 @rule(
@@ -476,8 +418,9 @@ def nextafter(self, other):
 
 @rule(aten.ldexp.Tensor)
 def ldexp(self, other):
+    """PyTorch's is a product with a power, which is rounded before."""
     x, exponent = floats(self, other)
-    return x * lax.exp2(exponent)
+    return x * rounded(lax.exp2(exponent), floating(other.dtype))
 
 
 @rule(aten.frexp.Tensor)

@@ -31,7 +31,8 @@ def _summand(self, dtype):
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
-    return kept(lax.reduce_sum(_summand(self, dtype), dims), self, dims, keepdim)
+    x = _summand(self, dtype)
+    return kept(lax.reduce_or(x, dims) if x.dtype == bool else lax.reduce_sum(x, dims), self, dims, keepdim)
 
 
 @rule(aten.nansum.default)
@@ -53,7 +54,8 @@ def mean(self, dim=None, keepdim=False, *, dtype=None):
 @rule(aten.prod.default, aten.prod.dim_int)
 def prod(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
-    return kept(lax.reduce_prod(_summand(self, dtype), dims), self, dims, keepdim)
+    x = _summand(self, dtype)
+    return kept(lax.reduce_and(x, dims) if x.dtype == bool else lax.reduce_prod(x, dims), self, dims, keepdim)
 
 
 def _extreme(reduce, self, dim, keepdim):
@@ -76,12 +78,12 @@ def aminmax(self, *, dim=None, keepdim=False):
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
-@rule(aten.any.default, aten.any.dim, aten.any.dims)
+@rule(aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default)
 def any_(self, dim=None, keepdim=False):
     return _extreme(lax.reduce_or, self != 0, dim, keepdim)
 
 
-@rule(aten.all.default, aten.all.dim, aten.all.dims)
+@rule(aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default)
 def all_(self, dim=None, keepdim=False):
     return _extreme(lax.reduce_and, self != 0, dim, keepdim)
 

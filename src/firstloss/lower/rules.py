@@ -23,6 +23,7 @@ from . import (  # noqa: F401
     recurrent,
     reductions,
     sorting,
+    special,
     views,
 )
 from .registry import RULES

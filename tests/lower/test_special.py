@@ -1,0 +1,37 @@
+"""Special functions where a formula that is right elsewhere loses all its digits: their tails, in relative error."""
+
+import jax
+import pytest
+import torch
+
+from firstloss.lower.rules import RULES
+
+from .harness import to_array, to_tensor
+
+aten = torch.ops.aten
+
+NEAR_ONE = 1 - torch.logspace(-6.5, -0.5, 60)
+TAILS = {
+    "igammac": (aten.igammac.default, (torch.full((40,), 2.5), torch.linspace(1, 60, 40)), 2e-5),  # a power of exp(-60)
+    "erfinv": (aten.erfinv.default, (torch.cat([NEAR_ONE, -NEAR_ONE]),), 5e-7),  # four units in the last place
+    "erfinv of little": (aten.erfinv.default, (torch.logspace(-30, -0.5, 60),), 5e-7),
+    "zeta": (aten.special_zeta.default, (torch.full((40,), 3.0), torch.logspace(-1, 4, 40)), 2e-6),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_tails_keep_their_digits(name):
+    op, args, bound = TAILS[name]
+    with jax.enable_x64(True):
+        ours = to_tensor(jax.jit(RULES[op])(*map(to_array, args)), torch.float32)
+    exact = op(*(x.double() for x in args))
+    assert ours.isfinite().all()
+    assert ((ours.double() - exact) / exact).abs().max() < bound
+
+
+def test_the_inverse_of_the_error_function_at_its_ends():
+    x = torch.tensor([1.0, -1.0, 0.0, -0.0, 1.5, torch.nan])
+    with jax.enable_x64(True):
+        ours = to_tensor(jax.jit(RULES[aten.erfinv.default])(to_array(x)), torch.float32)
+    torch.testing.assert_close(ours, torch.erfinv(x), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours.signbit()[:4], torch.erfinv(x).signbit()[:4])
