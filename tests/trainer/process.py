@@ -1,5 +1,6 @@
 """A run of its own process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
 
+import signal
 import sys
 
 import firstloss as fl
@@ -27,6 +28,8 @@ def main():
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a script Ctrl-C is ignored: also by the tests
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         main()
     except KeyboardInterrupt:

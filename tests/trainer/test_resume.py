@@ -152,13 +152,15 @@ def wait_for_checkpoint(folder, step, process):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
-def test_signals_save_and_end(number, status, tmp_path):
-    process = start(tmp_path, steps=10**6, every=5)
+@pytest.mark.parametrize("data", ["loader", "with_workers"])
+def test_signals_save_and_end(number, status, data, tmp_path):
+    """With workers they get it too, as from a terminal, `timeout` and Slurm: that they end then is no error."""
+    process = start(tmp_path, steps=10**6, every=5, data=data, start_new_session=True)
     wait_for_checkpoint(tmp_path, 5, process)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, said = process.communicate(timeout=120)
     assert process.returncode == status, said
-    assert f"{number.name}: saving after this step" in said
+    assert said == f"\n{number.name}: saving after this step (again: stop at once)\n"
     run = trainer(tmp_path, max_steps=10**6)
     assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
     assert run.folder.steps()[-1] >= 5 and os.path.exists(tmp_path / "versions.json")

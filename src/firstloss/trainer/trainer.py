@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType
@@ -15,7 +15,7 @@ import torch
 
 import firstloss as fl
 
-from ..errors import TrainerError
+from ..errors import LoaderError, TrainerError
 from ..runtime.processes import processes
 from . import checkpoint as checkpoints
 from . import construct
@@ -128,7 +128,7 @@ class Trainer:
         self.batches: Batches | None = None
         self.val_dataloader: Iterable[Any] | None = None
         self._steps: Steps | None = None
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts("")
         self._rates = Rates()
         self._pending = Pending(self._on_values, self.last_good)
         self._saved = -1  # the step of the last checkpoint written
@@ -165,7 +165,7 @@ class Trainer:
         again = self.batches is not None
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
         self.val_dataloader = val_dataloader
-        with self._running():
+        with self._running("saving after this step"):
             weights = self._named(ckpt_path)
             self._start(self._own_checkpoint(weights, again), weights)
             if self.processes.index == 0:
@@ -173,9 +173,13 @@ class Trainer:
             self.processes.wait("begin")
             self.callbacks("on_fit_start", self)
             began = self.state.step
-            self._train(self.loop)
-            if self.state.step > began:
-                self._after(validate=True, save=True)
+            try:
+                self._train(self.loop)
+                if self.state.step > began:
+                    self._after(validate=True, save=True)
+            except _Interrupted:
+                self.save()
+                raise
             self.callbacks("on_fit_end", self)
 
     def validate(self, val_dataloader: Iterable[Any], ckpt_path: Path | EllipsisType | None = ...) -> dict[str, float]:
@@ -191,7 +195,7 @@ class Trainer:
             TrainerError: if there are no weights yet, as the model is a callable and the folder has no checkpoint.
         """
         check_loader("val_dataloader", val_dataloader, once=True)
-        with self._running():
+        with self._running("ending after this batch"):
             last = ckpt_path == "last" or (isinstance(ckpt_path, EllipsisType) and self.model is None)
             path = self._named(ckpt_path)
             if last:
@@ -286,22 +290,24 @@ class Trainer:
         return None if path is None else fl.load(path)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held."""
+    def _running(self, promise: str) -> Iterator[None]:
+        """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held.
+
+        `promise` is what will be done before a signal is obeyed.
+        """
         os.makedirs(self.model_dir, exist_ok=True)
         fl.backend(self.backend)
         self.precision.choose()
         self._began = fl.timeline.current().now()
         self._pending = Pending(self._on_values, self.last_good)
-        self._interrupts = Interrupts()
-        try:
-            with self._interrupts:
+        self._interrupts = Interrupts(promise)
+        with suppress(_Interrupted), self._interrupts:
+            try:
                 yield
-        except BaseException as error:
-            self.callbacks("on_exception", self, error)
-            if isinstance(error, _Interrupted):
-                self._interrupts.obey()
-            raise
+            except BaseException as error:
+                self.callbacks("on_exception", self, error)
+                raise
+        self._interrupts.obey()
 
     # -- training --
 
@@ -315,7 +321,7 @@ class Trainer:
         while not self._done(loop):
             if self.batches.index == 0:
                 self.callbacks("on_epoch_start", self)
-            with closing(self.batches.rest_of_epoch(loop.grad_accum_steps)) as groups:
+            with closing(self._unless_interrupted(self.batches.rest_of_epoch(loop.grad_accum_steps))) as groups:
                 for group in groups:
                     self._step(group)
                     due = self.checkpoint.due_after_step(self.state.step)
@@ -377,16 +383,12 @@ class Trainer:
         self.callbacks("on_first_loss", self, loss, first if first > self._began else clock.now())
 
     def _after(self, validate: bool, save: bool) -> None:
-        """What is due between two steps; and the end, after a checkpoint, if a signal asks for it."""
-        try:
-            if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
-                save |= self._is_best(self._validate(self.val_dataloader))
-            # With several processes it takes them all to find out whether one got a signal: not at every step.
-            if self.processes.count == 1 or self._logged(self.state.step):
-                self._check_interrupt()
-        except _Interrupted:
-            self.save()
-            raise
+        """What is due between two steps; and the end, if a signal asks for it."""
+        if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
+            save |= self._is_best(self._validate(self.val_dataloader))
+        # With several processes it takes them all to find out whether one got a signal: not at every step.
+        if self.processes.count == 1 or self._logged(self.state.step):
+            self._check_interrupt()
         if save and self._saved != self.state.step:
             self.save()
 
@@ -402,7 +404,8 @@ class Trainer:
         try:
             with kept_random_state():
                 self.callbacks("on_validation_start", self)
-                with _quietly_compiled_anew(), closing(iter(fl.utils.data.DataExecutor(val_dataloader))) as batches:
+                executor = iter(fl.utils.data.DataExecutor(val_dataloader))
+                with _quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
                     for batch in islice(batches, self.validation.max_batches):
                         self.callbacks("on_validation_batch_start", self, batch)
                         outputs = self._run("evaluate", batch)
@@ -458,6 +461,17 @@ class Trainer:
 
     def _logged(self, step: int) -> bool:
         return step == 1 or step % self.logging.log_steps == 0
+
+    def _unless_interrupted(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        """`batches`; but a signal to all processes ends a loader's workers at once, and that is no error of theirs."""
+        try:
+            yield from batches
+        except LoaderError:
+            if self._interrupts.received is None or self.processes.count > 1:
+                raise
+        else:
+            return
+        self._check_interrupt()
 
     def _check_interrupt(self) -> None:
         """End the run if this process has got a signal, or another one of those that train together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..callback import Callback
@@ -77,7 +78,8 @@ class ProgressLogger(Callback):
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, file=sys.stderr, flush=True)
+            with suppress(BrokenPipeError):  # Ctrl-C has ended the `tee` that we wrote to, and the run is still to save
+                print(line, file=sys.stderr, flush=True)
 
     def _close(self) -> None:
         if self._bar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from ...errors import ExecutorError, LoaderError
@@ -79,7 +80,7 @@ class DataExecutor:
         reader = self._reader = Reader(self.loader, epochs=1 if self.num_steps is None else None, to_device=True)
         loop = self._loop = loops.Loop(self)
         loop.prefetch = lambda: self._prefetch(reader, loop)
-        with loops.running(loop):
+        with closing(reader), loops.running(loop):
             step = 0
             while step != self.num_steps:
                 try:

@@ -157,7 +157,7 @@ class Reader:
         self._batch = self._given = 0
         self._begun: RandomState | None = None
         self._now: tuple[RandomState, Any] | None = None  # before the batch ahead was read
-        self._ahead: tuple[str, Any] | None = None  # ("batch", it), ("end", None) or ("error", it)
+        self._ahead: tuple[str, Any] | None = None  # ("batch", it), ("end", None), ("error", it) or "closed"
         self._first = loader._resume
         loader._reader = self
 
@@ -168,7 +168,7 @@ class Reader:
         self.look_ahead()
         assert self._ahead is not None
         kind, what = self._ahead
-        if kind == "end":
+        if kind in ("end", "closed"):
             raise StopIteration
         if kind == "error":
             raise what
@@ -181,6 +181,17 @@ class Reader:
         """Whether no batch is left."""
         self.look_ahead()
         return self._ahead is not None and self._ahead[0] == "end"
+
+    def close(self) -> None:
+        """No more is read: keep the position, and let go of the iterator, so that its workers end now.
+
+        Else they would live as long as this object, which is part of a cycle: until the garbage is collected, and be it
+        in a worker forked later ("can only test a child process").
+        """
+        self._first = self.position()
+        self._iterator, self._now = None, None
+        if self._ahead is None or self._ahead[0] == "batch":
+            self._ahead = ("closed", None)
 
     def look_ahead(self) -> None:
         """Read the next batch, if that has not been done."""
