@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from . import storage
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
+    from .state import State
     from .trainer import Trainer
 
 _NAME = re.compile(r"step_(\d+)")
@@ -66,6 +68,20 @@ class Checkpoint:
         """Whether a metric has got better."""
         return than is None or (value < than if self.mode == "min" else value > than)
 
+    def is_best(self, metrics: dict[str, float], state: State) -> bool:
+        """Whether validation finds this step's weights to be the best so far; `state.best` then says so."""
+        if self.best is None:
+            return False
+        if self.best not in metrics:
+            raise TrainerError(
+                f"Checkpoint(best={self.best!r}): validation found no such metric, but {', '.join(metrics)}."
+            )
+        value, former = metrics[self.best], state.best
+        if not self.better(value, former["value"] if former else None):
+            return False
+        state.best = {"step": state.step, "metric": self.best, "value": value}
+        return True
+
 
 class CheckpointFolder:
     """The checkpoints of one run: `step_N` each, and `best.json` that names one of them."""
@@ -88,6 +104,37 @@ class CheckpointFolder:
         """The newest checkpoint's path."""
         steps = self.steps()
         return self.at(steps[-1]) if steps else None
+
+    def last_good(self) -> str:
+        """The newest checkpoint, in a sentence."""
+        last = self.last()
+        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
+
+    def named(self, ckpt_path: str | os.PathLike[str] | EllipsisType | None) -> str | EllipsisType | None:
+        """The path that `ckpt_path` stands for; ... where the folder's last checkpoint is meant, if there is one."""
+        if ckpt_path is None or isinstance(ckpt_path, EllipsisType) or ckpt_path == "last":
+            return None if ckpt_path is None else ...
+        path = os.fspath(ckpt_path)
+        if path == "best":
+            best = self.best()
+            if best is None:
+                raise TrainerError(
+                    f'{self.path} has no best checkpoint: the run was to keep one, Checkpoint(best="val_loss"). '
+                    f"{self.last_good()}"
+                )
+            path = self.at(best["step"])
+        if not os.path.exists(path):
+            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
+        return path
+
+    def to_go_on_from(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
+        """What a run goes on from, if it does: the checkpoint of this folder that was named, or else its last one."""
+        if named is None:
+            return None
+        path = None if isinstance(named, EllipsisType) else named
+        if path is None or not self.holds(path):
+            path = self.last() if or_last else None
+        return None if path is None else fl.load(path)
 
     def holds(self, path: str) -> bool:
         """Whether `path` is one of this run's own checkpoints."""
@@ -254,6 +301,6 @@ def check_finite(trainer: Trainer) -> None:
         if is_bad:
             raise NaNLossError(
                 f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update "
-                f"made it. {trainer.last_good()} Lower the learning rate, or clip gradients with "
+                f"made it. {trainer.folder.last_good()} Lower the learning rate, or clip gradients with "
                 "TrainingLoop(clip_grad_norm=1.0)."
             )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType
 from typing import Any
@@ -30,32 +28,11 @@ from .pending import Pending, Started
 from .precision import Precision
 from .randomness import kept_random_state, seed_everything
 from .run_folder import RunFolder
+from .state import State
 from .step import Steps, counts, on_device
-from .validation import Averages
+from .validation import Averages, quietly_compiled_anew
 
 Path = str | os.PathLike[str]
-
-
-@dataclass
-class State:
-    """Where a run is.
-
-    Attributes:
-        step: updates of the weights so far.
-        epoch: passes over the training loader so far.
-        samples, tokens: how many were trained on.
-        validated: the step of the last validation.
-        best: {"step", "metric", "value"} of the best checkpoint so far, if `Checkpoint(best=...)` asks for one.
-        stopped: why the run was stopped early; empty if it was not.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    tokens: int = 0
-    validated: int = 0
-    best: dict[str, Any] | None = None
-    stopped: str = ""
 
 
 class Trainer:
@@ -130,7 +107,7 @@ class Trainer:
         self._steps: Steps | None = None
         self._interrupts = Interrupts("")
         self._rates = Rates()
-        self._pending = Pending(self._on_values, self.last_good)
+        self._pending = Pending(self._on_values, self.folder.last_good)
         self._saved = -1  # the step of the last checkpoint written
         self._seen_a_loss = False
 
@@ -166,8 +143,9 @@ class Trainer:
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
         self.val_dataloader = val_dataloader
         with self._running("saving after this step"):
-            weights = self._named(ckpt_path)
-            self._start(self._own_checkpoint(weights, again), weights)
+            weights = self.folder.named(ckpt_path)
+            last = self.checkpoint.autoload_last and not again
+            self._start(self.folder.to_go_on_from(weights, last), weights)
             if self.processes.index == 0:
                 self.folder.set_aside(self.state.step)
             self.processes.wait("begin")
@@ -197,7 +175,7 @@ class Trainer:
         check_loader("val_dataloader", val_dataloader, once=True)
         with self._running("ending after this batch"):
             last = ckpt_path == "last" or (isinstance(ckpt_path, EllipsisType) and self.model is None)
-            path = self._named(ckpt_path)
+            path = self.folder.named(ckpt_path)
             if last:
                 path = self.folder.last()
                 if path is None and (ckpt_path == "last" or not isinstance(self._given[0], torch.nn.Module)):
@@ -231,11 +209,6 @@ class Trainer:
         """Give numbers to the loggers, under the step that has been done."""
         self.callbacks("on_metrics", self, metrics, self.state.step)
 
-    def last_good(self) -> str:
-        """The last checkpoint, in a sentence."""
-        last = self.folder.last()
-        return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
-
     # -- before training --
 
     def _start(self, saved: dict[str, Any] | None, weights: Path | EllipsisType | None) -> None:
@@ -263,32 +236,6 @@ class Trainer:
             checkpoints.restore(self, saved)
             self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
 
-    def _named(self, ckpt_path: Path | EllipsisType | None) -> str | EllipsisType | None:
-        """The path that `ckpt_path` stands for; ... where the folder's last checkpoint is meant, if there is one."""
-        if ckpt_path is None or isinstance(ckpt_path, EllipsisType) or ckpt_path == "last":
-            return None if ckpt_path is None else ...
-        path = os.fspath(ckpt_path)
-        if path == "best":
-            best = self.folder.best()
-            if best is None:
-                raise TrainerError(
-                    f'{self.folder.path} has no best checkpoint: the run was to keep one, Checkpoint(best="val_loss"). '
-                    f"{self.last_good()}"
-                )
-            path = self.folder.at(best["step"])
-        if not os.path.exists(path):
-            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
-        return path
-
-    def _own_checkpoint(self, ckpt_path: str | EllipsisType | None, again: bool) -> dict[str, Any] | None:
-        """What the run goes on from, if it does: the checkpoint that was named, or the folder's last."""
-        if ckpt_path is None:
-            return None
-        path = None if isinstance(ckpt_path, EllipsisType) else ckpt_path
-        if path is None or not self.folder.holds(path):
-            path = self.folder.last() if self.checkpoint.autoload_last and not again else None
-        return None if path is None else fl.load(path)
-
     @contextmanager
     def _running(self, promise: str) -> Iterator[None]:
         """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held.
@@ -299,7 +246,7 @@ class Trainer:
         fl.backend(self.backend)
         self.precision.choose()
         self._began = fl.timeline.current().now()
-        self._pending = Pending(self._on_values, self.last_good)
+        self._pending = Pending(self._on_values, self.folder.last_good)
         self._interrupts = Interrupts(promise)
         with suppress(_Interrupted), self._interrupts:
             try:
@@ -385,7 +332,9 @@ class Trainer:
     def _after(self, validate: bool, save: bool) -> None:
         """What is due between two steps; and the end, if a signal asks for it."""
         if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
-            save |= self._is_best(self._validate(self.val_dataloader))
+            metrics = self._validate(self.val_dataloader)
+            self.state.validated = self.state.step
+            save |= self.checkpoint.is_best(metrics, self.state)
         # With several processes it takes them all to find out whether one got a signal: not at every step.
         if self.processes.count == 1 or self._logged(self.state.step):
             self._check_interrupt()
@@ -405,7 +354,7 @@ class Trainer:
             with kept_random_state():
                 self.callbacks("on_validation_start", self)
                 executor = iter(fl.utils.data.DataExecutor(val_dataloader))
-                with _quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
+                with quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
                     for batch in islice(batches, self.validation.max_batches):
                         self.callbacks("on_validation_batch_start", self, batch)
                         outputs = self._run("evaluate", batch)
@@ -436,20 +385,6 @@ class Trainer:
         self.callbacks("on_compile_end", self, name)
         return outputs
 
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether the weights of this step are the best so far; `state.best` then says so."""
-        self.state.validated = self.state.step
-        name = self.checkpoint.best
-        if name is None:
-            return False
-        if name not in metrics:
-            raise TrainerError(f"Checkpoint(best={name!r}): validation found no such metric, but {', '.join(metrics)}.")
-        former = self.state.best
-        if not self.checkpoint.better(metrics[name], former["value"] if former else None):
-            return False
-        self.state.best = {"step": self.state.step, "metric": name, "value": metrics[name]}
-        return True
-
     def _validation_due(self, loop: TrainingLoop) -> bool:
         """Whether a run that goes on from a checkpoint was ended before the validation that belongs to it."""
         assert self.batches is not None
@@ -478,14 +413,6 @@ class Trainer:
         received = self._interrupts.received_by_any(self.processes)
         if received is not None:
             raise _Interrupted(f"{received.name} at step {self.state.step}")
-
-
-@contextmanager
-def _quietly_compiled_anew() -> Iterator[None]:
-    """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*evaluate is compiled anew", fl.errors.GraphChangeWarning)
-        yield
 
 
 class _Interrupted(BaseException):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import TrainerError
+from ..errors import GraphChangeWarning, TrainerError
 from .loops import ValidationLoop
 from .pending import AHEAD
 from .step import counts, describe
@@ -78,3 +80,11 @@ def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
 
 def _on_host(x: Any) -> Any:
     return x.detach().clone().cpu() if isinstance(x, torch.Tensor) else x
+
+
+@contextmanager
+def quietly_compiled_anew() -> Iterator[None]:
+    """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*evaluate is compiled anew", GraphChangeWarning)
+        yield
