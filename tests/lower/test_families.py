@@ -230,6 +230,36 @@ def test_pooling_edges(ceil_mode):
         assert_rule(aten.avg_pool2d_backward.default, (y, x, *how), {}, aten.avg_pool2d_backward(y, x, *how))
 
 
+@pytest.mark.parametrize("kernel, stride, padding, dilation", [
+    ([3, 3], [2, 2], [1, 1], [1, 1]),
+    ([2, 1], [3, 2], [0, 0], [1, 1]),  # windows with gaps between them
+    ([4, 3], [3, 1], [2, 0], [2, 3]),  # offsets of every remainder by the stride, and of one alone
+])  # fmt: skip
+def test_max_pooling_backward(kernel, stride, padding, dilation):
+    x = torch.randn(2, 3, 11, 10)
+    how = (kernel, stride, padding, dilation, False)
+    y, indices = aten.max_pool2d_with_indices(x, *how)
+    args = (torch.randn_like(y), x, *how, indices)
+    assert_rule(aten.max_pool2d_with_indices_backward.default, args, {}, aten.max_pool2d_with_indices_backward(*args))
+
+
+def test_lists_of_half_precision_kernels():
+    """Worked on as matrices: what is rounded, how often and in which shape must not show."""
+    torch.manual_seed(0)
+    xs, ys, zs = ([torch.randn(s).bfloat16() for s in ((3, 4, 3, 3), (2, 3, 5), (0, 2, 2), (4,))] for _ in range(3))
+    for op, args in (
+        (aten._foreach_add.List, (xs, ys)),
+        (aten._foreach_mul.Scalar, (xs, 0.9)),
+        (aten._foreach_mul.Tensor, (xs, torch.tensor(0.9))),
+        (aten._foreach_lerp.Scalar, (xs, ys, 0.1)),
+        (aten._foreach_addcmul.Scalar, (xs, ys, zs, 0.3)),
+        (aten._foreach_sqrt.default, ([x.abs() for x in xs],)),
+        (aten._foreach_add.List, (xs, [y.float() for y in ys])),
+    ):
+        assert_rule(op, args, {}, op(*args))
+    assert_rule(aten._foreach_max.default, (xs[:2],), {}, aten._foreach_max(xs[:2]))
+
+
 def test_grouped_products():
     torch.manual_seed(0)
     offs = torch.tensor([2, 2, 7, 8], dtype=torch.int32)

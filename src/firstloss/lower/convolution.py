@@ -119,7 +119,7 @@ def _product_backward(g, x, weight, windows):
     parts = lax.reshape(rows, (batch, *counts, x.shape[1], math.prod(windows.kernel)))
     parts = jnp.moveaxis(parts, (-1, -2), (0, 2))
     of_weight = contract(g, _columns(x, windows), (((1,), (1,)), ((), ())))
-    return jax.linear_transpose(lambda x: _windows_of(x, windows), x)(parts)[0], lax.reshape(of_weight, weight.shape)
+    return windows.unsliced(parts), lax.reshape(of_weight, weight.shape)
 
 
 # --- The operations ---------------------------------------------------------------------------------------------------

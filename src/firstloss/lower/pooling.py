@@ -70,11 +70,8 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
 def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
-    gradient = lax.full(self.shape, 0, g.dtype)
-    for offset in windows.offsets():
-        place = _over(windows.places(offset), g)
-        gradient += windows.unslice(where(cast(indices, place.dtype) == place, g, 0), offset)
-    return gradient
+    places = (_over(windows.places(offset), g) for offset in windows.offsets())
+    return windows.unsliced(where(cast(indices, place.dtype) == place, g, 0) for place in places)
 
 
 def _bins(length: int, count: int) -> list[tuple[int, int]]:

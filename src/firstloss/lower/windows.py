@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 
 from .dtypes import cast
 
@@ -61,12 +63,31 @@ class Windows:
         limits = [o + (c - 1) * s + 1 for o, c, s in zip(offset, self.counts, self.stride, strict=True)]
         return lax.slice(padded, zeros + tuple(offset), self.lead + tuple(limits), ones + self.stride)
 
-    def unslice(self, part, offset):
-        """The transpose of padding and `slice`: put what all windows have at one place back where it came from."""
-        edges = []
-        for o, c, s, p, n in zip(offset, self.counts, self.stride, self.padding, self.lengths, strict=True):
-            edges.append((o - p, n - (o - p + (c - 1) * s + 1), s - 1))
-        return lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * len(self.lead) + edges)
+    def unsliced(self, parts: Iterable[Any]):
+        """The transpose of padding and `slice`: the parts of all `offsets()`, put back where they came from and added.
+
+        Places in the window that leave the same remainder by the stride meet on one grid, as coarse as the windows; the
+        grids are dealt out at the end. (Put back one by one, with gaps between its elements, each part would be looked
+        into for every element of the input.)
+        """
+        lead, space = len(self.lead), range(self.space)
+        lengths = [-(-e // s) for e, s in zip(self.extents(), self.stride, strict=True)]
+        grids: dict[tuple[int, ...], Any] = {}
+        for offset, part in zip(self.offsets(), parts, strict=True):
+            begins = [o // s for o, s in zip(offset, self.stride, strict=True)]
+            edges = [(b, n - b - c, 0) for b, n, c in zip(begins, lengths, self.counts, strict=True)]
+            grid = lax.pad(part, cast(0, part.dtype), [(0, 0, 0)] * lead + edges)
+            remainder = tuple(o % s for o, s in zip(offset, self.stride, strict=True))
+            grids[remainder] = grids[remainder] + grid if remainder in grids else grid
+        remainders = itertools.product(*map(range, self.stride))
+        dealt = jnp.stack([grids.get(r, lax.full_like(grid, 0)) for r in remainders])
+        dealt = lax.reshape(dealt, (*self.stride, *grid.shape))
+        order = [self.space + d for d in range(lead)]
+        order += [d for i in space for d in (self.space + lead + i, i)]
+        shape = [n * s for n, s in zip(lengths, self.stride, strict=True)]
+        dealt = lax.reshape(dealt, (*self.lead, *shape), order)
+        edges = [(-p, n + p - reach, 0) for p, n, reach in zip(self.padding, self.lengths, shape, strict=True)]
+        return lax.pad(dealt, cast(0, dealt.dtype), [(0, 0, 0)] * lead + edges)
 
     def _along(self, offset) -> Iterator[np.ndarray]:
         """Where in the input, along each dimension, is what `slice` gives: to be broadcast against the others."""
