@@ -59,7 +59,9 @@ def jitted(fields, batch, artifacts):
     executable = step._latest.latest()
     seed = jax.numpy.zeros(2, jax.numpy.uint32)
     with x64():
-        arrays = [tuple(executable._array(v, [batch]) for v in vs) for vs in (executable._changed, executable._read)]
+        arrays = [
+            tuple(executable.inputs.array(v, [batch]) for v in vs) for vs in (executable._changed, executable._read)
+        ]
 
     def run():
         with x64():

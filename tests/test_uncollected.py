@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from firstloss.uncollected import uncollected
+from firstloss.uncollected import Paused, uncollected
 
 
 class Cycle:
@@ -55,3 +55,30 @@ def test_what_somebody_has_frozen_stays_so():
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
+
+
+def test_what_is_freed_as_often_as_made_begins_no_collection():
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with Paused():
+            made = [[] for _ in range(100_000)]
+            del made
+            assert not gc.isenabled()
+        assert gc.isenabled() and not collections
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_a_pause_leaves_collection_off_where_it_was_off():
+    gc.disable()
+    try:
+        with Paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

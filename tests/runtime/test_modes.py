@@ -121,3 +121,26 @@ def test_gradients_accumulate_though_a_step_sets_its_half_dtype(backend):
     ours, theirs = both(backend, losses)
     # Sums in another order, a few of which are rounded to 8 bits the other way.
     assert ours == pytest.approx(theirs, rel=2**-8)
+
+
+def test_the_default_device_makes_another_step(backend):
+    """Set, or given in a region: tensors that the step makes are made there."""
+    x = torch.ones(2)
+    step = fl.trace(lambda x: x * 2 if torch.ones(2).device.type == "cpu" else x * 3)
+    found = [step(x)[0].item()]
+    torch.set_default_device("meta")
+    found.append(step(x)[0].item())
+    torch.set_default_device(None)
+    found.append(step(x)[0].item())
+    with torch.device("meta"):
+        found.append(step(x)[0].item())
+    found.append(step(x)[0].item())
+    assert found == [2.0, 3.0, 2.0, 3.0, 2.0]
+
+
+def test_a_default_device_that_a_step_sets_stays_set(backend):
+    step = fl.trace(lambda x: (torch.set_default_device("meta"), x * 2)[1])
+    for _ in range(2):
+        step(torch.ones(2, device="cpu"))
+        assert torch.get_default_device().type == "meta"
+        torch.set_default_device(None)

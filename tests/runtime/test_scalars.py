@@ -1,5 +1,6 @@
 """A traced tensor in a place for a number: the right result, or an error at that line."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,3 +102,43 @@ def test_a_number_that_decides_the_computation_is_refused(backend):
 
     with pytest.raises(fl.errors.LoweringError, match=rf"{__file__}:\d+.*vector_norm.*Python number"):
         step(torch.tensor(1.0))
+
+
+READS = {
+    "as a number": lambda x, t: torch.add(x, x, alpha=t),
+    "item": lambda x, t: x * t.item(),
+    "float": lambda x, t: x * float(t),
+    "tolist": lambda x, t: x * t.tolist(),
+    "numpy": lambda x, t: x * float(t.numpy()),
+    "asarray": lambda x, t: x * float(np.asarray(t)),
+    "DLPack": lambda x, t: x * float(np.from_dlpack(t)),
+    "if": lambda x, t: x * 2 if t > 0.4 else x,
+    "equal": lambda x, t: x * 2 if torch.equal(t, torch.tensor(0.5)) else x,
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_tensor_from_outside_that_is_read_counts_as_it_is_now(way, backend):
+    """Edited between two calls: the value is no constant of the compiled step."""
+    number = torch.tensor(0.5)
+    step = fl.trace(lambda x: READS[way](x, number))
+    for value in (0.5, 0.25, 0.25, 0.5):
+        number.fill_(value)
+        try:
+            got = step(X)
+        except fl.errors.ValueReadError:  # of a comparison, which is an operation of the step
+            assert way == "if"
+            return
+        torch.testing.assert_close(got.clone(), READS[way](X, number))
+
+
+def test_a_number_that_the_step_edits_first_is_the_edited_one(backend):
+    number = torch.tensor(0.5)
+
+    @fl.trace
+    def step(x):
+        number.mul_(0.5)
+        return torch.add(x, x, alpha=number)
+
+    for n in range(1, 4):
+        torch.testing.assert_close(step(X).clone(), X * (1 + 0.5 / 2**n))

@@ -196,7 +196,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     executable, _, _ = train("adamw", tmp_path, steps=1)
-    state = [executable._array(value, []) for value in executable._changed]
+    state = [executable.inputs.array(value, []) for value in executable._changed]
     executable([*tokens()])
     kept = [tuple(array.shape) for array in state if not array.is_deleted()]
     assert kept == []

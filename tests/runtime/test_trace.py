@@ -104,8 +104,8 @@ def test_a_real_model_is_moved(backend):
     weight = model.weight
     step, _ = make_step(model, backend)
     assert model.weight is weight
-    for _ in range(3):
-        assert float(step(X, Y)) == pytest.approx(eager_step(reference, 0.1), rel=1e-6)
+    for _ in range(3):  # the loss gets 30 times smaller, and what the weights were rounded by does not
+        assert float(step(X, Y)) == pytest.approx(eager_step(reference, 0.1), rel=1e-5)
 
 
 def test_an_ordinary_scheduler_needs_no_second_trace(backend, model):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import session
 from .source import Source
 from .tensor import DeferredTensor
 
@@ -37,6 +38,10 @@ def replaced() -> Iterator[None]:
         (torch, "tensor_split"): _tensor_split,
         (torch.Tensor, "tensor_split"): _tensor_split,
         (torch.linalg, "matrix_rank"): _matrix_rank,
+        (torch.Tensor, "tolist"): _reading,
+        (torch.Tensor, "numpy"): _reading,
+        (torch.Tensor, "__array__"): _reading,
+        (torch.Tensor, "__dlpack__"): _reading,
     }
     originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
     for (owner, name), wrap in wrappers.items():
@@ -69,6 +74,22 @@ def _matrix_rank(original: Any) -> Any:
         return rank if out is None else torch.add(rank, 0, out=out)
 
     return matrix_rank
+
+
+def _reading(original: Any) -> Any:
+    """As `original`, a method that gives the values of real tensors; the trace under way is told."""
+
+    @functools.wraps(original)
+    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if session.trace is not None and type(self) is not DeferredTensor:
+            self = session.trace.read_real(self)
+            if type(self) is DeferredTensor:  # the step has written to it
+                return getattr(self, original.__name__)(*args, **kwargs)
+            with torch._C._DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
+                return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return read
 
 
 def _tensor(original: Any) -> Any:

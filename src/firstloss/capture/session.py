@@ -25,6 +25,9 @@ class Tracing:
     def adopt_real(self, tensor: torch.Tensor) -> Store:
         raise NotImplementedError
 
+    def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def refuse_read(self, op: OpOverload) -> None: ...
 
     def key_draw(self, node: Node) -> None: ...

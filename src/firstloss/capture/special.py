@@ -27,9 +27,11 @@ Tensor = torch.Tensor
 
 def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor = args[0]
+    if session.trace is not None and _is_real(tensor):
+        tensor = session.trace.read_real(tensor)
     if type(tensor) is not DeferredTensor:
         with torch._C._DisableTorchDispatch():
-            return op(*args, **kwargs)
+            return op(tensor)
     if session.trace is not None:
         real = known(tensor)
         if real is not None:
@@ -45,7 +47,13 @@ def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return op(*args, **kwargs)
 
 
+def _is_real(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and type(arg) is not DeferredTensor
+
+
 def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    if session.trace is not None:
+        args = tuple(session.trace.read_real(a) if _is_real(a) else a for a in args)
     with torch._C._DisableTorchDispatch():
         return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
 

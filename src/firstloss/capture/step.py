@@ -23,6 +23,8 @@ from .deferred import _Capture
 from .program import Draw, Node, Value
 from .recorder import DeferredTensor, Store
 from .source import here, raised_at
+from .tensor import geometry_of
+from .values_read import ValueRead
 
 
 class KeyStream:
@@ -42,6 +44,7 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
+        read: of the real tensors from outside, those whose values the step's Python has read.
     """
 
     def __init__(self) -> None:
@@ -52,6 +55,7 @@ class StepTrace(recorder._Tracing):
         self.stream = KeyStream()
         self.draws = 0
         self.closures: list[Any] = []
+        self.read: list[ValueRead] = []
 
     # -- what the recorder asks for --
 
@@ -81,6 +85,16 @@ class StepTrace(recorder._Tracing):
             self.inputs[value] = tensor
             known = self._real[id(tensor)] = (tensor, store)
         return known[1]
+
+    def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
+        written to it."""
+        known = self._real.get(id(tensor))
+        if known is not None and known[1].value is not known[1].first:
+            return DeferredTensor.wrap(known[1], *geometry_of(tensor))
+        with torch._C._DisableTorchDispatch():
+            self.read.append(ValueRead(tensor))
+        return tensor
 
     def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:
         """A traced tensor that stands for an argument of the step, shaped as `tensor` is."""

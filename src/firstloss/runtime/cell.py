@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -34,7 +34,8 @@ class Cell:
     has is what counts, and goes to the device before the next step.
 
     Attributes:
-        current: the array, if it is there and is what counts; a step asks this of each weight, so it is no property.
+        current: the array, if it is there and the host has neither read nor edited it since; a step asks this of each
+            weight, so it is no property.
     """
 
     _last_edited: Callable[[], Cell | None] = staticmethod(lambda: None)
@@ -65,7 +66,7 @@ class Cell:
             self._pending = None
         elif callable(self._array):
             self._array = self._array()
-        self.current = self._array
+        self.current = self._array if self._host is None else None
         return self._array
 
     def later(self) -> Callable[[], jax.Array] | None:
@@ -123,7 +124,7 @@ class Cell:
     def host(self) -> torch.Tensor:
         """The content laid out as `value` is. Not to be written, but after `edit`."""
         if self._host is None:
-            self._host = self.read()
+            self._host, self.current = self.read(), None
         return self._host
 
     def edit(self, whole: bool = False) -> bool:
@@ -152,6 +153,15 @@ class Cell:
             if last is not None:
                 last.array()
             Cell._last_edited = weakref.ref(self)
+
+
+def renew(cells: Iterable[Cell], arrays: Iterable[Any]) -> None:
+    """What a step has made of `cells`: as `set`, for a thousand of which few have been touched since the last step."""
+    for cell, array in zip(cells, arrays, strict=True):
+        if cell.current is None or callable(array):
+            cell.set(array)
+        else:
+            cell.current = cell._array = array
 
 
 def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torch.Tensor:

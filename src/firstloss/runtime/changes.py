@@ -3,7 +3,7 @@
 A compiled step repeats what its Python did when it was traced. Two things watch over that:
 
 - At each call the Python values that the step may read are compared with those that it was traced with (`watch.py`,
-  about 0.1 ms for a transformer of 24 layers). Where one has changed that code of the step reads, the step is traced
+  about 0.2 ms for a transformer of 24 layers). Where one has changed that code of the step reads, the step is traced
   again, which takes a fraction of a second, and the two Programs are compared. The same Program: nothing is compiled.
   Another one: it is compiled, and a `GraphChangeWarning` names what has changed and where the Programs part.
 - What cannot be seen so (the time, a file) is found by tracing again at the second call, while the device
@@ -105,6 +105,8 @@ class Changes:
     def _read_slots(self, known: Known) -> list[int]:
         """The slots that have changed, of those that code of the step reads; the others are forgotten."""
         changed = known.misfit()
+        if not changed:
+            return changed
         unread = known.watch.unread(changed)
         if not unread:
             return changed
@@ -136,6 +138,7 @@ class Changes:
                 self._tell_again(known)
         else:
             self._known.insert(0, known)
+        self._tell_unwatched(known)
         return known
 
     def _verify(self, known: Known, trace: Any, roots: tuple) -> Known:
@@ -194,6 +197,18 @@ class Changes:
             f"{self._name} changes what it reads itself: {_some(reasons)}. A compiled step runs no Python, so "
             f"this one is traced at each call ({known.seconds:.2f} s) to see whether it still does the same. {_ADVICE}"
         )
+
+    def _tell_unwatched(self, known: Known) -> None:
+        """What the step reads that is too large to be compared at each call."""
+        for name, what in known.watch.unwatched:
+            line = known.watch.where_read(name, own=True)
+            if line is not None and what not in self._told:
+                self._told.add(what)
+                _warn(
+                    f"{line}: {self._name} reads {what}, which is too much to look through at each call. A change in "
+                    "it that decides what the step does is noticed only when the step is traced again to see, in less "
+                    "than 1% of the time. Keep what decides in something smaller, or pass it as an argument."
+                )
 
 
 _ADVICE = (

@@ -10,20 +10,27 @@ import array
 import collections
 import contextvars
 import functools
+import itertools
 import os
 import random
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 
-# What holds more items, or bytes, than this is data: only its length is watched.
+# Of what holds more items than this, the items are watched, but not what is in them.
 LARGEST = 1024
-_MOST_BYTES = 1 << 16
+# What holds more items or bytes than this is not compared in full at each call (65,536 items or 4 MiB take a quarter of
+# a millisecond): its length is, and so many items or bytes spread over it.
+MOST_ITEMS = 1 << 16
+_MOST_BYTES = 4 << 20
+_SAMPLED = 1 << 10
+_BLOCK = 64  # bytes of an array for each
 
 _SEQUENCES = (list, collections.deque)
 _SETS = (set, frozenset)
@@ -37,14 +44,12 @@ def reader(held: Any) -> Callable[[], Any] | None:
     kind = type(held)
     if kind in _FIXED:
         return None
-    if isinstance(held, dict):
-        return lambda: (*dict.keys(held), *dict.values(held)) if len(held) <= LARGEST else len(held)
-    if isinstance(held, (*_SEQUENCES, set)):
-        return lambda: tuple(held) if len(held) <= LARGEST else len(held)
+    if isinstance(held, (dict, *_SEQUENCES, set)):
+        return _items_of(held)
     if isinstance(held, np.ndarray):
-        return held.tobytes if held.dtype != object and held.nbytes <= _MOST_BYTES else None
+        return _array_of(held)
     if isinstance(held, _BUFFERS):
-        return lambda: bytes(held) if len(held) <= _MOST_BYTES else len(held)
+        return _bytes_of(held)
     if isinstance(held, contextvars.ContextVar):
         return lambda: held.get(None)
     if isinstance(held, types.GeneratorType):
@@ -60,6 +65,103 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
         return lambda: _stands_at(held)
     return None
+
+
+def _items_of(held: Any) -> Callable[[], Any]:
+    """Up to `LARGEST`, a tuple of the items; of more, the same object again as long as they are equal."""
+    last: list = []
+
+    def read() -> Any:
+        nonlocal last
+        length = len(held)
+        if length <= LARGEST:
+            return (*dict.keys(held), *dict.values(held)) if isinstance(held, dict) else tuple(held)
+        if length > MOST_ITEMS:
+            return length, *_sample(held, length)
+        items = [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else list(held)
+        if not _equal(last, items):
+            last = items
+        return last
+
+    return read
+
+
+def _equal(a: list, b: list) -> bool:
+    """Whether the items are the same, or say that they are equal. Where they are the same that is quick to see."""
+    try:
+        return list.__eq__(a, b)
+    except Exception:  # tensors and arrays do not say
+        return False
+
+
+def _sample(held: Any, length: int) -> tuple:
+    if isinstance(held, list):
+        return tuple(held[:: length // _SAMPLED])
+    if isinstance(held, set):
+        return ()
+    ends = (held, reversed(held))  # where a dict, a deque grows
+    keys = [key for end in ends for key in itertools.islice(end, _SAMPLED // 2)]
+    return (*keys, *(dict.__getitem__(held, key) for key in keys)) if isinstance(held, dict) else tuple(keys)
+
+
+def _array_of(held: np.ndarray) -> Callable[[], Any]:
+    """Its shape and dtype, and its bytes; of an array of objects, these."""
+    if held.dtype.hasobject:
+        return lambda: (held.shape, *(held.ravel().tolist() if held.size <= MOST_ITEMS else ()))
+    if held.flags.c_contiguous and held.dtype.itemsize:
+        read = _bytes_of(held, lambda: held.reshape(-1).view(np.uint8))
+        return lambda: (held.shape, held.dtype, read())
+    if held.nbytes <= _MOST_BYTES:
+        return lambda: (held.shape, held.dtype, held.tobytes())
+    return lambda: (held.shape, held.dtype, held.flat[:: held.size // _SAMPLED].tobytes())
+
+
+def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callable[[], Any]:
+    """The bytes in a buffer: the same object again as long as they are the same, so that they are not copied each time.
+
+    Args:
+        view: gives the bytes of `held`.
+    """
+    last = bytearray()
+
+    def whole() -> np.ndarray:
+        return np.frombuffer(held, np.uint8) if len(held) else np.empty(0, np.uint8)
+
+    def read() -> Any:
+        nonlocal last
+        now = (view or whole)()
+        if len(now) > _MOST_BYTES:
+            apart = len(now) // _SAMPLED
+            return len(now), now[: apart * _SAMPLED].reshape(_SAMPLED, apart)[:, :_BLOCK].tobytes()
+        if not bytearray.__eq__(last, now):
+            last = bytearray(now)
+        return last
+
+    return read
+
+
+def unwatched(held: Any) -> str | None:
+    """What `held` is, in words, if something in it may change without being seen; else None."""
+    if isinstance(held, np.ndarray):
+        size, most = (held.size, MOST_ITEMS) if held.dtype.hasobject else (held.nbytes, _MOST_BYTES)
+        return f"an array of {held.nbytes:,} bytes" if size > most else None
+    if isinstance(held, _BUFFERS):
+        size = memoryview(held).nbytes
+        return f"a {type(held).__name__} of {size:,} bytes" if size > _MOST_BYTES else None
+    if not isinstance(held, (dict, *_SEQUENCES, *_SETS, tuple)) or len(held) <= LARGEST:
+        return None
+    changes = not isinstance(held, (tuple, frozenset)) and len(held) > MOST_ITEMS
+    others = {kind.__name__ for kind in _kinds(dict.values(held) if isinstance(held, dict) else held)}
+    what = f"a {type(held).__name__} of {len(held):,} items"
+    return what + (f" ({', '.join(sorted(others))})" if others else "") if changes or others else None
+
+
+def _kinds(items: Iterable[Any]) -> set[type]:
+    """The types of those items, and of the items of tuples, that may hold something else later."""
+    kinds = set(map(type, items))
+    if tuple in kinds:
+        kinds = (kinds | {type(x) for item in items if type(item) is tuple for x in item}) - {tuple}
+    return {kind for kind in kinds if kind not in _FIXED and not issubclass(kind, (np.generic, torch.Tensor, Enum))}
 
 
 def inside(held: Any) -> Iterable[Any]:

@@ -27,12 +27,12 @@ from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .gradients import Gradients
-from .jaxlib import compile_options, lend, to_host, x64
-from .mesh import fit, put
+from .inputs import Inputs, keep
+from .jaxlib import compile_options, x64
 from .modes import ModesLeft
 from .optimizers import Optimizers
 from .placement import begin_behind
-from .segmented import SegmentedStep, there
+from .segmented import SegmentedStep
 
 
 class Surroundings(Protocol):
@@ -78,7 +78,7 @@ class Executable:
         self._tracing = StepTrace()
         self._optimizers = Optimizers(self._tracing)
         self._batch: dict[Value, int] = {}
-        self._where: dict[Value, Any] = {}  # on a mesh, where each input lies
+        self.inputs = Inputs(backend, self._tracing.inputs, self._batch, self._optimizers.hyperparameters)
         with timeline.span("trace"):
             self._gradients = Gradients(backend.parameters())
             self._modes = ModesLeft()
@@ -205,8 +205,11 @@ class Executable:
                     del entries[key]
 
     def outdated(self) -> bool:
-        """Whether it was for a first step, or a number that is baked in or a weight's memory has been changed since."""
+        """Whether it was for a first step, or a number baked in, a weight's memory or the value of a tensor that
+        its Python has read has been changed since."""
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
+            return True
+        if any(read.outdated() for read in self._tracing.read):
             return True
         return self._optimizers.outdated() or not self._gradients.fit()
 
@@ -226,8 +229,7 @@ class Executable:
         changed, read, made = list(self._changed), self._read, len(self._made)
         names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
         mesh = self._backend.mesh
-        where = {value: self._sharding(value) for value in (*changed, *read)}
-        self._where = where if mesh is not None else {}
+        where = self.inputs.lie((*changed, *read))
         with timeline.span("lower"):
             # On a mesh the partitioner has to see all of it.
             pieces = cut(program, first=names) if mesh is None else None
@@ -270,7 +272,10 @@ class Executable:
             self._gradients.follow(self._tracing.inputs, self._changed)
         self._just_traced = False
         with x64():
-            state, rest = self._state(leaves), self._arrays(self._read, leaves)
+            wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
+            changed = self._changed
+            state = self.inputs.state(changed, leaves) if wait else self.inputs.arrays(changed, leaves, wait)
+            rest = self.inputs.arrays(self._read, leaves, wait)
             seed = self._backend.keys.next() if self._tracing.draws else _no_seed(self._backend.mesh is None)
             begin = timeline.current().now()
             new, made, results = self._compiled(state, rest, seed)
@@ -279,12 +284,7 @@ class Executable:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        for home, array in zip(self._changed.values(), new, strict=True):
-            if isinstance(home, Store):
-                home.resident.set(array)
-            else:  # a real tensor from outside the backend
-                with torch.no_grad():
-                    home.copy_(to_host(there(array)))
+        keep(list(self._changed.values()), new)
         for store, array in zip(self._made, made, strict=True):
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
@@ -299,58 +299,6 @@ class Executable:
         if loop is not None:
             loop.dispatched(results)
         return pytree.tree_unflatten(out, self._result_spec)
-
-    def _state(self, leaves: list[Any]) -> tuple:
-        """What stands for the state that the step changes. There may be a thousand arrays, and from one step to the
-        next nobody has touched most of them: only the others are asked for."""
-        if self._where or not self._ran:
-            return self._arrays(self._changed, leaves)
-        arrays = [h.resident.current if type(h) is Store and h.resident else None for h in self._changed.values()]
-        return tuple([self._array(v, leaves) if a is None else a for v, a in zip(self._changed, arrays, strict=True)])
-
-    def _arrays(self, values: Iterable[Value], leaves: list[Any]) -> tuple:
-        """What stands for the inputs `values`. A step in segments waits itself for those that are still being made."""
-        waits = isinstance(self._compiled, SegmentedStep) and not self._ran
-        return tuple((self._later(value) if waits else None) or self._array(value, leaves) for value in values)
-
-    def _later(self, value: Value) -> Callable[[], jax.Array] | None:
-        home = self._tracing.inputs[value]
-        return home.resident.later() if isinstance(home, Store) and home.resident is not None else None
-
-    def _array(self, value: Value, leaves: list[Any]) -> Any:
-        """What stands for an input `value` at this step."""
-        number = self._optimizers.hyperparameters.get(value)
-        if number is not None:
-            return np.float64(number.read())
-        place = self._batch.get(value)
-        home = self._tracing.inputs[value] if place is None else leaves[place]
-        where = self._where.get(value)
-        array: jax.Array
-        if isinstance(home, Store):
-            if home.resident is None:
-                self._backend.claim(home.alive())
-            array = home.resident.array()
-        elif type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
-            array = home._store.resident.array()
-        elif where is not None:
-            return put(home, where)
-        else:  # a copy, since the step runs on while the caller may go on to write to the tensor
-            return lend(home.detach().clone(memory_format=torch.contiguous_format))
-        return array if where is None else fit(array, where)
-
-    def _sharding(self, value: Value) -> Any:
-        """Where an input lies on the backend's mesh."""
-        mesh = self._backend.mesh
-        if mesh is None:
-            return None
-        home = self._tracing.inputs[value]
-        if value in self._optimizers.hyperparameters or value not in self._batch and not isinstance(home, Store):
-            return mesh.whole
-        if not isinstance(home, Store):
-            return mesh.of_batch(tuple(value.shape))
-        if home.resident is None:
-            self._backend.claim(home.alive())
-        return home.resident.sharding or mesh.whole
 
 
 def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:

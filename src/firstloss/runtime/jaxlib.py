@@ -26,6 +26,8 @@ from ..lower.program import constant
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
 _OWNED_BYTES = 1 << 16
+# Dtypes that torch gives to NumPy, and JAX takes from it.
+_NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def x64() -> Any:
@@ -100,6 +102,14 @@ def lend(tensor: torch.Tensor) -> jax.Array:
             return jax.dlpack.from_dlpack(tensor.detach().contiguous())
         except (RuntimeError, TypeError, BufferError, ValueError):  # a dtype or layout that the protocol cannot say
             return _put(tensor)
+
+
+def given(tensor: torch.Tensor) -> Any:
+    """`tensor` as an argument of one call, and nothing else: where it is small, so that a call of `lend` takes longer
+    than a copy, as a NumPy array. Its bytes must not change until the call is through."""
+    if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS:
+        return tensor.numpy()
+    return lend(tensor)
 
 
 def _put(tensor: torch.Tensor) -> jax.Array:

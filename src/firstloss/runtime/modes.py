@@ -6,23 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 from ..amp.precision import get_half_dtype, set_half_dtype
 
-# How each is read and set. Inference mode is not here: nothing sets it but a region, which has an end.
+
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device` has been given; `torch.get_default_device` cannot tell None from the CPU."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # a thread has its own
+    return None if context is None else context.device
+
+
+# How each is read and set. Inference mode is not here, nor are PyTorch's function modes, of which
+# `torch.device` is one: nothing sets them but a region, which has an end.
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (get_half_dtype, set_half_dtype),
     (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
+    (_default_device, torch.set_default_device),
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
 )
 
 
 def modes() -> tuple:
     """What is set now; under others a step is another step."""
-    return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled())
+    regions = tuple([getattr(mode, "device", type(mode)) for mode in _get_current_function_mode_stack()])
+    return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
 
 
 class ModesLeft:

@@ -116,7 +116,7 @@ class Reach:
             self._attributes(function.__dict__)
         names = set(_names(code))
         self._mention(names)
-        own = not _is_installed(function.__module__)
+        own = not is_installed(function.__module__)
         for name in names & function.__globals__.keys():
             found = function.__globals__[name]
             if own or not contents.holds(found):
@@ -143,7 +143,7 @@ class Reach:
         self.objects[id(cls)] = cls
         self._methods(cls)
         for base in cls.__mro__:  # code that mentions it may make one
-            if not _is_closed(base.__module__) and not _is_installed(base.__module__):
+            if not _is_closed(base.__module__) and not is_installed(base.__module__):
                 self._todo += [vars(base)[name] for name in _CONSTRUCTION if name in vars(base)]
 
     def _methods(self, cls: type) -> None:
@@ -156,7 +156,7 @@ class Reach:
                 self._classes[base] = {}
                 continue
             table = self._classes[base] = {}
-            own = not closed and not _is_installed(base.__module__)
+            own = not closed and not is_installed(base.__module__)
             if own:
                 self._attributes(vars(base))
             for name, member in vars(base).items():
@@ -295,7 +295,7 @@ def _is_closed(module: str | None) -> bool:
 
 
 @functools.cache
-def _is_installed(module: str | None) -> bool:
+def is_installed(module: str | None) -> bool:
     """Whether a module is an installed package's, and not the user's own."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return file is not None and os.path.realpath(file).startswith(_INSTALLED)

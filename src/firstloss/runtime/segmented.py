@@ -41,12 +41,19 @@ class _Function(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees."""
+    """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees.
+
+    What it fills lies together, so that its results are put there in one go: a step has some thousand of them.
+    """
 
     function: int
     reads: tuple[int, ...]
-    fills: tuple[int, ...]
+    fills: slice
     frees: tuple[int, ...]
+
+
+def _filled(turn: _Turn) -> range:
+    return range(turn.fills.start, turn.fills.stop)
 
 
 class SegmentedStep:
@@ -95,11 +102,13 @@ class SegmentedStep:
         for segment in segments:
             function = functions[segment.function]
             reads = tuple(self._slot(segment.inputs[i]) for i in function.takes)
-            fills = tuple(self._slot(segment.outputs[i]) for i in function.gives)
-            turns.append(_Turn(segment.function, reads, fills, ()))
+            begin = len(self._slots)
+            for i in function.gives:
+                self._slot(segment.outputs[i])
+            turns.append(_Turn(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
         for n in reversed(range(len(turns))):
-            frees = {slot for slot in (*turns[n].reads, *turns[n].fills) if slot not in seen}
+            frees = {slot for slot in (*turns[n].reads, *_filled(turns[n])) if slot not in seen}
             seen |= frees
             turns[n] = turns[n]._replace(frees=tuple(frees))
         return turns
@@ -123,7 +132,7 @@ class SegmentedStep:
                 return n
             if turn.function in reuse:
                 break
-            wanted.difference_update(turn.fills)
+            wanted.difference_update(_filled(turn))
         return 0
 
     # -- a step --
@@ -136,7 +145,7 @@ class SegmentedStep:
         returns as soon as the last group is there: in the others a function stands for an array that is waited for when
         it is called. So the first loss does not wait until the backward pass is compiled.
         """
-        seed = jax.device_put(seed)
+        seed = seed if isinstance(seed, jax.Array) else jax.device_put(seed)
         slots: list[Any] = [*state, *rest, *[None] * (len(self._slots) - self._given)]
         for slot, array in self._constants.items():
             slots[slot] = array
@@ -150,9 +159,7 @@ class SegmentedStep:
 
     def _run(self, turns: Sequence[_Turn], slots: list[Any], seed: Any) -> None:
         for turn in turns:
-            results = self._compiled[turn.function](seed, *[slots[i] for i in turn.reads])
-            for slot, array in zip(turn.fills, results, strict=True):
-                slots[slot] = array
+            slots[turn.fills] = self._compiled[turn.function](seed, *[slots[i] for i in turn.reads])
             for slot in turn.frees:
                 slots[slot] = None
 

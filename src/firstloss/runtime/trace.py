@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ..capture.program import Program
 from ..errors import TraceError
-from ..uncollected import uncollected
+from ..uncollected import Paused, uncollected
 from .backend import Backend, current_backend
 from .changes import Changes
 from .modes import modes
@@ -92,7 +91,7 @@ class TracedStep:
         def trace(around: Any, find: Any) -> Executable:
             return Executable(self._step, leaves, spec, backend, around, find)
 
-        with nullcontext() if fits else uncollected():
+        with Paused() if fits else uncollected():
             executable = known.executable(trace, (self._step, *backend.models))
             self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile

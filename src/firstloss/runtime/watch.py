@@ -19,12 +19,12 @@ import torch
 
 from ..capture.source import Source
 from . import contents, reads
-from .reach import Reach, Slotted, attributes, names_by_string
+from .reach import Reach, Slotted, attributes, is_installed, names_by_string
 
 _MISSING: Any = object()
 _TABLES = (dict, types.MappingProxyType)  # the second: of a class
 _NUMBERS = (int, float, bool, str)
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Slot:
@@ -71,6 +71,7 @@ class Watch:
     def __init__(self, *roots: Any) -> None:
         self.reach = Reach(*roots)
         self.slots: list[Slot] = []
+        self.unwatched: list[tuple[str, str]] = []  # what is too large, by name, and as people say it
         self._seen: set[tuple[int, Any]] = set()
         self._owners: list[tuple[Any, str, set[str]]] = []
         self._everywhere: dict[int, tuple[Any, str]] = {}  # all attributes and globals, mentioned by name or not
@@ -225,6 +226,9 @@ class Watch:
         if (id(held), None) in self._seen or not contents.holds(held):
             return
         self._seen.add((id(held), None))
+        large = contents.unwatched(held)
+        if large is not None and name:
+            self.unwatched.append((name, f"{what}, {large}"))
         read = contents.reader(held)
         if read is not None:
             self.slots.append(Slot(read, None, name, f"what is in {what.removeprefix('the ')}", always))
@@ -249,9 +253,10 @@ class Watch:
             if not self.slots[i].always and self._find(self.slots[i].name, codes, lambda found: found.reads) is None
         ]
 
-    def where_read(self, name: str) -> Source | None:
-        """A line that reads it."""
-        return self._find(name, None, lambda found: found.reads)
+    def where_read(self, name: str, own: bool = False) -> Source | None:
+        """A line that reads it; if `own`, of the user's code and not of an installed package's."""
+        codes = [c for c, f in self.reach.functions.items() if not is_installed(f.__module__)] if own else None
+        return self._find(name, codes, lambda found: found.reads)
 
     def where_written(self, name: str) -> Source | None:
         """A line that writes it."""

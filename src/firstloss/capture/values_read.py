@@ -1,0 +1,29 @@
+"""The values of real tensors that a traced step's Python reads: conditions for its compiled step to be right."""
+
+from __future__ import annotations
+
+import torch
+
+from .compare import same_bytes
+from .tensor import DeferredTensor
+
+# Of larger tensors PyTorch's count of the edits is compared, which edits through numpy do not change.
+_COPIED_BYTES = 1 << 20
+
+
+class ValueRead:
+    """A tensor from outside the step, and what it held when it was read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._copy = tensor.detach().clone() if tensor.numel() * tensor.itemsize <= _COPIED_BYTES else None
+
+    def outdated(self) -> bool:
+        """Whether it holds something else now, or has come to live on a backend, so that it would be an input."""
+        if type(self._tensor) is DeferredTensor:
+            return True
+        if self._copy is None:
+            return self._version is not None and self._tensor._version != self._version
+        now = self._tensor.detach()
+        return now.shape != self._copy.shape or now.dtype != self._copy.dtype or not same_bytes(now, self._copy)

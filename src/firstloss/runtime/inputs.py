@@ -1,0 +1,113 @@
+"""Where a step's inputs lie between its calls, and what stands for each at a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ..capture.program import Value
+from ..capture.recorder import DeferredTensor, Store
+from .backend import Backend
+from .cell import renew
+from .jaxlib import given, to_host
+from .mesh import fit, put
+from .optimizers import Hyperparameter
+from .segmented import there
+
+Home = Store | torch.Tensor
+
+
+class Inputs:
+    """The homes of an executable's inputs: storages on the backend, arguments of the call, numbers in an optimizer's
+    groups, and tensors from outside the backend.
+
+    Attributes:
+        where: on a mesh, where each input lies.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        homes: Mapping[Value, Home],
+        places: Mapping[Value, int],
+        numbers: Mapping[Value, Hyperparameter],
+    ) -> None:
+        """`places` says which leaf of the call's arguments stands for an input, `numbers` which number; all are read
+        anew at each call."""
+        self._backend = backend
+        self._homes = homes
+        self._places = places
+        self._numbers = numbers
+        self.where: dict[Value, Any] = {}
+
+    def state(self, changed: Mapping[Value, Home], leaves: list[Any]) -> tuple:
+        """What stands for the state that the step changes. There may be a thousand arrays, and from one step to the
+        next nobody has touched most of them: only the others are asked for."""
+        if self.where:
+            return self.arrays(changed, leaves)
+        arrays = [c.current if type(h) is Store and (c := h.resident) else None for h in changed.values()]
+        return tuple([self.array(v, leaves) if a is None else a for v, a in zip(changed, arrays, strict=True)])
+
+    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True) -> tuple:
+        """What stands for the inputs `values`; without `wait`, a function for those that are still being made."""
+        return tuple((None if wait else self._later(value)) or self.array(value, leaves) for value in values)
+
+    def _later(self, value: Value) -> Callable[[], jax.Array] | None:
+        home = self._homes[value]
+        return home.resident.later() if isinstance(home, Store) and home.resident is not None else None
+
+    def array(self, value: Value, leaves: list[Any]) -> Any:
+        """What stands for an input `value` at this call."""
+        number = self._numbers.get(value)
+        if number is not None:
+            return np.float64(number.read())
+        place = self._places.get(value)
+        home = self._homes[value] if place is None else leaves[place]
+        where = self.where.get(value)
+        array: jax.Array
+        if isinstance(home, Store):
+            if home.resident is None:
+                self._backend.claim(home.alive())
+            array = home.resident.array()
+        elif type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
+            array = home._store.resident.array()
+        elif where is not None:
+            return put(home, where)
+        else:  # a copy, since the step runs on while the caller may go on to write to the tensor
+            return given(home.detach().clone(memory_format=torch.contiguous_format))
+        return array if where is None else fit(array, where)
+
+    def lie(self, values: Iterable[Value]) -> dict[Value, Any]:
+        """Where `values` are to lie on the backend's mesh, from now on; nowhere in particular without one."""
+        found = {value: self._sharding(value) for value in values}
+        self.where = found if self._backend.mesh is not None else {}
+        return found
+
+    def _sharding(self, value: Value) -> Any:
+        mesh = self._backend.mesh
+        if mesh is None:
+            return None
+        home = self._homes[value]
+        if value in self._numbers or value not in self._places and not isinstance(home, Store):
+            return mesh.whole
+        if not isinstance(home, Store):
+            return mesh.of_batch(tuple(value.shape))
+        if home.resident is None:
+            self._backend.claim(home.alive())
+        return home.resident.sharding or mesh.whole
+
+
+def keep(homes: Sequence[Home], arrays: Sequence[Any]) -> None:
+    """A step has made `arrays` of the content of `homes`; a function stands for one that is still to come."""
+    cells = [home.resident for home in homes if isinstance(home, Store)]
+    if len(cells) < len(homes):
+        with torch.no_grad():
+            for home, array in zip(homes, arrays, strict=True):
+                if isinstance(home, torch.Tensor):  # from outside the backend
+                    home.copy_(to_host(there(array)))
+        arrays = [array for home, array in zip(homes, arrays, strict=True) if isinstance(home, Store)]
+    renew(cells, arrays)
