@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from firstloss.lower.dtypes import cast, promoted, to_jax, to_torch
+from firstloss.lower.registry import RULES
 
 from .harness import assert_rule, assert_same, to_array, to_tensor
 
@@ -128,6 +129,24 @@ def test_half_precision_rounds_once():
     assert_rule(aten.add.Tensor, (x, x), {"alpha": 0.3}, torch.add(x, x, alpha=0.3), tolerance=0.0)
     assert_rule(aten.addcmul.default, (x, x, x), {"value": 0.1}, torch.addcmul(x, x, x, value=0.1), tolerance=0.0)
     assert_rule(aten.lerp.Scalar, (x, -x, 0.3), {}, torch.lerp(x, -x, 0.3), tolerance=0.0)
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.49999999999, 0.5, 0.9, 1.0, -0.3])
+def test_lerp_by_a_number_goes_from_the_nearer_end(weight):
+    """As by a tensor; which end is nearer (in float32: 0.49999999999 is 0.5 there) is decided before the step runs."""
+    start, end = torch.tensor([0.7, 3.0, -7.0]), torch.tensor([1.0, 0.1, 2.5])
+    expected = torch.lerp(start, end, weight)
+    # One more rounding where eager's kernel multiplies and adds at once.
+    assert_rule(aten.lerp.Scalar, (start, end, weight), {}, expected, tolerance=1.2e-7)
+    assert_rule(aten._foreach_lerp.Scalar, ([start], [end], weight), {}, [expected], tolerance=1.2e-7)
+    made = jax.make_jaxpr(lambda x, y: RULES[aten.lerp.Scalar](x, y, weight))(start.numpy(), end.numpy())
+    assert not any(equation.primitive.name == "select_n" for equation in made.eqns)
+
+
+def test_lerp_by_one_is_the_end_however_far():
+    start, end = torch.tensor([1e8]), torch.tensor([0.1])  # 1e8 + (0.1 - 1e8) is 0 in float32
+    assert_rule(aten.lerp.Scalar, (start, end, 1.0), {}, end, tolerance=0.0)
+    assert_rule(aten.lerp.Tensor, (start, end, torch.tensor(1.0)), {}, end, tolerance=0.0)
 
 
 def test_nan_and_infinity():

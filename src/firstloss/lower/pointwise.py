@@ -18,6 +18,7 @@ from .dtypes import (
     floats,
     is_complex,
     is_integer,
+    is_number,
     operands,
     opmath,
     promoted,
@@ -452,6 +453,11 @@ def where_(condition, self, other):
 def lerp(self, end, weight):
     """From the nearer end, as PyTorch does, so that weight 1 gives `end` exactly."""
     dtype = opmath(promoted(self, end))
+    if is_number(weight):
+        start, end = operands(self, end, dtype=dtype)
+        weight = cast(weight, dtype)
+        difference = end - start
+        return start + weight * difference if abs(weight) < 0.5 else end - difference * (1 - weight)
     start, end, weight = operands(self, end, weight, dtype=dtype)
     near = lax.abs(weight) < 0.5
     return where(near, start + weight * (end - start), end - (end - start) * (1 - weight))
