@@ -365,6 +365,42 @@ def test_an_update_alone_takes_the_gradients_that_are_there(eager_backward, back
     assert same(ours, theirs)
 
 
+def test_gradients_are_taken_as_they_lie(backend):
+    """That of a Linear's weight is a product transposed, whichever step leaves it: the update is not traced again.
+
+    One that is put in its place may lie otherwise: `hidden.weight` is square, so no shape would tell.
+    """
+    ours, theirs = Run(backend), Run()
+    traced = []
+
+    def backward(run):
+        F.mse_loss(run.compiled(X), Y).backward()
+
+    @fl.trace(check=False)
+    def accumulate():
+        backward(ours)
+
+    @fl.trace(check=False)
+    def update():
+        traced.append(None)
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+
+    for n in range(6):
+        accumulate(), backward(theirs)
+        for run in (ours, theirs):
+            if n == 4:
+                for p in run.model.parameters():
+                    p.grad = torch.tensor(p.grad.tolist(), dtype=p.dtype)
+        update()
+        theirs.optimizer.step()
+        theirs.optimizer.zero_grad()
+        assert same(ours, theirs)
+        if n == 1:  # momentum is made at the first
+            before = len(traced)
+        assert n == 0 or n >= 4 or len(traced) == before
+
+
 # -- several models, several runs -------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..capture.program import Value
+from ..capture.program import Ref, Value
 from ..capture.tensor import DeferredTensor, Store
 
 Homes = dict[Value, Store | torch.Tensor]
@@ -19,12 +19,12 @@ class Gradients:
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
         """To be made before the step is traced."""
         self._before = {p: p.grad for p in weights}
-        self._read: dict[Value, torch.nn.Parameter] = {}
+        self._read: dict[Value, tuple[torch.nn.Parameter, Ref | None]] = {}  # how it looked at its memory
         self._left: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
 
     def traced(self, inputs: Homes) -> None:
         """The step has been traced, and reads `inputs`."""
-        whose = {id(_home(g)): p for p, g in self._before.items() if g is not None}
+        whose = {id(_home(g)): (p, _view(g)) for p, g in self._before.items() if g is not None}
         self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
         self._left = [(p, p.grad) for p, before in self._before.items() if p.grad is not before]
 
@@ -35,7 +35,7 @@ class Gradients:
 
     def fit(self) -> bool:
         """Whether the gradients that are there now can stand for those that the step was traced with."""
-        return all(map(_is_laid_out, self._read, self._read.values()))
+        return all(_is_laid_out(value, parameter.grad, view) for value, (parameter, view) in self._read.items())
 
     @property
     def read(self) -> Iterable[Value]:
@@ -44,7 +44,7 @@ class Gradients:
 
     def follow(self, inputs: Homes, changed: dict[Value, Any]) -> None:
         """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead."""
-        for value, parameter in self._read.items():
+        for value, (parameter, _) in self._read.items():
             home = _home(parameter.grad)
             if home is not inputs[value]:
                 inputs[value] = home
@@ -61,10 +61,21 @@ def _home(gradient: Any) -> Store | torch.Tensor:
     return gradient._store if type(gradient) is DeferredTensor else gradient
 
 
-def _is_laid_out(value: Value, parameter: torch.nn.Parameter) -> bool:
-    gradient = parameter.grad
-    if gradient is None or gradient.shape != parameter.shape or gradient.dtype != value.dtype:
+def _view(gradient: torch.Tensor) -> Ref | None:
+    """How a gradient looks at its storage: that of a Linear's weight is a product transposed. None of a real tensor."""
+    return gradient._ref() if type(gradient) is DeferredTensor else None
+
+
+def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | None) -> bool:
+    if gradient is None:
         return False
-    if type(gradient) is not DeferredTensor:
-        return True
-    return gradient._ref().whole and gradient._store.value.stride == value.stride
+    now = _view(gradient)
+    if now is None:
+        return gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
+    if view is None:
+        return now.whole and _alike(now.value, value)
+    return now[1:] == view[1:] and _alike(now.value, value)
+
+
+def _alike(a: Value, b: Value) -> bool:
+    return (a.shape, a.stride, a.dtype) == (b.shape, b.stride, b.dtype)
