@@ -54,7 +54,9 @@ def keep(outcome: Row) -> None:
 
 def as_row(outcome: Row) -> Row:
     """What is kept of an outcome: figures to two digits, no folders of this machine, the versions and when (UTC)."""
-    row: Row = {key: outcome[key] for key in ("zoo", "name", "verdict", "weights", "tensors", "worst") if key in outcome}
+    row: Row = {
+        key: outcome[key] for key in ("zoo", "name", "verdict", "weights", "tensors", "worst") if key in outcome
+    }
     if "worst" in outcome:
         row["loss"] = abs(outcome["loss"] - outcome["eager loss"]) / max(abs(outcome["eager loss"]), 1e-30)
         row |= {key: outcome[key] for key in ("distance", "allowed")}
