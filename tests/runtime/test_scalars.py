@@ -1,5 +1,7 @@
 """A traced tensor in a place for a number: the right result, or an error at that line."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -142,3 +144,20 @@ def test_a_number_that_the_step_edits_first_is_the_edited_one(backend):
 
     for n in range(1, 4):
         torch.testing.assert_close(step(X).clone(), X * (1 + 0.5 / 2**n))
+
+
+def test_what_other_threads_read_while_a_step_is_traced_is_none_of_its_business(backend):
+    """Weights are made while their step is traced, from generators' states that are read as numbers."""
+    others = torch.tensor([0.5])
+
+    @fl.trace
+    def step(x):
+        thread = threading.Thread(target=lambda: (others.tolist(), others.numpy()))
+        thread.start()
+        thread.join()
+        return x * 2
+
+    first = step(X)
+    executable = step._latest.latest()
+    others.fill_(0.25)
+    assert not executable.outdated() and torch.equal(first.clone(), X * 2)

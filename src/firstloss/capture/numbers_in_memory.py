@@ -6,6 +6,9 @@ A traced tensor has no memory. While a step is traced, and only then, the functi
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +18,8 @@ import torch
 from . import session
 from .source import Source
 from .tensor import DeferredTensor
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # What PyTorch says when a function that is not replaced, or that was imported by its name before it was, wants memory.
 UNALLOCATED = "its data is not allocated yet"
@@ -77,17 +82,22 @@ def _matrix_rank(original: Any) -> Any:
 
 
 def _reading(original: Any) -> Any:
-    """As `original`, a method that gives the values of real tensors; the trace under way is told."""
+    """As `original`, a method that gives the values of real tensors; the trace under way is told what its step reads.
+
+    Weights are made meanwhile, by other threads.
+    """
+    tracing = threading.get_ident()
 
     @functools.wraps(original)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if session.trace is not None and type(self) is not DeferredTensor:
-            self = session.trace.read_real(self)
-            if type(self) is DeferredTensor:  # the step has written to it
-                return getattr(self, original.__name__)(*args, **kwargs)
-            with torch._C._DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
-                return original(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+        ours = threading.get_ident() != tracing or sys._getframe(1).f_code.co_filename.startswith(_OURS)
+        if ours or session.trace is None or type(self) is DeferredTensor:
+            return original(self, *args, **kwargs)
+        self = session.trace.read_real(self)
+        if type(self) is DeferredTensor:  # the step has written to it
+            return getattr(self, original.__name__)(*args, **kwargs)
+        with torch._C._DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
+            return original(self, *args, **kwargs)
 
     return read
 

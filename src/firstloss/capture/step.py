@@ -44,7 +44,7 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
-        read: of the real tensors from outside, those whose values the step's Python has read.
+        read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StepTrace(recorder._Tracing):
         self.stream = KeyStream()
         self.draws = 0
         self.closures: list[Any] = []
-        self.read: list[ValueRead] = []
+        self.read: dict[int, ValueRead] = {}
 
     # -- what the recorder asks for --
 
@@ -93,7 +93,7 @@ class StepTrace(recorder._Tracing):
         if known is not None and known[1].value is not known[1].first:
             return DeferredTensor.wrap(known[1], *geometry_of(tensor))
         with torch._C._DisableTorchDispatch():
-            self.read.append(ValueRead(tensor))
+            self.read.setdefault(id(tensor), ValueRead(tensor))
         return tensor
 
     def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:

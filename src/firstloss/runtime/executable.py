@@ -209,7 +209,7 @@ class Executable:
         its Python has read has been changed since."""
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
             return True
-        if any(read.outdated() for read in self._tracing.read):
+        if any(read.outdated() for read in self._tracing.read.values()):
             return True
         return self._optimizers.outdated() or not self._gradients.fit()
 
