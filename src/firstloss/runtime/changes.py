@@ -44,6 +44,8 @@ class Known:
 
     def misfit(self) -> list[int]:
         """The slots that hold something else than when it was traced."""
+        if self.watch.unchanged(self.state):
+            return []
         return self.watch.changed(self.state, self.watch.read())
 
     def forget(self, slots: list[int]) -> None:

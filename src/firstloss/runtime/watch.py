@@ -8,6 +8,7 @@ of a step's slots takes some 30 ns each, so this is done at every call.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 import types
@@ -102,6 +103,17 @@ class Watch:
         except KeyError:
             values = [slot.get() for slot in self._plain]
         return values + [slot.get() for slot in self._other]
+
+    def unchanged(self, before: list[Any]) -> bool:
+        """Whether each slot holds what it held `before`: what is asked at every call, in one pass over memory that the
+        step between has pushed out of the caches."""
+        try:
+            if not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), before)):
+                return False
+        except KeyError:
+            return False
+        others = itertools.islice(before, len(self._plain), None)
+        return all(same(was, slot.get()) for was, slot in zip(others, self._other, strict=True))
 
     def changed(self, before: list[Any], now: list[Any]) -> list[int]:
         """The numbers of the slots that differ."""
