@@ -1,0 +1,249 @@
+"""The documentation's Python runs: each page's samples as one program, with what the page takes as given around them.
+
+`python -m tests.test_samples PAGE` runs one page. `<sample>` stands for its next sample, as it is printed; so one that
+is added to a page is missing here. Those of `docs/index.md` are whole, and are run by `test_docs.py`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+
+import pytest
+
+from .test_docs import PAGES, ROOT, read
+
+MODEL = """
+import torch
+from torch import nn
+import firstloss as fl
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x))
+
+class Model(nn.Module):
+    def __init__(self, config=None):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x, y=0.0):
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+    def init_weights(self):
+        for weight in self.parameters():
+            nn.init.normal_(weight)
+
+config = None
+"""
+
+READY = (
+    MODEL
+    + """
+model = fl.compile(Model(), fl.backend("XLA"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+batch = torch.ones(4, 8)
+loader = [batch] * 3
+"""
+)
+
+RANK = (
+    MODEL
+    + """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+device = "cpu"
+"""
+)
+
+DEVICES = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
+
+SCRIPTS = {
+    "README.md": """
+import transformers
+
+def Model():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32))
+
+import torch
+batches = list(torch.randint(32, (3, 2, 8)))
+loader = [{"input_ids": batch, "labels": batch} for batch in batches]
+<sample>
+<sample>
+assert not fl.is_deferred(model)
+<sample>
+assert trainer.state.step == 9
+""",
+    "docs/checkpoints.md": READY
+    + """
+backend = fl.backend()
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+step = 3
+<sample>
+assert state["step"] == 3
+""",
+    "docs/command-line.md": MODEL + "<sample>\nassert len(make_optimizer(Model()).param_groups) == 2",
+    "docs/deferral.md": MODEL
+    + "Llama, device, step, batch = Model, 'cpu', lambda x: model(x), torch.ones(8)\n<sample>",
+    "docs/meshes.md": DEVICES
+    + MODEL
+    + """
+<sample>
+@fl.trace
+def step(batch):
+    return compiled(batch)
+
+assert step(torch.ones(8, 8)).item() > 0
+""",
+    "docs/moving/from-eager.md": MODEL
+    + """
+<sample>
+eager = model
+<sample>
+assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
+""",
+    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
+    "docs/precision.md": READY
+    + """
+<sample>
+bfloat16 = step(batch).item()
+fl.amp.set_half_dtype("float16")
+<sample>
+assert step(batch).item() != bfloat16
+@fl.trace
+def step(batch):
+    with fl.amp.autocast():
+        loss = model(batch)
+<sample>
+step(batch)
+""",
+    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
+    "docs/schedules.md": READY
+    + """
+<sample>
+<sample>
+step(batch)
+assert 0 < float(optimizer.param_groups[0]["lr"]) < 1e-3
+<sample>
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = Warmup(optimizer)
+schedule.step()
+assert float(optimizer.param_groups[0]["lr"]) == 1e-5
+""",
+    "docs/sharded-init.md": RANK + "<sample>\n<sample>\n<sample>\nassert not fl.is_deferred(model)",
+    "docs/stablehlo.md": DEVICES
+    + MODEL
+    + """
+<sample>
+assert weights["layers.0.q_proj.weight"].addressable_shards[0].data.shape == (2, 8)
+open("weights.mlir", "w").write(text)
+made = weights
+<sample>
+assert all((weights[name] == made[name]).all() for name in made)
+""",
+    "docs/trainer.md": MODEL
+    + """
+train_loader, val_loader = ([(torch.randn(4, 8), torch.randn(4, 8))] * n for n in (40, 2))
+<sample>
+assert trainer.state.step or trainer.state.stopped
+from firstloss.trainer import Callback, Logging
+<sample>
+plateau = Plateau()
+trainer = Trainer(model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                  loop=TrainingLoop(max_epochs=2), callbacks=[plateau])
+trainer.fit(train_loader, val_loader)
+assert plateau.state_dict()["best"] > 0
+import tests.conftest  # torchvision, which timm needs, beside a CPU build of torch
+import timm
+<sample>
+fl.deferred_init(WithLoss)
+import torchmetrics
+<sample>
+<sample>
+trainer = Trainer(model_dir="other", model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                  loop=TrainingLoop(max_epochs=2), callbacks=[SaveSamples()])
+trainer.fit(train_loader, val_loader)
+""",
+}
+
+
+def samples(page):
+    return re.findall(r"^```python\n(.*?)^```", read(page), flags=re.S | re.M)
+
+
+def program(page):
+    """The page's samples and what is around them, as one text."""
+    parts = SCRIPTS[page].split("<sample>")
+    return "".join(part + sample for part, sample in zip(parts, [*samples(page), ""], strict=True))
+
+
+def test_all_pages_are_run():
+    assert {page for page in [*PAGES, "README.md"] if samples(page)} == {*SCRIPTS, "docs/index.md"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What went wrong, a text a page. One process imports torch, and forks a fresh one for each page."""
+    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_samples_run(page, found):
+    if page == "docs/trainer.md":
+        pytest.importorskip("timm")
+    assert not found[page], found[page]
+
+
+def run(page):
+    """One page in this process, in an empty folder; what went wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        path = os.path.join(folder, "page.py")  # for what looks at a user's source
+        text = program(page)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        try:
+            exec(compile(text, path, "exec"), {"__name__": "page", "__package__": "tests"})
+        except BaseException:
+            return traceback.format_exc()
+        finally:
+            os.chdir(os.path.dirname(folder))
+    return ""
+
+
+def in_fork(page):
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with open(write_end, "w") as answer:
+            answer.write(run(page))
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end) as answer:
+        said = answer.read()
+    status = os.waitpid(child, 0)[1]
+    return said or (f"it ended with status {status}" if status else "")
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401
+
+    import firstloss.trainer  # noqa: F401
+
+    pages = sys.argv[1:] or SCRIPTS
+    out = {page: in_fork(page) for page in pages}
+    print(json.dumps(out))
