@@ -146,12 +146,17 @@ def _array(arrays: dict[Value, Any], value: Value) -> Any:
 
 def constant(tensor: torch.Tensor) -> np.ndarray:
     """A torch tensor's values as numpy has them (bfloat16 and the like by ml_dtypes), in row-major order."""
+    return as_numpy(tensor).copy()
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """As `constant`, of a tensor in row-major order its own memory."""
     tensor = tensor.detach().contiguous()
     dtype = to_jax(tensor.dtype)
     if tensor.dtype.is_floating_point and tensor.dtype not in (torch.float32, torch.float64, torch.float16):
         integer = {1: torch.uint8, 2: torch.int16}[tensor.itemsize]
-        return tensor.view(integer).numpy().view(dtype).copy()
-    return tensor.numpy().astype(dtype, copy=True)
+        return tensor.view(integer).numpy().view(dtype)
+    return tensor.numpy().astype(dtype, copy=False)
 
 
 def _template(node: Node, inputs: list[Value]) -> Template:

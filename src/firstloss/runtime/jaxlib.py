@@ -21,7 +21,7 @@ except ImportError as error:
 
 from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
-from ..lower.program import constant
+from ..lower.program import as_numpy, constant
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
@@ -94,14 +94,16 @@ def to_device(tensor: torch.Tensor) -> jax.Array:
 
 
 def lend(tensor: torch.Tensor) -> jax.Array:
-    """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives."""
+    """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives.
+
+    By way of NumPy, not of DLPack: XLA gives back what it was lent in a thread of its own, and for PyTorch's DLPack it
+    needs the interpreter's lock there. Where the interpreter is ending meanwhile, that aborts the process. What it has
+    from NumPy it leaves to JAX to give back, when Python runs.
+    """
     if not on_cpu():
         return _put(tensor)
     with x64():
-        try:
-            return jax.dlpack.from_dlpack(tensor.detach().contiguous())
-        except (RuntimeError, TypeError, BufferError, ValueError):  # a dtype or layout that the protocol cannot say
-            return _put(tensor)
+        return jax.device_put(as_numpy(tensor))
 
 
 def given(tensor: torch.Tensor) -> Any:
