@@ -80,3 +80,18 @@ def test_a_second_start_finds_the_compiled_step(tmp_path):
 def test_a_dtype_that_xla_lacks_is_refused():
     with pytest.raises(NotImplementedError, match="no counterpart"):
         jaxlib.to_device(torch.zeros(2, dtype=torch.complex32))
+
+
+def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    with backend.device:
+        model = torch.nn.Linear(512, 512)
+    fl.compile(model, backend)
+    cell = model.weight._store.resident
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        address = cell.host().data_ptr()
+        before = cell.array()
+        assert before.unsafe_buffer_pointer() == address and float(before.sum()) == 2.0 * 512 * 512
+        model.weight[0, 0] = 5.0  # the array that was given away stays as it is
+        assert float(before[0, 0]) == 2.0 and float(cell.array()[0, 0]) == 5.0

@@ -13,9 +13,17 @@ import torch
 from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
-from ..capture.program import Value
+from ..capture.program import Value, is_contiguous
 from . import mesh, mesh_placement
-from .jaxlib import to_device, to_host
+from .jaxlib import empty, on_cpu, to_device, to_host
+
+# Smaller weights go through host memory: a buffer of the device's own costs a call.
+_DIRECT_BYTES = 1 << 16
+
+
+def is_direct(value: Value) -> bool:
+    """Whether a weight is written by the host straight into memory that the device owns."""
+    return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
 class Piece(NamedTuple):
@@ -54,12 +62,14 @@ class Cell:
         self._pending = pending  # gives {Value: array} when the materialization under way is through
         self._host: torch.Tensor | None = None
         self._edited = False
+        self._written: jax.Array | None = None  # of an edit, what `_host` looks at, if that is the device's own memory
 
     def array(self) -> jax.Array:
         """The content as an array of `value.shape`; waits for the materialization or the first step under way."""
         if self._edited:
             assert self._host is not None
-            self._array, self._host, self._edited = self._put(self._host), None, False
+            self._array = self._put(self._host) if self._written is None else self._written
+            self._host, self._edited, self._written = None, False, None
         elif self._array is None:
             assert self._pending is not None
             self._array = self._pending.result()[self.value]
@@ -85,7 +95,7 @@ class Cell:
         self._array = array
         self.current = None if callable(array) else array
         self._pending = None
-        self._host = None
+        self._host = self._written = None
         self._edited = False
 
     def replace_from(self, file: FileValue) -> None:
@@ -135,14 +145,17 @@ class Cell:
         if self._edited:
             return False
         value = self.value
-        new = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-        self._host = new if whole else new.copy_(self.host())
+        if whole and self.sharding is None and is_direct(value):
+            self._written, self._host = empty(tuple(value.shape), value.dtype)
+        else:
+            new = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+            self._host = new if whole else new.copy_(self.host())
         self._edited, self.current = True, None
         return whole
 
     def leave(self) -> None:
         """Of a whole edit that failed: what was there counts."""
-        self._host, self._edited = None, False
+        self._host, self._edited, self._written = None, False, None
         if self._array is not None:
             self.set(self._array)
 

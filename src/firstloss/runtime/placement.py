@@ -13,18 +13,16 @@ import jax
 import torch
 
 from .. import timeline
-from ..capture.program import Value, dense_count, is_contiguous
+from ..capture.program import Value, dense_count
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
 from ..init.materialize import run_recipes
 from ..init.torch_engine import default_threads
 from . import mesh_placement
-from .cell import Cell
+from .cell import Cell, is_direct
 from .jaxlib import empties, empty, on_cpu, to_device
 from .mesh import Mesh, put
 
-# Smaller weights go through host memory: a buffer of the device's own costs a call.
-_DIRECT_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0003
 
 
@@ -123,13 +121,13 @@ def _materialize_in_background(stores: list[Store], mesh: Mesh | None, behind: b
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
     """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
-    kinds = [_kind(value) for value in values if _is_direct(value)]
+    kinds = [_kind(value) for value in values if is_direct(value)]
     for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # asked for all at once
         ready.setdefault(kind, []).append(pair)
     arrays: dict[int, jax.Array] = {}
 
     def allocate(value: Value) -> torch.Tensor:
-        if not _is_direct(value):
+        if not is_direct(value):
             return allocate_host(value)
         try:  # several threads ask
             array, memory = ready[_kind(value)].pop()
@@ -144,10 +142,6 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
         out[value] = array if array is not None else to_device(buffer)
     return out
-
-
-def _is_direct(value: Value) -> bool:
-    return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
 def _kind(value: Value) -> tuple[tuple[int, ...], torch.dtype]:
