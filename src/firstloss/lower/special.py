@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 from jax import scipy as jsp
 
-from .dtypes import floats, where
+from .dtypes import cast, floats, where
 from .pointwise import enter
 from .registry import rule
 
@@ -98,17 +99,37 @@ def mvlgamma(self, p):
     return sum(lax.lgamma(x - j / 2) for j in range(p)) + p * (p - 1) / 4 * math.log(math.pi)
 
 
+def _incomplete_gamma(a: Any, x: Any, upper: bool) -> Any:
+    """XLA's series, which ends before it has converged where `a` is large; there Temme's expansion (DLMF 8.12)."""
+    ours, large = (lax.igammac if upper else lax.igamma), a > 100
+    found = ours(where(large, 1, a), where(large, 1, x))
+    wide, y = (cast(where(large & (v < math.inf), v, 200), np.dtype(np.float64)) for v in (a, x))
+    mu = (y - wide) / wide
+    eta = lax.sign(mu) * lax.sqrt(2 * (mu - lax.log1p(mu)))
+    near = -1 / 3 + eta * (1 / 12 + eta * (-2 / 135 + eta * (1 / 864 + eta / 2835)))
+    small = lax.abs(eta) < 0.05  # where the difference of the two poles has too few digits
+    first = where(small, near, 1 / where(small, 1, mu) - 1 / where(small, 1, eta))
+    rest = (
+        lax.exp(-wide * eta * eta / 2)
+        / lax.sqrt(2 * math.pi * wide)
+        * (first - (1 / 540 + lax.clamp(-9.0, eta, 9.0) / 288) / wide)
+    )
+    half = lax.erfc((eta if upper else -eta) * lax.sqrt(wide / 2)) / 2
+    found = where(large, cast(half + rest if upper else half - rest, a.dtype), found)
+    whole, none = (0, 1) if upper else (1, 0)
+    found = where(x == math.inf, where(a == math.inf, lax.full_like(a, math.nan), whole), found)
+    found = where((a == math.inf) & (x != math.inf), none, found)
+    return where((a == 0) & (x >= 0), where(x == 0, lax.full_like(a, math.nan), whole), found)
+
+
 @rule(aten.igamma.default)
 def igamma(self, other):
-    """XLA gives NaN where the first operand is 0, PyTorch the limit."""
-    a, x = floats(self, other)
-    return where((a == 0) & (x >= 0), where(x == 0, math.nan, lax.full_like(x, 1)), lax.igamma(a, x))
+    return _incomplete_gamma(*floats(self, other), upper=False)
 
 
 @rule(aten.igammac.default)
 def igammac(self, other):
-    a, x = floats(self, other)
-    return where((a == 0) & (x >= 0), where(x == 0, math.nan, lax.full_like(x, 0)), lax.igammac(a, x))
+    return _incomplete_gamma(*floats(self, other), upper=True)
 
 
 @rule(aten.special_zeta.default, aten.special_zeta.self_scalar, aten.special_zeta.other_scalar)
