@@ -1,7 +1,9 @@
 """Loaders and the loop over their batches."""
 
 import random
+import warnings
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,18 @@ class Noisy(data.Dataset):
 
 def shuffled(**options):
     return data.DataLoader(Noisy(), batch_size=3, shuffle=True, **options)
+
+
+def test_workers_are_forked_without_a_word():
+    """JAX warns of each fork, for those who use JAX in the child; a loader forks workers for each epoch."""
+    jax.devices()
+    loader = shuffled(num_workers=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        list(DataExecutor(loader)), list(DataExecutor(loader))
+        assert not [w for w in said if "fork" in str(w.message)]
+        list(loader)
+    assert [w for w in said if "fork" in str(w.message)]  # else there is nothing to be kept quiet any more
 
 
 def seeded(seed=0):

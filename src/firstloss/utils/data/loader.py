@@ -111,7 +111,7 @@ class DataLoader:
                 part.set_epoch(epoch)
         if resume is None:
             begun = RandomState.now(loader)
-            return iter(loader), 0, begun
+            return _iterator(loader), 0, begun
         batch = int(resume["batch"])
         begun = RandomState.from_tensors(resume["begun"]) if "begun" in resume else RandomState.now(loader)
         begun.restore(loader)
@@ -125,14 +125,22 @@ class DataLoader:
             )
         if "loader" in resume and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(resume["loader"])
-            iterator = iter(loader)
+            iterator = _iterator(loader)
         else:
-            iterator = iter(loader)
+            iterator = _iterator(loader)
             for _ in range(batch):
                 next(iterator, None)
         if "now" in resume:
             RandomState.from_tensors(resume["now"]).restore(loader)
         return iterator, batch, begun
+
+
+def _iterator(loader: Any) -> Iterator[Any]:
+    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits for ever: a
+    dataset has no reason to, and docs/runtime.md says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
+        return iter(loader)
 
 
 def is_iterator(loader: Any) -> bool:
