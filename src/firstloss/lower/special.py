@@ -99,7 +99,7 @@ def mvlgamma(self, p):
     return sum(lax.lgamma(x - j / 2) for j in range(p)) + p * (p - 1) / 4 * math.log(math.pi)
 
 
-def _incomplete_gamma(a: Any, x: Any, upper: bool) -> Any:
+def _incomplete_gamma(a: Any, x: Any, *, upper: bool) -> Any:
     """XLA's series, which ends before it has converged where `a` is large; there Temme's expansion (DLMF 8.12)."""
     ours, large = (lax.igammac if upper else lax.igamma), a > 100
     found = ours(where(large, 1, a), where(large, 1, x))
@@ -124,12 +124,14 @@ def _incomplete_gamma(a: Any, x: Any, upper: bool) -> Any:
 
 @rule(aten.igamma.default)
 def igamma(self, other):
-    return _incomplete_gamma(*floats(self, other), upper=False)
+    a, x = floats(self, other)
+    return _incomplete_gamma(a, x, upper=False)
 
 
 @rule(aten.igammac.default)
 def igammac(self, other):
-    return _incomplete_gamma(*floats(self, other), upper=True)
+    a, x = floats(self, other)
+    return _incomplete_gamma(a, x, upper=True)
 
 
 @rule(aten.special_zeta.default, aten.special_zeta.self_scalar, aten.special_zeta.other_scalar)
