@@ -12,6 +12,8 @@ from firstloss.runtime import placement
 
 @pytest.fixture
 def backend(tmp_path):
+    for thread in making():  # another test's, which may have ended before them
+        thread.join()
     return fl.backend("XLA", artifact_dir=tmp_path)
 
 

@@ -40,7 +40,7 @@ class Pen:
         self._generator = torch.Generator()
         self._cursor: native.Cursor | None = None  # if there is one, it is where we are, and the generator is not
         self._counter: tuple[CounterStream, Position] | None = None  # likewise
-        self._doubtful = Doubtful(0)
+        self._doubtful: Doubtful | None = None  # room that is kept from draw to draw
 
     def move(self, stream: Stream, position: Position) -> None:
         """Go to a position, unless the pen is there."""
@@ -91,11 +91,12 @@ class Pen:
         assert numbers is not None
         self.at = None
         count = target.numel()
-        if self._doubtful.left.numel() < count + native.SPARE:
-            self._doubtful = Doubtful(count)
-        doubt = self._doubtful.within()
+        room = self._doubtful
+        if room is None or room.left.numel() < count + native.SPARE:
+            room = self._doubtful = Doubtful(count)
+        doubt = room.within()
         open_ = self._native().uniform_erfinv(target.data_ptr(), count, *numbers, finish, doubt)
-        left = self._doubtful.left[:open_]
+        left = room.left[:open_]
         for part in left.split(_ALONE):
             part.erfinv_()
         native.finish(left.data_ptr(), left.data_ptr(), open_, *finish)

@@ -105,6 +105,7 @@ class SegmentedStep:
             begin = len(self._slots)
             for i in function.gives:
                 self._slot(segment.outputs[i])
+            assert len(self._slots) - begin == len(function.gives), "a segment gives what has a slot already"
             turns.append(_Turn(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
         for n in reversed(range(len(turns))):
