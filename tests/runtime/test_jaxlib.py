@@ -1,5 +1,9 @@
 """Memory that torch and XLA share."""
 
+import mmap
+import os
+import re
+import resource
 import threading
 import time
 import weakref
@@ -42,3 +46,23 @@ def test_what_was_lent_is_given_back_by_python(monkeypatch):
     while not given_back and time.monotonic() < until:
         long(jaxlib.lend(torch.randn(2, 2)))  # JAX gives back what has come in at calls like this
     assert given_back and set(given_back) == {threading.main_thread()}
+
+
+def test_memory_of_a_weight_is_asked_for_in_huge_pages():
+    """Touching it for the first time takes few page faults, not one for each 4 KiB."""
+    if not re.search(r"\[(always|madvise)\]", huge_pages()):
+        pytest.skip("this system has no huge pages for who asks")
+    array, memory = jaxlib.empty((16 << 20,), torch.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory.fill_(1.0)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    # The parts at both ends are less than a huge page, and a system short of huge pages may give a few small ones.
+    assert faults < array.nbytes / mmap.PAGESIZE / 4
+
+
+def huge_pages():
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -12,6 +13,8 @@ from ..capture.program import Value
 from ..capture.replay import allocate
 
 _HUGE = 2 << 20
+# What the C library may put between two allocations that it made one after the other.
+_BETWEEN = 1 << 16
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _madvise = ctypes.CDLL(None, use_errno=True).madvise if sys.platform == "linux" else None
 if _madvise is not None:
@@ -26,15 +29,28 @@ def allocate_huge(value: Value) -> torch.Tensor:
     """
     tensor = allocate(value)
     if tensor.device.type == "cpu" and value.nbytes >= 2 * _HUGE:
-        advise_huge(tensor.data_ptr(), value.nbytes)
+        advise_huge([(tensor.data_ptr(), value.nbytes)])
     return tensor
 
 
-def advise_huge(address: int, nbytes: int) -> None:
-    """Ask for huge pages in the whole huge pages of a range; where the system has none, nothing happens."""
+def advise_huge(ranges: Iterable[tuple[int, int]]) -> None:
+    """Ask for huge pages under memory that has not been touched, given as (address, bytes).
+
+    Ranges that lie one after the other are one stretch, since each by itself may be less than one page.
+    """
+    begin = end = 0
+    for address, size in sorted(ranges):
+        if not end <= address <= end + _BETWEEN:
+            _advise(begin, end)
+            begin = address
+        end = address + size
+    _advise(begin, end)
+
+
+def _advise(begin: int, end: int) -> None:
+    """Ask for the whole huge pages between two addresses; where the system has none, nothing happens."""
     if _madvise is None or _MADV_HUGEPAGE is None:
         return
-    begin = -(-address // _HUGE) * _HUGE
-    end = (address + nbytes) // _HUGE * _HUGE
+    begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
     if end > begin:
         _madvise(begin, end - begin, _MADV_HUGEPAGE)  # advice: an error changes nothing

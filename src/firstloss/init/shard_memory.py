@@ -23,9 +23,6 @@ from ..lower.unwritten import known_to_xla
 from ..lower.unwritten import results as unwritten_results
 from .memory import advise_huge
 
-# What the C library may put between two allocations that it made one after the other.
-_BETWEEN = 1 << 16
-
 
 class Kind(NamedTuple):
     """What an array is to be like, before there is one."""
@@ -62,7 +59,7 @@ def unwritten(kinds: Sequence[Kind]) -> list[tuple[jax.Array, dict[jax.Device, i
         nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         ranges += [(address, nbytes) for address in parts.values() if nbytes]
         out.append((array, parts))
-    _advise(ranges)
+    advise_huge(ranges)
     return out
 
 
@@ -100,14 +97,3 @@ def _allocator(kinds: tuple[Kind, ...]) -> Any:
         specs = tuple(k.sharding.spec for k in kinds)
         whole = jax.shard_map(make, mesh=sharding.mesh, in_specs=(), out_specs=specs, check_vma=False)
         return jax.jit(whole).lower().compile()
-
-
-def _advise(ranges: list[tuple[int, int]]) -> None:
-    """Ask for huge pages under memory that has not been touched: stretches of it, as one shard may be less than one."""
-    begin = end = 0
-    for address, size in sorted(ranges):
-        if not end <= address <= end + _BETWEEN:
-            advise_huge(begin, end - begin)
-            begin = address
-        end = address + size
-    advise_huge(begin, end - begin)

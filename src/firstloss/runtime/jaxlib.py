@@ -19,6 +19,7 @@ except ImportError as error:
         "this needs JAX, which is not installed. Install it with: pip install 'firstloss[xla]'"
     ) from error
 
+from ..init.memory import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant
@@ -78,6 +79,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.
 def empties(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[jax.Array, torch.Tensor]]:
     """As `empty`, many at once."""
     arrays = unwritten.arrays([(tuple(shape), to_jax(dtype)) for shape, dtype in kinds])
+    advise_huge((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
     return [(array, unwritten.memory_of(array, dtype)) for array, (_, dtype) in zip(arrays, kinds, strict=True)]
 
 
