@@ -1,5 +1,6 @@
 """A step whose Python changes is noticed, and gives what eager PyTorch would give, or an error."""
 
+import copy
 import inspect
 import io
 import random
@@ -12,6 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
+from firstloss.runtime import executable
 
 X = torch.tensor([1.0, 2.0])
 counter = 0
@@ -218,6 +220,100 @@ def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
         (out,) = quiet(step, x)
         assert (torch.tensor(out) == 0).all().item() == mode
     assert traces(step) == 2
+
+
+@pytest.mark.parametrize("cleared", ["before", "after"])
+def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
+    """Whichever is made or trained in between, and whether the others hold gradients by then."""
+    traced, compiled = [], []
+    init, compile_ = executable.Executable.__init__, executable.Executable._compile
+    monkeypatch.setattr(
+        executable.Executable, "__init__", lambda self, *a, **k: traced.append(1) or init(self, *a, **k)
+    )
+    monkeypatch.setattr(executable.Executable, "_compile", lambda self: compiled.append(1) or compile_(self))
+
+    def pair():
+        ours = nn.Linear(2, 2)
+        reference = copy.deepcopy(ours)
+        return (*steps(fl.compile(ours, backend), ours, fl.trace), *steps(reference, reference, lambda step: step))
+
+    def steps(forward, model, trace):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(x):
+            if cleared == "before":
+                optimizer.zero_grad()
+            loss = forward(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            if cleared == "after":
+                optimizer.zero_grad()
+            return loss.detach()
+
+        def evaluate(x):
+            with torch.no_grad():
+                return forward(x).square().sum()
+
+        return trace(train), trace(evaluate)
+
+    def run(train, evaluate, train_eagerly, evaluate_eagerly):
+        before = len(traced), len(compiled)
+        for ours, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
+            torch.testing.assert_close(torch.tensor(quiet(ours, X)[0]), eager(X))
+        return len(traced) - before[0], len(compiled) - before[1]
+
+    first = pair()
+    assert run(*first) == (2, 2)
+    assert run(*first) == (2, 0)  # the check at the second call
+    assert run(*first) == (0, 0)
+    second = pair()
+    assert run(*first) == (0, 0)
+    assert run(*second) == (2, 2)
+    assert run(*second) == (2, 0)
+    for steps_of_one in (first, second, second, first):
+        assert run(*steps_of_one) == (0, 0)
+
+
+def test_a_model_that_was_read_before_it_was_compiled(backend):
+    teacher, student = nn.Linear(2, 2), nn.Linear(2, 2)
+    reference, by = copy.deepcopy(teacher), copy.deepcopy(student)
+    compiled = fl.compile(student, backend)
+    step = fl.trace(lambda x: (compiled(x) - teacher(x)).square().sum())
+
+    def expected():
+        return (by(X) - reference(X)).square().sum().item()
+
+    assert values(step, X, count=3) == pytest.approx([expected()] * 3)
+    fl.compile(teacher, backend)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in (*teacher.parameters(), *reference.parameters()):
+                parameter.mul_(3)
+        assert values(step, X)[0] == pytest.approx(expected())
+
+
+def test_a_weight_that_wants_no_gradient_any_more_makes_another_step(backend):
+    """Of a model that came before another as well."""
+    model = nn.Linear(2, 2)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        loss = compiled(x).sum()
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = None
+        return [torch.zeros(()) if g is None else g.sum() for g in grads]
+
+    expected = [6.0, 2.0]  # of the weight: x, twice; of the bias: one, twice
+    assert [g.item() for g in step(X)] == expected
+    fl.compile(nn.Linear(2, 2), backend)
+    assert [g.item() for g in step(X)] == expected
+    model.bias.requires_grad_(False)
+    assert [g.item() for g in step(X)] == [6.0, 0.0]
+    model.bias.requires_grad_(True)
+    assert [g.item() for g in step(X)] == expected
 
 
 # -- what changes and does not matter ---------------------------------------------------------------------------------

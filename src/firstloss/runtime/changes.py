@@ -17,9 +17,11 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ..capture.compare import Parting, parting
 from ..capture.source import here
@@ -82,16 +84,21 @@ class Changes:
         )
         return self._fitting is not None
 
-    def executable(self, trace: Any, roots: tuple) -> Any:
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of the executables reads or writes one of these."""
+        return any(known.executable.reads(tensors) for known in self._known)
+
+    def executable(self, trace: Any, roots: tuple, alike: Iterable[Changes] = ()) -> Any:
         """The executable that does what the step's Python would do now; to be called after `fits`.
 
         Args:
             trace: traces the step; called with the Watch and a function that finds an equal executable.
             roots: where to begin to look for what the step's Python reads.
+            alike: executables for the same kind of batch, traced with weights in another state.
         """
         known = self._fitting
         if known is None:
-            known = self._trace(trace, roots)
+            known = self._trace(trace, roots, alike)
         elif self._check and known.check_is_due():
             known = self._verify(known, trace, roots)
         known.uses += 1
@@ -115,14 +122,14 @@ class Changes:
         known.forget(unread)
         return known.misfit()
 
-    def _trace(self, trace: Any, roots: tuple) -> Known:
+    def _trace(self, trace: Any, roots: tuple, alike: Iterable[Changes]) -> Known:
         """Trace the step, since no executable fits."""
         last = self._known[0] if self._known else None
         why = [] if last is None or last.executable.outdated() else self._reasons(last)
         twin: list[Known] = []
 
         def find(traced: Any) -> Any:
-            for known in self._known:
+            for known in (*self._known, *(known for changes in alike for known in changes._known)):
                 if same_step(known.executable, traced):
                     twin.append(known)
                     return known.executable
@@ -134,6 +141,7 @@ class Changes:
             known = _traced(trace, roots, find)
         if twin:
             known.uses = twin[0].uses
+        if twin and twin[0] in self._known:
             self._known[self._known.index(twin[0])] = known
             if codes:
                 known.forget(known.watch.unread(known.misfit(), codes))

@@ -189,6 +189,12 @@ class Executable:
         another batch by something that is no argument."""
         return any(_differ(a, b) for a, b in zip(self._from_outside(), other._from_outside(), strict=True))
 
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of `tensors` goes in, or its gradient."""
+        theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+        stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
+        return any(id(home) in theirs or id(home) in stores for home in self._tracing.inputs.values())
+
     def _from_outside(self) -> list[Store | torch.Tensor]:
         given = (*self._batch, *self._optimizers.hyperparameters, *self._gradients.read)
         return [home for value, home in self._tracing.inputs.items() if value not in given]

@@ -69,6 +69,7 @@ class TracedStep:
         self._latest: Changes | None = None
         self._seen: tuple | None = None
         self._all: list[torch.nn.Parameter] = []
+        self._read_later: dict[tuple[Changes, int], bool] = {}  # whether they read the parameters from the int-th on
         functools.update_wrapper(self, step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -82,37 +83,51 @@ class TracedStep:
         from .executable import Executable  # here, because it brings JAX
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
-        known = self._changes(backend, spec, kind)
-        fits = known.fits()
-        if not fits:  # it may be that parameters were replaced
+        around = (id(backend), spec, kind, modes())
+        known = self._fitting(around, self._parameters(backend))
+        fits = known is not None
+        if known is None:  # it may be that parameters were replaced
             self._seen = None
-            known = self._changes(backend, spec, kind)
+            key = around, self._parameters(backend)
+            known = self._fitting(*key) or self._executables.setdefault(
+                key, Changes(self._name, self._refuse, self._check)
+            )
 
         def trace(around: Any, find: Any) -> Executable:
             return Executable(self._step, leaves, spec, backend, around, find)
 
         with Paused() if fits else uncollected():
-            executable = known.executable(trace, (self._step, *backend.models))
+            alike = [changes for (other, _), changes in self._executables.items() if other == around]
+            executable = known.executable(trace, (self._step, *backend.models), alike)
             self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
-    def _changes(self, backend: Backend, spec: Any, kind: tuple) -> Changes:
-        """The executables for this kind of batch."""
-        key = (id(backend), spec, kind, self._parameters(backend), modes())
-        known = self._executables.get(key)
-        if known is None:
-            known = self._executables[key] = Changes(self._name, self._refuse, self._check)
-        return known
+    def _fitting(self, around: tuple, weights: tuple) -> Changes | None:
+        """The executables of which one does what the step's Python would do now: those traced with the same weights,
+        or those traced before there were models that they do not read."""
+        known = self._executables.get((around, weights))
+        if known is not None and known.fits():
+            return known
+        for (other, fewer), changes in self._executables.items():
+            count = len(fewer)
+            if other == around and count < len(weights) and weights[:count] == fewer:
+                reads = self._read_later.get((changes, count))
+                if reads is None:
+                    reads = self._read_later[changes, count] = changes.reads(self._all[count:])
+                if not reads and changes.fits():
+                    return changes
+        return None
 
     def _parameters(self, backend: Backend) -> tuple:
-        """Which parameters want a gradient, and hold one already: a step adds to it, or starts anew.
+        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts anew.
 
         They are looked up when no executable fits: a parameter that is replaced is noticed as a change of its module.
         """
         if self._seen != (id(backend), len(backend.models)):
             self._seen = (id(backend), len(backend.models))
             self._all = [p for model in backend.models for p in model.parameters()]
-        return tuple([p.requires_grad for p in self._all]), tuple([p.grad is not None for p in self._all])
+            self._read_later = {}
+        return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
 
     def program(self) -> Program:
         """The Program executed last."""
