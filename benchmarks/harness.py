@@ -82,7 +82,7 @@ def in_child(
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
     if environment is None:
-        environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT)
+        environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP)
     return json.loads(output_of(command, environment).splitlines()[-1])
 
 

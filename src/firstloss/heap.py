@@ -25,8 +25,10 @@ import os
 import sys
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
-# One heap for all threads, no mappings beside it, and nothing that is freed goes back to the system.
-KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=1099511627776"
+# No mappings beside the heaps, and nothing that is freed goes back to the system.
+KEPT = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+# One heap for all threads: what one has freed, any of them gets. They wait for each other at each small request, too.
+ONE_HEAP = "glibc.malloc.arena_max=1"
 
 
 def environment(*settings: str) -> dict[str, str]:

@@ -26,6 +26,13 @@ def is_direct(value: Value) -> bool:
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
+def _none() -> Cell | None:
+    return None
+
+
+_last_edited: Callable[[], Cell | None] = _none  # a reference to the cell that the host has edited last
+
+
 class Piece(NamedTuple):
     """A box of a cell's content that one process saves."""
 
@@ -46,7 +53,8 @@ class Cell:
             weight, so it is no property.
     """
 
-    _last_edited: Callable[[], Cell | None] = staticmethod(lambda: None)
+    # A step looks at a thousand of these that have long left the caches: few bytes, and what it asks for together.
+    __slots__ = ("current", "_array", "value", "sharding", "_pending", "_host", "_edited", "_written", "__weakref__")
 
     def __init__(
         self,
@@ -161,16 +169,19 @@ class Cell:
 
     def edited(self) -> None:
         """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""
-        last = Cell._last_edited()
+        global _last_edited
+        last = _last_edited()
         if last is not self:
             if last is not None:
                 last.array()
-            Cell._last_edited = weakref.ref(self)
+            _last_edited = weakref.ref(self)
 
 
-def renew(cells: Iterable[Cell], arrays: Iterable[Any]) -> None:
+def renew(cells: Iterable[Cell | None], arrays: Iterable[Any]) -> None:
     """What a step has made of `cells`: as `set`, for a thousand of which few have been touched since the last step."""
     for cell, array in zip(cells, arrays, strict=True):
+        if cell is None:
+            continue
         if cell.current is None or callable(array):
             cell.set(array)
         else:

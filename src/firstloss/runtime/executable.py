@@ -279,8 +279,7 @@ class Executable:
         self._just_traced = False
         with x64():
             wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
-            changed = self._changed
-            state = self.inputs.state(changed, leaves) if wait else self.inputs.arrays(changed, leaves, wait)
+            state, cells = self.inputs.state(self._changed, leaves, wait)
             rest = self.inputs.arrays(self._read, leaves, wait)
             seed = self._backend.keys.next() if self._tracing.draws else _no_seed(self._backend.mesh is None)
             begin = timeline.current().now()
@@ -290,7 +289,7 @@ class Executable:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        keep(list(self._changed.values()), new)
+        keep(self._changed.values(), cells, new)
         for store, array in zip(self._made, made, strict=True):
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None

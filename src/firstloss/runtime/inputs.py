@@ -12,7 +12,7 @@ import torch
 from ..capture.program import Value
 from ..capture.recorder import DeferredTensor, Store
 from .backend import Backend
-from .cell import renew
+from .cell import Cell, renew
 from .jaxlib import given, to_host
 from .mesh import fit, put
 from .optimizers import Hyperparameter
@@ -44,13 +44,19 @@ class Inputs:
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
 
-    def state(self, changed: Mapping[Value, Home], leaves: list[Any]) -> tuple:
-        """What stands for the state that the step changes. There may be a thousand arrays, and from one step to the
-        next nobody has touched most of them: only the others are asked for."""
-        if self.where:
-            return self.arrays(changed, leaves)
-        arrays = [c.current if type(h) is Store and (c := h.resident) else None for h in changed.values()]
-        return tuple([self.array(v, leaves) if a is None else a for v, a in zip(changed, arrays, strict=True)])
+    def state(
+        self, changed: Mapping[Value, Home], leaves: list[Any], wait: bool = True
+    ) -> tuple[tuple, Sequence[Cell | None]]:
+        """What stands for the state that the step changes, and who keeps what it makes of it: no cell keeps a tensor
+        from outside the backend. There may be a thousand arrays, and from one step to the next nobody has touched most
+        of them: only the others are asked for."""
+        cells = _cells(changed)
+        if self.where or not wait:
+            arrays = self.arrays(changed, leaves, wait)
+        else:
+            found = [cell.current if cell is not None else None for cell in cells]
+            arrays = tuple([self.array(v, leaves) if a is None else a for v, a in zip(changed, found, strict=True)])
+        return arrays, cells if all(cells) else _cells(changed)  # some have been made since
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True) -> tuple:
         """What stands for the inputs `values`; without `wait`, a function for those that are still being made."""
@@ -101,13 +107,16 @@ class Inputs:
         return home.resident.sharding or mesh.whole
 
 
-def keep(homes: Sequence[Home], arrays: Sequence[Any]) -> None:
-    """A step has made `arrays` of the content of `homes`; a function stands for one that is still to come."""
-    cells = [home.resident for home in homes if isinstance(home, Store)]
-    if len(cells) < len(homes):
+def _cells(homes: Mapping[Value, Home]) -> list[Cell | None]:
+    return [home.resident if type(home) is Store else None for home in homes.values()]
+
+
+def keep(homes: Iterable[Home], cells: Sequence[Cell | None], arrays: Sequence[Any]) -> None:
+    """A step has made `arrays` of the content of `homes`, whose cells these are; a function stands for one that is
+    still to come."""
+    if not all(cells):
         with torch.no_grad():
             for home, array in zip(homes, arrays, strict=True):
                 if isinstance(home, torch.Tensor):  # from outside the backend
                     home.copy_(to_host(there(array)))
-        arrays = [array for home, array in zip(homes, arrays, strict=True) if isinstance(home, Store)]
     renew(cells, arrays)
