@@ -45,7 +45,7 @@ def run(
         )
     with timeline.span("materialize"), jax.enable_x64(True):
         if chosen == "torch":
-            arrays = make_on_host(made.weights, {w.name: sharding_of(w, devices) for w in made.weights})
+            arrays = make_on_host({w.name: (w.recipe.ref, sharding_of(w, devices)) for w in made.weights})
         else:
             arrays = _on_devices(made, devices)
     return {name: arrays[recipe.name] for name, recipe in program.recipes.items()}
@@ -145,7 +145,7 @@ def _on_devices(made: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
     out: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max(default_threads(), 2), thread_name_prefix="firstloss-compile") as pool:
         compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
-        out.update(make_on_host(host, {w.name: sharding_of(w, mesh) for w in host}))
+        out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
         for key, future in compiled.items():  # every process in the same order
             executable = future.result()
             for weight in made.weights:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import torch
@@ -26,7 +26,9 @@ from . import torch_engine
 from .columns import cut_dimension, draw_columns
 from .shard_memory import Kind, tensor_at, unwritten
 from .slices import Slicer, Wholes
-from .torch_engine import default_threads
+from .torch_engine import default_threads, give_way
+
+K = TypeVar("K")
 
 # Elements that one thread makes in one go.
 _SPAN = 1 << 22
@@ -53,33 +55,37 @@ class Task(NamedTuple):
     run: Callable[[Slicer], None]
 
 
-def make_on_host(weights: Sequence[Any], shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-    """The weights (of a `Plan`) by name, as arrays that lie as `shardings` say."""
-    out: dict[str, jax.Array] = {}
+def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[int] = ()) -> dict[K, jax.Array]:
+    """Arrays of what is `wanted`, by the same keys: each with what its Ref shows, lying as its sharding says.
+
+    Args:
+        niceness: as in `torch_engine.run`.
+    """
+    out: dict[K, jax.Array] = {}
     wholes = Wholes(lambda value: torch_engine.run([value])[value])
     asking = Slicer(wholes)
     tasks: list[Task] = []
-    sent: list[tuple[str, Any, dict[Any, torch.Tensor]]] = []
-    ours = [weight for weight in weights if _ours(shardings[weight.name])]
-    kinds = [Kind(w.recipe.shape, to_jax(w.recipe.dtype), shardings[w.name]) for w in ours]
-    made = dict(zip((weight.name for weight in ours), unwritten(kinds), strict=True))
-    out.update((name, array) for name, (array, _) in made.items())
+    sent: list[tuple[K, dict[Any, torch.Tensor]]] = []
+    ours = [key for key, (_, sharding) in wanted.items() if _ours(sharding)]
+    kinds = [Kind(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
+    made = dict(zip(ours, unwritten(kinds), strict=True))
+    out.update((key, array) for key, (array, _) in made.items())
     with torch._C._DisableTorchDispatch():
-        for weight in weights:
-            sharding, shape, dtype = shardings[weight.name], weight.recipe.shape, weight.recipe.dtype
-            if weight.name in made:
+        for key, (ref, sharding) in wanted.items():
+            shape, dtype = ref.size, ref.dtype
+            if key in made:
                 local = sharding.shard_shape(shape)
-                memory = {device: tensor_at(at, local, dtype) for device, at in made[weight.name][1].items()}
+                memory = {device: tensor_at(at, local, dtype) for device, at in made[key][1].items()}
             else:
                 places = sharding.addressable_devices_indices_map(shape)
                 memory = {device: torch.empty(_extent(shape, i)[1], dtype=dtype) for device, i in places.items()}
-                sent.append((weight.name, weight, memory))
-            shards = _shards(shape, sharding, memory)
-            tasks += _tasks(weight.recipe.ref, shards, asking)
-        _run(tasks, wholes)
-    for name, weight, memory in sent:
+                sent.append((key, memory))
+            tasks += _tasks(ref, _shards(shape, sharding, memory), asking)
+        _run(tasks, wholes, niceness)
+    for key, memory in sent:
+        ref, sharding = wanted[key]
         parts = [jax.device_put(constant(tensor), device) for device, tensor in memory.items()]
-        out[name] = jax.make_array_from_single_device_arrays(weight.recipe.shape, shardings[name], parts)
+        out[key] = jax.make_array_from_single_device_arrays(ref.size, sharding, parts)
     return out
 
 
@@ -202,7 +208,7 @@ def _whole(ref: Ref, shards: list[Shard], slicer: Slicer) -> None:
             into.copy_(part)
 
 
-def _run(tasks: list[Task], wholes: Wholes) -> None:
+def _run(tasks: list[Task], wholes: Wholes, niceness: Sequence[int]) -> None:
     """Do all tasks, on all cores; a thread takes stretches of the stream, so that where one ends the next begins."""
     if not tasks:
         return
@@ -231,6 +237,6 @@ def _run(tasks: list[Task], wholes: Wholes) -> None:
                     failed.set()
                     raise
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-shards") as pool:
+    with ThreadPoolExecutor(threads, "firstloss-shards", give_way(niceness)) as pool:
         for future in [pool.submit(work, stretch) for stretch in stretches]:
             future.result()

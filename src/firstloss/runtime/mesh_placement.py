@@ -16,8 +16,10 @@ from ..capture.replay import allocate as allocate_host
 from ..capture.replay import look
 from ..capture.source import UNKNOWN
 from ..capture.step import dense_stride
-from ..init import shard_engine, torch_engine
+from ..init import torch_engine
 from ..init.materialize import run_recipes
+from ..init.slices import Slicer, Wholes
+from ..init.xla_host import make_on_host
 from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
@@ -57,27 +59,36 @@ class Shard(NamedTuple):
 
 def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
     """Run the recipes of the parts that devices of this process hold; `niceness` as in `torch_engine.run`."""
+    asking = Slicer(Wholes(_whole))
+    drawn = {value: lie for value, lie in wanted.items() if _is_straight(value) and asking.cuttable(value)}
     out: dict[Value, jax.Array] = {}
-    for chunk in _chunks(wanted):
+    # On CPU devices all at once, straight into their memory.
+    for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):
+        with x64():
+            refs = {v: (Ref(v, tuple(v.shape), v.stride, 0, v.dtype), drawn[v]) for v in values}
+            out |= make_on_host(refs, niceness)
+    for chunk in _chunks({value: lie for value, lie in wanted.items() if value not in drawn}):
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
         memory = _Memory(shards, {value: wanted[value] for value in chunk})
         known = [shard for shard in shards if shard.value.known]
-        rows = [shard for shard in shards if not shard.value.known and _lies_together(shard)]
-        rest = [shard for shard in shards if not shard.value.known and not _lies_together(shard)]
+        made = [shard for shard in shards if not shard.value.known]
         for shard in known:
             memory.take(shard, _read(shard))
         with torch._C._DisableTorchDispatch():
-            parts = shard_engine.run(
-                [shard.part for shard in rows],
-                lambda value: torch_engine.run([value])[value],
-                memory.allocate,
-                torch_engine.default_threads(),
-            )
-            parts |= run_recipes([shard.part for shard in rest], allocate=memory.allocate, niceness=niceness)
-        for shard in (*rows, *rest):
+            parts = run_recipes([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
+        for shard in made:
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()
     return out
+
+
+def _whole(value: Value) -> torch.Tensor:
+    return torch_engine.run([value])[value]
+
+
+def _is_straight(value: Value) -> bool:
+    """Whether a recipe's elements lie in their order, so that any part of it may be drawn alone."""
+    return not value.known and is_contiguous(value.shape, value.stride)
 
 
 def _chunks(values: Mapping[Value, NamedSharding]) -> Iterator[list[Value]]:
@@ -87,7 +98,8 @@ def _chunks(values: Mapping[Value, NamedSharding]) -> Iterator[list[Value]]:
             yield chunk
             chunk = []
         chunk.append(value)
-    yield chunk
+    if chunk:
+        yield chunk
 
 
 def _shards(value: Value, sharding: NamedSharding) -> list[Shard]:
@@ -115,18 +127,6 @@ def _part(value: Value, box: Box) -> Value:
 
 def _offset(value: Value, box: Box) -> int:
     return sum(b * s for b, s in zip(box.begin, value.stride, strict=True))
-
-
-def _lies_together(shard: Shard) -> bool:
-    """Whether the part is a block of rows of a weight that is worth cutting: it is drawn alone at no extra cost."""
-    return (
-        shard.part is not shard.value
-        and shard.value.nbytes > _SMALL
-        and is_contiguous(shard.box.shape, shard.value.stride)
-    )
-
-
-_SMALL = 1 << 16  # bytes: below, a jump in the stream costs more than to draw the weight
 
 
 def _read(shard: Shard) -> torch.Tensor:
