@@ -17,7 +17,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,14 @@ class Known:
         self.watch.keep(lambda slot: id(slot) not in gone)
         self.state = [kept[id(slot)] for slot in self.watch.slots]
 
+    def may_ask(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether its Python can reach a module or an optimizer that holds one of these."""
+        held = [p for module in self.watch.reach.modules for p in module._parameters.values()]
+        for value in self.state:
+            if isinstance(value, torch.optim.Optimizer):
+                held += [p for group in value.param_groups for p in group["params"]]
+        return not set(map(id, held)).isdisjoint(map(id, parameters))
+
     def check_is_due(self) -> bool:
         """Whether to trace again although nothing is seen to have changed."""
         if self.uses == 1:
@@ -84,9 +92,9 @@ class Changes:
         )
         return self._fitting is not None
 
-    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the executables reads or writes one of these."""
-        return any(known.executable.reads(tensors) for known in self._known)
+    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether one of the executables reads or writes one of these, or its Python may ask something of them."""
+        return any(known.executable.reads(parameters) or known.may_ask(parameters) for known in self._known)
 
     def executable(self, trace: Any, roots: tuple, alike: Iterable[Changes] = ()) -> Any:
         """The executable that does what the step's Python would do now; to be called after `fits`.
