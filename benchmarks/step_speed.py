@@ -75,7 +75,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**heap.environment(heap.HUGE_PAGES, heap.KEPT), **os.environ, "PYTHONPATH": path},
+            env={**heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP), **os.environ, "PYTHONPATH": path},
         )
         self.first = self._answer()
         self._steps = 1

@@ -31,12 +31,12 @@ def child(side, args):
     """All in one process, in turns, so that what else the machine does falls on both."""
     import torch
 
+    import firstloss as fl
+
     fields, size = SIZES[side]
     fields = models.LLAMA_TINY if args.tiny else {**models.LLAMA_24_LAYERS, **fields}
     torch.manual_seed(0)
     batch = torch.randint(256, (size, 32 * size))
-    import firstloss as fl
-
     with tempfile.TemporaryDirectory() as artifacts:
         backend = fl.backend("XLA", artifact_dir=artifacts)
         sides = {"traced": traced(fields, batch, backend)}

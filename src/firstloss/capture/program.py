@@ -65,6 +65,11 @@ class Ref(NamedTuple):
     offset: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, value: Value) -> Ref:
+        """All of `value`, as it lies."""
+        return cls(value, tuple(value.shape), value.stride, 0, value.dtype)
+
     @property
     def whole(self) -> bool:
         """Whether this is the base tensor itself: no view."""

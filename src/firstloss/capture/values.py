@@ -94,7 +94,7 @@ def _take_over(target: Tensor, new: Tensor) -> None:
     store = store_of(target)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         value = store.value
-        base = replay.compute([Ref(value, value.shape, value.stride, 0, value.dtype)])[0]
+        base = replay.compute([Ref.of(value)])[0]
         if type(target) is DeferredTensor:
             replay.look(base, target._ref()).copy_(new)
         else:

@@ -184,7 +184,7 @@ def run_recipes(
         out = torch_engine.run(rest, allocate, num_threads, done, niceness)
         if shards:
             threads = num_threads or torch_engine.default_threads()
-            out |= shard_engine.run(shards, lambda v: torch_engine.run([v])[v], allocate, threads, done)
+            out |= shard_engine.run(shards, torch_engine.make_whole, allocate, threads, done)
         return out
 
 

@@ -187,7 +187,7 @@ class Slicer:
             if not node.args or node.args[0] is not target or target.dtype != value.dtype:
                 return None
         else:
-            target = Ref(value, value.shape, value.stride, 0, value.dtype)
+            target = Ref.of(value)
             made = True
             factory = _FACTORIES.get(op)
             if factory is not None:

@@ -85,8 +85,8 @@ class _Drawer:
         if made is not None:
             return made(node, value)
         if node.draw is not None:
-            return self.fill(node, _base(value))
-        return self._apply(node, value.dtype, node.args, depth, _base(value))
+            return self.fill(node, Ref.of(value))
+        return self._apply(node, value.dtype, node.args, depth, Ref.of(value))
 
     def _known(self, value: Value) -> Data:
         if not is_contiguous(value.shape, value.stride):
@@ -124,7 +124,7 @@ class _Drawer:
         if node.op in _CONSTANTS:
             new: Any = _number(0.0 if node.op is aten.zero_.default else node.args[1], value.dtype)
         elif all(type(a) in (int, float, bool) for a in (*node.args[1:], *node.kwargs.values())):
-            everything = _base(target.value)
+            everything = Ref.of(target.value)
             new = self._apply(node, value.dtype, (everything, *node.args[1:]), depth, everything)
         else:
             raise _No
@@ -206,7 +206,7 @@ class _Drawer:
             if node.draw is not None:
                 target = node.writes[0] if node.writes else None
                 out = node.outputs[0]
-                shown = target or _base(out)
+                shown = target or Ref.of(out)
                 fill, size = self.fill(node, shown), shown.size
                 view = None if target is None else view_of(target)
                 template = template._replace(args=(), kwargs=())
@@ -217,10 +217,6 @@ class _Drawer:
             for value in node.outputs:
                 numbers[value] = len(numbers)
         return Whole(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
-
-
-def _base(value: Value) -> Ref:
-    return Ref(value, value.shape, value.stride, 0, value.dtype)
 
 
 def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:

@@ -148,6 +148,11 @@ def run(
     return {value: replay.buffer(value) for value in wanted}
 
 
+def make_whole(value: Value) -> torch.Tensor:
+    """All of one Value."""
+    return run([value])[value]
+
+
 def _correct(rejection: Rejection, target: Target) -> None:
     with torch.no_grad():
         rejection.correct(target.tensor())

@@ -62,7 +62,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
         niceness: as in `torch_engine.run`.
     """
     out: dict[K, jax.Array] = {}
-    wholes = Wholes(lambda value: torch_engine.run([value])[value])
+    wholes = Wholes(torch_engine.make_whole)
     asking = Slicer(wholes)
     tasks: list[Task] = []
     sent: list[tuple[K, dict[Any, torch.Tensor]]] = []

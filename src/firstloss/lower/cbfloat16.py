@@ -89,7 +89,7 @@ class _Rewriting:
 
     def _made_of(self, value: Value, op: Any, source: Source, **kwargs: Any) -> Value:
         """What `op` makes of all of `value`, in float32."""
-        ref = Ref(value, value.shape, value.stride, 0, value.dtype)
+        ref = Ref.of(value)
         node = Node(next(self._index), op, (ref,), kwargs, (), False, None, source)
         made = Value(value.shape, value.stride, torch.float32, value.device, node)
         node.outputs = (made,)

@@ -26,11 +26,7 @@ def is_direct(value: Value) -> bool:
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
-def _none() -> Cell | None:
-    return None
-
-
-_last_edited: Callable[[], Cell | None] = _none  # a reference to the cell that the host has edited last
+_last_edited: weakref.ref[Cell] | None = None  # by the host
 
 
 class Piece(NamedTuple):
@@ -170,7 +166,7 @@ class Cell:
     def edited(self) -> None:
         """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""
         global _last_edited
-        last = _last_edited()
+        last = None if _last_edited is None else _last_edited()
         if last is not self:
             if last is not None:
                 last.array()

@@ -144,7 +144,7 @@ class Executable:
                 self._results.append(Kept(leaf))
         self._changed: dict[Value, Store | torch.Tensor] = {}
         for value, new in tracing.changes.items():
-            outputs[f"new{len(self._changed)}"] = _whole(new)
+            outputs[f"new{len(self._changed)}"] = Ref.of(new)
             home = tracing.inputs[value]
             if isinstance(home, torch.Tensor) and _nobody_elses(home):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
@@ -155,7 +155,7 @@ class Executable:
         around = [] if self._around is None else self._around.tensors()
         for tensor in (*_reachable(self._backend, self._optimizers.seen), *around):
             if is_traced(tensor, tracing) and not any(store is tensor._store for store in self._made):
-                outputs[f"made{len(self._made)}"] = _whole(tensor._store.value)
+                outputs[f"made{len(self._made)}"] = Ref.of(tensor._store.value)
                 self._made.append(tensor._store)
         for i, call in enumerate(tracing.closures):
             outputs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
@@ -326,10 +326,6 @@ def _nobody_elses(tensor: torch.Tensor) -> bool:
 def _no_seed(on_device: bool) -> Any:
     """For a step that draws nothing."""
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)
-
-
-def _whole(value: Value) -> Ref:
-    return Ref(value, value.shape, value.stride, 0, value.dtype)
 
 
 def resident(array: jax.Array) -> DeferredTensor:

@@ -59,13 +59,13 @@ class Shard(NamedTuple):
 
 def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
     """Run the recipes of the parts that devices of this process hold; `niceness` as in `torch_engine.run`."""
-    asking = Slicer(Wholes(_whole))
+    asking = Slicer(Wholes(torch_engine.make_whole))
     drawn = {value: lie for value, lie in wanted.items() if _is_straight(value) and asking.cuttable(value)}
     out: dict[Value, jax.Array] = {}
     # On CPU devices all at once, straight into their memory.
     for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):
         with x64():
-            refs = {v: (Ref(v, tuple(v.shape), v.stride, 0, v.dtype), drawn[v]) for v in values}
+            refs = {v: (Ref.of(v), drawn[v]) for v in values}
             out |= make_on_host(refs, niceness)
     for chunk in _chunks({value: lie for value, lie in wanted.items() if value not in drawn}):
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
@@ -80,10 +80,6 @@ def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) ->
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()
     return out
-
-
-def _whole(value: Value) -> torch.Tensor:
-    return torch_engine.run([value])[value]
 
 
 def _is_straight(value: Value) -> bool:

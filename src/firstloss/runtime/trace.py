@@ -83,12 +83,12 @@ class TracedStep:
         from .executable import Executable  # here, because it brings JAX
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
-        around = (id(backend), spec, kind, modes())
-        known = self._fitting(around, self._parameters(backend))
+        setting = (id(backend), spec, kind, modes())
+        known = self._fitting(setting, self._parameters(backend))
         fits = known is not None
         if known is None:  # it may be that parameters were replaced
             self._seen = None
-            key = around, self._parameters(backend)
+            key = setting, self._parameters(backend)
             known = self._fitting(*key) or self._executables.setdefault(
                 key, Changes(self._name, self._refuse, self._check)
             )
@@ -96,21 +96,21 @@ class TracedStep:
         def trace(around: Any, find: Any) -> Executable:
             return Executable(self._step, leaves, spec, backend, around, find)
 
+        alike = [] if fits else [changes for (other, _), changes in self._executables.items() if other == setting]
         with Paused() if fits else uncollected():
-            alike = [changes for (other, _), changes in self._executables.items() if other == around]
             executable = known.executable(trace, (self._step, *backend.models), alike)
             self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
-    def _fitting(self, around: tuple, weights: tuple) -> Changes | None:
+    def _fitting(self, setting: tuple, weights: tuple) -> Changes | None:
         """The executables of which one does what the step's Python would do now: those traced with the same weights,
         or those traced before there were models that they do not read."""
-        known = self._executables.get((around, weights))
+        known = self._executables.get((setting, weights))
         if known is not None and known.fits():
             return known
         for (other, fewer), changes in self._executables.items():
             count = len(fewer)
-            if other == around and count < len(weights) and weights[:count] == fewer:
+            if other == setting and count < len(weights) and weights[:count] == fewer:
                 reads = self._read_later.get((changes, count))
                 if reads is None:
                     reads = self._read_later[changes, count] = changes.reads(self._all[count:])
