@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 DEMO_OUT ?= demo
+SEEDS ?= 0:1000
 
-.PHONY: demo test lint bench docs install install-test clean
+.PHONY: demo test fuzz lint bench docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -16,6 +17,10 @@ demo: install
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Random training programs, eager against traced: make fuzz SEEDS=0:10000
+fuzz: install-test
+	PYTHONPATH=src $(BIN)/python -m tests.fuzz steps --seeds $(SEEDS) --jobs $(WORKERS)
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -1,0 +1,137 @@
+"""`python -m tests.fuzz steps --seeds 0:1000 --jobs 2`: run generated programs and report what became of them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import re
+import sys
+import time
+from pathlib import Path
+
+from .outcome import REFUSED, Outcome
+from .pool import Worker, check_all
+
+KINDS = ("steps", "constructors", "checkpoints")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("kind", choices=(*KINDS, "run", "show"))
+    parser.add_argument("file", nargs="?", help="run: a program's file; show: the kind, with --seeds")
+    parser.add_argument("--seeds", default="0:200", help="FIRST:END, or one seed, or several with commas")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--shrink", type=int, default=10, help="shrink and print so many failures, of as many classes")
+    parser.add_argument("--out", type=Path, help="a folder for the failing programs, whole and shrunk")
+    parser.add_argument("--check-kind", default="steps", help="run: what kind of program the file is")
+    parser.add_argument("--discarded", action="store_true", help="report what was discarded, too")
+    parser.add_argument("--quiet", action="store_true", help="no line for each failure as it is found")
+    options = parser.parse_args()
+    if options.kind == "run":
+        outcome = importlib.import_module(f".{options.check_kind}", __package__).check(Path(options.file).read_text())
+        print(outcome.kind, outcome.what, outcome.where)
+        return int(outcome.failed)
+    if options.kind == "show":
+        module = importlib.import_module(f".{options.file or 'steps'}", __package__)
+        print("\n".join(module.generate(seed) for seed in _seeds(options.seeds)), end="")
+        return 0
+    return _campaign(options)
+
+
+def _campaign(options: argparse.Namespace) -> int:
+    module = importlib.import_module(f".{options.kind}", __package__)
+    start = time.time()
+    found: list[tuple[int, str, Outcome]] = []
+    for seed, source, outcome in check_all(options.kind, _seeds(options.seeds), module.generate, options.jobs):
+        found.append((seed, source, outcome))
+        if outcome.failed and not options.quiet:
+            print(f"seed {seed}: {outcome.kind}: {outcome.what} {outcome.where}", flush=True)
+        if len(found) % 100 == 0:
+            counts = collections.Counter(o.kind for _, _, o in found)
+            print(f"... {len(found)} programs in {time.time() - start:.0f} s: {dict(counts)}", file=sys.stderr)
+    counts = collections.Counter(outcome.kind for _, _, outcome in found)
+    compared = max(1, len(found) - counts["discarded"])
+    print(f"{len(found)} programs in {time.time() - start:.0f} s")
+    for kind, count in counts.most_common():
+        of = f" ({100 * count / compared:.1f}% of those compared)" if kind != "discarded" else ""
+        print(f"  {kind:10} {count:6}{of}")
+    titles = {"refused": lambda o: o.kind == REFUSED, "failed": lambda o: o.failed}
+    if options.discarded:
+        titles["discarded"] = lambda o: o.kind == "discarded"
+    for title, wanted in titles.items():
+        classes: dict[str, list[tuple[int, Outcome]]] = collections.defaultdict(list)
+        for seed, _, outcome in found:
+            if wanted(outcome):
+                classes[_class(outcome)].append((seed, outcome))
+        if classes:
+            print(f"{title}, by class:")
+        for name, members in sorted(classes.items(), key=lambda item: -len(item[1])):
+            print(f"  {len(members):5}  {name}  (seeds {', '.join(str(s) for s, _ in members[:6])})")
+            if title == "refused":
+                lineless = [seed for seed, outcome in members if not outcome.where]
+                if lineless:
+                    print(f"         {len(lineless)} of them name no line (seeds {', '.join(map(str, lineless[:6]))})")
+                else:
+                    print(f"         {members[0][1].where}")
+    failures = sorted([item for item in found if item[2].failed], key=lambda item: item[0])
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for seed, source, _ in failures:
+            (options.out / f"{options.kind}_{seed}.py").write_text(source)
+    _shrink(options, failures)
+    return int(bool(failures))
+
+
+def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]]) -> None:
+    from .shrink import shrink
+
+    worker = Worker(options.kind)
+    seen: set[str] = set()
+    for seed, source, outcome in failures:
+        if len(seen) >= options.shrink:
+            break
+        if _class(outcome) in seen:
+            continue
+        seen.add(_class(outcome))
+        last = outcome
+
+        def fails(candidate: str, outcome: Outcome = outcome) -> bool:
+            nonlocal last
+            got = worker.check(candidate)
+            if got.like(outcome):
+                last = got
+                return True
+            return False
+
+        small = shrink(source, fails)
+        text = f"{small.rstrip()}\n# seed {seed}: {last.kind}: {last.what} {last.where}".rstrip() + "\n"
+        print(f"\n# ---- seed {seed}, shrunk " + "-" * 60 + "\n" + text, flush=True)
+        if options.out is not None:
+            (options.out / f"{options.kind}_{seed}_shrunk.py").write_text(text)
+    worker.close()
+
+
+def _class(outcome: Outcome) -> str:
+    """Failures that look alike: numbers, names and values left out."""
+    what = outcome.what
+    if outcome.kind == "differs":
+        path, _, how = what.partition(": ")
+        path = re.sub(r"\d+", "N", path)
+        how = re.sub(r"\[.*?\]|[-+\d.e]+\b", "..", how)
+        return f"differs: {path}: {how[:60]}"
+    what = re.sub(r"\S*\.py(:\d+)?", "FILE", what)
+    what = re.sub(r"\d+", "N", what)
+    return f"{outcome.kind}: {what[:140]}"
+
+
+def _seeds(text: str) -> list[int]:
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, colon, end = part.partition(":")
+        seeds.extend(range(int(first or 0), int(end)) if colon else [int(first)])
+    return seeds
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""What became of one generated program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SAME, DIFFERS, REFUSED, FOREIGN, DISCARDED = "same", "differs", "refused", "foreign", "discarded"
+CRASHED, HUNG = "crashed", "hung"
+FAILURES = (DIFFERS, FOREIGN, CRASHED, HUNG)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict on a program.
+
+    Attributes:
+        kind: "same"; "differs" (silently another value than PyTorch's); "refused" (an error of Firstloss's own);
+            "foreign" (any other error); "discarded" (PyTorch itself fails, or the program amplifies rounding errors, so
+            that there is nothing to compare with); "crashed" and "hung" are the process's.
+        what: the difference or the error, in one line.
+        where: the line of the program that an error names, or the step that differs first.
+    """
+
+    kind: str
+    what: str = ""
+    where: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this is a fault of Firstloss; to refuse a program is none."""
+        return self.kind in FAILURES
+
+    def like(self, other: Outcome) -> bool:
+        """Whether both may well have one cause: what a program is shrunk by."""
+        if self.kind != other.kind:
+            return False
+        return self.kind == DIFFERS or self.what.partition(":")[0] == other.what.partition(":")[0]

@@ -1,0 +1,710 @@
+"""What steps keep in Python from call to call: tensors, numbers, collections."""
+
+# ruff: noqa: E501 - a line of a generated program is one line here
+from __future__ import annotations
+
+from .draft import Draft
+from .places import Place, place, variable
+
+STATS = (
+    "out.detach().mean(0)",
+    "out.detach()[0]",
+    "out.detach().sum(0) * 0.1",
+    "y.mean(0)",
+    "y[1]",
+    "(torch.zeros(3) + loss.detach())",
+    "$m.z.weight.detach().sum(1)",
+    "$m.z.weight.detach()[:, 0].clone()",
+    "$m.z.weight.detach()[:, 1]",
+    "$m.z.weight.data[:, 0]",
+    "torch.full((3,), 0.5)",
+    "(out.detach() - y).abs().amax(0)",
+    "out.mean(0).detach().clone()",
+)
+INITIAL = (
+    "torch.zeros(3)",
+    "torch.zeros(3)",
+    "torch.ones(3)",
+    "torch.arange(3.0)",
+    "base[1:4]",
+    "base[2:5]",
+    "base.view(4, 3)[1]",
+    "base.view(3, 4).t()[1]",
+    "base.view(4, 3)[:3, 0]",
+    "base.expand(2, 12)[1, 3:6]",
+    "m.z.weight.detach()[:, 0]",
+    "m.z.weight.detach()[:, 1]",
+    "m.z.weight.data.sum(1)",
+    "torch.from_numpy(table)",
+    "torch.from_numpy(table)[:]",
+    "torch.zeros(3).requires_grad_(False)",
+    "torch.zeros(1).expand(3)",
+)
+
+
+def _outside(d: Draft, text: str) -> None:
+    """`base` and `table` are data from before."""
+    if "base" in text and "base" not in d.names:
+        d.names.append("base")
+        d.early.append("base = torch.arange(12.0) / 12")
+    if "table" in text and "table" not in d.names:
+        d.names.append("table")
+        d.early.append(f"table = np.ones(3, dtype=np.{'float64' if d.double else 'float32'})")
+
+
+def _initial(d: Draft) -> str:
+    text = d.rng.choice(INITIAL)
+    _outside(d, text)
+    return text
+
+
+def _use(d: Draft, p: Place) -> None:
+    """Let the loss depend on a kept vector, or not."""
+    use = d.pick("none", "loss", "loss", "out", "loss late", "if there")
+    if use == "loss":
+        d.mid.append(f"loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
+    elif use == "out":
+        d.mid.insert(0, f"loss = loss + 0.05 * ((out + {p.get}) ** 2).mean()")
+    elif use == "if there":
+        d.mid.append(f"if {p.get} is not None:\n    loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
+    elif use == "loss late":
+        d.post.append(f"loss = loss.detach() + {p.get}.sum()")
+
+
+def rebound(d: Draft) -> None:
+    """A tensor in some place, replaced at each step by one that follows from it."""
+    p = place(d, _initial(d))
+    stat = d.rng.choice(STATS)
+    update = d.pick(
+        f"{p.get} * 0.5 + {stat}",
+        f"{p.get} * 0.5 + {stat}",
+        f"0.9 * {p.get} + 0.1 * {stat}",
+        f"torch.lerp({p.get}, {stat}, 0.3)",
+        stat,
+        f"({p.get} + {stat}).tanh()",
+        f"torch.maximum({p.get}, {stat})",
+    )
+    _use(d, p)
+    before = d.chance(0.3) and "loss" not in update
+    (d.mid if before else d.post).append(p.put(update))
+    if d.chance(0.35):
+        _keep_older(d, p)
+
+
+def _keep_older(d: Draft, p: Place) -> None:
+    """Somebody holds earlier states."""
+    kept = d.name("older")
+    outside = p.get.replace("$", "")
+    kind = d.rng.random()
+    if kind < 0.4 and "self." not in p.get:
+        d.setup.append(f"{kept} = []")
+        d.after.append(f"{kept}.append({outside})")
+    elif kind < 0.6:
+        d.setup.append(f"{kept} = []")
+        d.pre.append(f"{kept}.append({p.get})")
+    elif kind < 0.8:
+        d.setup.append(f"{kept} = {{}}")
+        d.post.append(f"{kept}.setdefault('first', {p.get})\n{kept}['last'] = {p.get}")
+    else:
+        other = place(d, "None")
+        d.pre.append(other.put(p.get))
+
+
+def edited(d: Draft) -> None:
+    """A tensor in some place, edited in place at each step."""
+    p = place(d, _initial(d))
+    stat = d.rng.choice(STATS)
+    t = p.get
+    edit = d.pick(
+        f"{t}.mul_(0.5).add_({stat})",
+        f"{t}.lerp_({stat}, 0.3)",
+        f"{t}.copy_({stat})",
+        f"{t}[0] = {stat}[1]",
+        f"{t}[1:] += {stat}[1:]",
+        f"{t}.zero_()",
+        f"{t}.add_({stat}, alpha=0.1)",
+        f"torch.add({t}, {stat}, out={t})",
+        f"{t}.fill_(0.3)",
+        p.put(f"{t}.mul_(0.5).add_({stat})"),
+        *([f"{t} += {stat}", f"{t} *= 0.5"] if p.assignable else []),
+    )
+    _use(d, p)
+    d.post.append(f"with torch.no_grad():\n    {edit}")
+    if d.chance(0.25):
+        _keep_older(d, p)
+
+
+def swapped(d: Draft) -> None:
+    """Two places that exchange what they hold."""
+    p, q = place(d, _initial(d)), place(d, _initial(d))
+    _use(d, p)
+    stat = d.rng.choice(STATS)
+    if p.assignable and q.assignable and d.chance(0.6):
+        d.post.append(f"{p.get}, {q.get} = {q.get}, {p.get} * 0.5 + {stat}")
+    else:
+        d.post.append(f"tmp = {p.get}\n{p.put(q.get)}\n{q.put(f'tmp * 0.5 + {stat}')}")
+
+
+def chained(d: Draft) -> None:
+    """One new object under two names."""
+    p, q = place(d, _initial(d)), place(d, "None")
+    stat = d.rng.choice(STATS)
+    _use(d, p)
+    if p.assignable and q.assignable:
+        d.post.append(f"{p.get} = {q.get} = {p.get} * 0.5 + {stat}")
+    else:
+        d.post.append(f"{p.put(f'{p.get} * 0.5 + {stat}')}\n{q.put(p.get)}")
+
+
+def appended(d: Draft) -> None:
+    """A collection of tensors that grows."""
+    stat = d.rng.choice((*STATS, "loss.detach()", "loss.detach().clone()", "out.detach()", "x", "y", "loss"))
+    s = d.name("hist")
+    made, add, last = d.pick(
+        ("[]", f"{s}.append({stat})", f"{s}[-1]"),
+        ("[]", f"{s}.insert(0, {stat})", f"{s}[0]"),
+        ("[]", f"{s} += [{stat}]" if d.form == "x" else f"{s}.extend([{stat}])", f"{s}[-1]"),
+        ("collections.deque(maxlen=3)", f"{s}.append({stat})", f"{s}[-1]"),
+        ("collections.deque()", f"{s}.appendleft({stat})", f"{s}[0]"),
+        ("{}", f"{s}[len({s})] = {stat}", f"{s}[max({s})]"),
+        ("{}", f"{s}['v'] = {stat}", f"{s}['v']"),
+        ("collections.defaultdict(list)", f"{s}['v'].append({stat})", f"{s}['v'][-1]"),
+        ("collections.OrderedDict()", f"{s}['v'] = {stat}", f"{s}['v']"),
+        ("[]", f"{s}.append((len({s}), {stat}))", f"{s}[-1][1]"),
+        ("[]", f"{s}.append({{'stat': {stat}, 'n': [len({s})]}})", f"{s}[-1]['stat']"),
+        ("[]", f"{s}.append(types.SimpleNamespace(v={stat}))", f"{s}[-1].v"),
+        ("types.SimpleNamespace(h=[], n=0)", f"{s}.h.append({stat})\n{s}.n += 1", f"{s}.h[-1]"),
+    )
+    d.setup.append(f"{s} = {made}")
+    d.post.append(add)
+    use = d.rng.random()
+    numeric = "loss" not in stat or "zeros" in stat
+    if use < 0.3 and numeric and stat not in ("x", "y", "out.detach()"):
+        d.mid.append(
+            f"if {s}:\n    loss = loss + 0.01 * ({last} * out.mean(0)).sum()" if "Simple" not in made else "pass"
+        )
+    elif (
+        use < 0.4
+        and made in ("[]",)
+        and add.startswith(f"{s}.append({stat})")
+        and stat not in ("x", "y", "out.detach()")
+    ):
+        d.post.append(f"loss = loss.detach() + torch.stack({s}[-2:]).sum()")
+
+
+def by_name(d: Draft) -> None:
+    """An average, a copy or a reference of each weight, by name."""
+    s = d.name("ema")
+    kind = d.pick("ema", "ema", "lerp", "snapshot", "alias", "first", "grads", "distance", "by param")
+    if kind == "ema":
+        d.setup.append(f"{s} = {{}}")
+        d.post.append(f"for k, p in $m.named_parameters():\n    {s}[k] = {s}.get(k, 0.0) * 0.9 + p.detach() * 0.1")
+    elif kind == "lerp":
+        d.setup.append(f"{s} = {{k: p.detach().clone() for k, p in m.named_parameters()}}")
+        d.post.append(f"for k, p in $m.named_parameters():\n    {s}[k].lerp_(p.detach(), 0.1)")
+    elif kind == "snapshot":
+        d.setup.append(f"{s} = []")
+        d.post.append(f"{s}.append({{k: v.detach().clone() for k, v in $m.state_dict().items()}})")
+    elif kind == "alias":
+        d.setup.append(f"{s} = {{}}")
+        d.post.append(f"{s}.update({{k: v.detach() for k, v in $m.named_parameters()}})")
+    elif kind == "first":
+        d.setup.append(f"{s} = {{}}")
+        d.post.append(f"for k, p in $m.named_parameters():\n    {s}.setdefault(k, p.detach().clone())")
+    elif kind == "grads":
+        d.setup.append(f"{s} = []")
+        d.grads.append(f"{s}[:] = [p.grad{d.pick('', '.clone()')} for p in $m.parameters() if p.grad is not None]")
+    elif kind == "distance":
+        d.setup.append(f"{s} = [p.detach().clone() for p in m.parameters()]")
+        d.mid.append(
+            f"loss = loss + 0.01 * sum(((p - q) ** 2).sum() for p, q in zip($m.parameters(), {s}) if p.shape == q.shape)"
+        )
+        if d.chance(0.6):
+            d.post.append(f"{s}[:] = [p.detach().clone() for p in $m.parameters()]")
+    else:
+        d.setup.append(f"{s} = {{}}")
+        d.post.append(f"for p in $m.parameters():\n    {s}[p] = {s}.get(p, torch.zeros_like(p)) * 0.5 + p.detach()")
+
+
+def buffer_ring(d: Draft) -> None:
+    """A tensor as a ring, by a Python index or one that is a tensor."""
+    s = d.name("ring")
+    if d.chance(0.5):
+        n = variable(d, "0")
+        d.setup.append(f"{s} = torch.zeros(4, 3)")
+        d.post.append(f"with torch.no_grad():\n    {s}[{n.get} % 4] = {d.rng.choice(STATS)}\n{n.put(n.get + ' + 1')}")
+    else:
+        at = d.name("at")
+        d.setup.append(f"{s} = torch.zeros(4, 3)\n{at} = torch.zeros((), dtype=torch.long)")
+        d.post.append(f"{s}.index_copy_(0, ({at} % 4).reshape(1), {d.rng.choice(STATS)}[None])\n{at}.add_(1)")
+    if d.chance(0.5):
+        d.mid.append(f"loss = loss + 0.01 * ({s}.mean(0) * out.mean(0)).sum()")
+
+
+def views(d: Draft) -> None:
+    """Views of one outside tensor, read and perhaps edited."""
+    t, u = d.name("t"), d.name("u")
+    _outside(d, "base")
+    first = d.pick("base[1:4]", "base[4:7]", "base.view(4, 3)[2]", "base[::4]", "base.view(3, 4)[:, 1]")
+    second = d.pick("base[3:6]", "base[2:5]", "base.view(4, 3)[:, 0][:3]", "base[-3:]", "base[1:4]", "base.flip(0)[:3]")
+    d.setup.append(f"{t}, {u} = {first}, {second}")
+    d.mid.append(f"loss = loss + 0.1 * (({t} + 2 * {u}) * out.mean(0)).sum()")
+    if d.chance(0.6):
+        d.post.append(
+            d.pick(
+                f"{t}.mul_(0.9)", f"{t}.add_(0.1)\n{u}.mul_(2)", "base.mul_(0.9)", f"{u}.copy_({d.rng.choice(STATS)})"
+            )
+        )
+        if "base" in d.post[-1]:
+            d.names.append("base") if "base" not in d.names else None
+
+
+def weight_view(d: Draft) -> None:
+    """A view of a weight, made once outside."""
+    t = d.name("wv")
+    view = d.pick(
+        "m.z.weight.detach()[0]",
+        "m.z.weight.detach().t()",
+        "m.z.weight[1:].detach()",
+        "m.z.weight.data",
+        "m.z.weight.detach().view(-1)[4:9]",
+        "m.z.weight.detach().numpy()",
+        "m.z.weight.detach()",
+    )
+    d.setup.append(f"{t} = {view}")
+    if "numpy" not in view:
+        d.mid.append(
+            f"loss = loss + 0.01 * ({t} ** 2).sum()" if d.chance(0.6) else f"loss = loss * (1 + 0.01 * {t}.sum())"
+        )
+    if d.chance(0.3) and "numpy" not in view:
+        d.post.append(f"with torch.no_grad():\n    {t}.mul_(0.95)")
+
+
+_INCREMENTS = ("{p} + 1", "{p} + 1", "1 + {p}", "max({p}, 0) + 1", "operator.add({p}, 1)")
+
+
+def counter(d: Draft) -> None:
+    """A number that counts calls, and perhaps decides something."""
+    p = place(d, "0", number=True)
+    how = d.rng.random()
+    bump = p.put(d.rng.choice(_INCREMENTS).format(p=p.get))
+    if how < 0.35 and p.assignable:
+        bump = f"{p.get} += 1"
+    elif how < 0.5 and p.name and d.form != "module":
+        d.pre.append(f"if ({p.name} := {p.name} + 1) > 3:\n    pass")
+        bump = ""
+    elif how < 0.6 and p.assignable:
+        other = d.name("n")
+        d.setup.append(f"{other} = [0]")
+        bump = f"{p.get} = {other}[0] = {p.get} + 1"
+    if bump:
+        d.rng.choice((d.pre, d.mid, d.post)).append(bump)
+    _use_number(d, p.get)
+
+
+def _use_number(d: Draft, n: str) -> None:
+    """Let the loss depend on the number, in half of the programs."""
+    if d.chance(0.5):
+        return
+    d.mid.append(
+        d.pick(
+            f"if {n} > 3:\n    loss = loss * 0.5",
+            f"if {n} % 3 == 1:\n    loss = loss * 2",
+            f"loss = loss * (1 + 0.1 * float({n}))",
+            f"loss = loss * (0.5 if {n} < 4 else 1.0)",
+            f"loss = loss * [1.0, 0.5, 2.0][int({n}) % 3]",
+            f"match int({n}):\n    case 2 | 3:\n        loss = loss * 3\n    case k if k > 6:\n        loss = loss * 0.1\n    case _:\n        pass",
+            f"loss = loss * float(f'{{{n}:.1f}}') if {n} else loss"
+            if '"' not in n and "'" not in n
+            else f"loss = loss + float({n})",
+            f"loss = loss * float(str({n})) if {n} else loss",
+            f"loss = sum([loss for _ in range(int({n}) % 2 + 1)])",
+            f"loss = loss * (lambda k: 2.0 if k > 4 else 1.0)({n})",
+            f"loss = loss * {{0: 1.0, 1: 0.5}}.get(int({n}), 0.7)",
+            f"try:\n    loss = loss * (1.0, 2.0, 3.0)[int({n})]\nexcept IndexError:\n    loss = loss * 0.3\nfinally:\n    loss = loss + 0",
+            f"loss = loss * min({n}, 3.0)",
+            f"for _ in range(int(min({n}, 2))):\n    loss = loss * 1.1",
+            f"loss = loss + out.sum() * {n} * 0.01",
+            f"while True:\n    loss = loss * 1.2\n    if {n} < 5:\n        break\n    loss = loss * 0.9\n    break",
+        )
+    )
+
+
+def changed_outside(d: Draft) -> None:
+    """A number that the loop changes and the step reads."""
+    p = place(d, "1", number=True)
+    if "self." in p.get:
+        return
+    _use_number_always(d, p.get)
+    put = p.put(d.pick("i % 4", "i", "float(i)", "2 * i", "(i > 4) + 1"))
+    for name in d.module:
+        if name == p.name:
+            put = f"globals()['{name}'] = {put.partition(' = ')[2]}"
+    text = put.replace("$", "")
+    if d.chance(0.5):
+        d.at(text)
+        if d.chance(0.5):
+            d.at(text)
+    else:
+        d.each.append(f"if i >= {d.rng.randint(2, 5)}:\n    {text}")
+
+
+def _use_number_always(d: Draft, n: str) -> None:
+    d.mid.append(
+        d.pick(
+            f"loss = loss * (1 + 0.1 * float({n}))",
+            f"if {n} > 2:\n    loss = loss * 0.5",
+            f"loss = loss + 0.1 * float({n}) * out.sum()",
+            f"loss = loss * float(str({n}))",
+            f"loss = loss * (2 if not {n} else 1)",
+        )
+    )
+
+
+def advanced(d: Draft) -> None:
+    """An iterator or generator that the step advances."""
+    s = d.name("it")
+    made = d.pick(
+        "itertools.count(1)",
+        "itertools.cycle([1.0, 0.5, 2.0])",
+        "iter([0.5 + 0.1 * k for k in range(20)])",
+        "(1 / (k + 1) for k in range(20))",
+        "itertools.accumulate(itertools.repeat(1))",
+        "iter(range(1, 20))",
+        "map(float, range(1, 30))",
+        "zip(range(1, 30))",
+        "enumerate([1.0] * 20)",
+        "iter({k: 1 for k in range(20)}.items())",
+        "reversed([0.1 * k for k in range(20)])",
+        "itertools.chain([1.0], [2.0], [0.5] * 20)",
+    )
+    d.setup.append(f"{s} = {made}")
+    value = f"next({s})" + ("[0]" if made.startswith(("zip", "enum")) or "items()" in made else "")
+    d.mid.append(
+        d.pick(
+            f"loss = loss * (1 + 0.1 * {value})",
+            f"gain = {value}\nloss = loss + gain * 0.01",
+            f"{value}",
+            f"if {value} > 2:\n    loss = loss * 0.5",
+        )
+    )
+
+
+def generator(d: Draft) -> None:
+    """A generator with a state of its own, and perhaps tensors in it."""
+    g, f = d.name("gen"), d.name("gf")
+    kind = d.pick("numbers", "send", "yields tensor")
+    if kind == "numbers":
+        d.top.append(f"def {f}():\n    gain = 1.0\n    while True:\n        yield gain\n        gain *= 0.9")
+        d.mid.append(f"loss = loss * next({g})")
+        d.setup.append(f"{g} = {f}()")
+    elif kind == "send":
+        d.top.append(
+            f"def {f}():\n    total = torch.zeros(3)\n    while True:\n        new = yield total\n        total = total * 0.5 + new"
+        )
+        d.post.append(f"loss = loss.detach() + {g}.send({d.rng.choice(STATS)}).sum()")
+        d.setup.append(f"{g} = {f}()\nnext({g})")
+    else:
+        d.top.append(f"def {f}(t):\n    for k in range(20):\n        yield t * k")
+        d.mid.append(f"loss = loss + 0.01 * (next({g}) * out.mean(0)).sum()")
+        d.setup.append(f"{g} = {f}({'torch.ones(3)'})")
+
+
+def sized(d: Draft) -> None:
+    """Objects that are read by Python's own protocols."""
+    s = d.name("box")
+    cls = s.capitalize()
+    methods, use = d.pick(
+        ("def __len__(self):\n    return self.k", f"len({s})"),
+        ("def __bool__(self):\n    return self.k > 3", f"(2.0 if {s} else 1.0)"),
+        ("def __str__(self):\n    return str(self.k)", f"float(str({s}))"),
+        ("def __repr__(self):\n    return f'{self.k}'", f"float(f'{{{s}!r}}')"),
+        ("def __format__(self, spec):\n    return str(self.k)", f"float(f'{{{s}}}')"),
+        ("def __iter__(self):\n    return iter([1.0] * self.k)", f"sum({s})"),
+        ("def __contains__(self, k):\n    return k < self.k", f"(2.0 if 3 in {s} else 1.0)"),
+        ("def __call__(self):\n    return self.k", f"{s}()"),
+        ("def __getitem__(self, k):\n    return self.k", f"{s}['k']"),
+        ("def __float__(self):\n    return float(self.k)", f"float({s})"),
+        ("def __index__(self):\n    return self.k", f"operator.index({s})"),
+        ("def __hash__(self):\n    return self.k", f"hash({s})"),
+        ("def __lt__(self, other):\n    return self.k < other", f"(2.0 if {s} < 4 else 1.0)"),
+        ("def __add__(self, other):\n    return self.k + other", f"({s} + 1)"),
+        ("def __rmul__(self, other):\n    return self.k * other", f"(1.0 * {s})"),
+        ("def __eq__(self, other):\n    return self.k == other\n\n__hash__ = None", f"(2.0 if {s} == 4 else 1.0)"),
+        ("@functools.cached_property\ndef gain(self):\n    return 1.0 + self.k", f"{s}.gain"),
+        ("@property\ndef gain(self):\n    return 1.0 + self.k", f"{s}.gain"),
+        ("def __enter__(self):\n    return self.k\n\ndef __exit__(self, *e):\n    self.k += 1", "1.0"),
+        ("@classmethod\ndef gain(cls):\n    return cls.g\n\ng = 1.0", f"{s}.gain()"),
+        ("@staticmethod\ndef gain(k):\n    return 1.0 + k", f"{s}.gain({s}.k)"),
+    )
+    import textwrap
+
+    d.top.append(f"class {cls}:\n    def __init__(self):\n        self.k = 1\n\n{textwrap.indent(methods, '    ')}")
+    d.setup.append(f"{s} = {cls}()")
+    if "__enter__" in methods:
+        d.mid.append(f"with {s} as k:\n    loss = loss * (1 + 0.1 * k)")
+        return
+    d.mid.append(f"loss = loss * (1 + 0.1 * {use})")
+    if d.chance(0.5):
+        d.at(f"{s}.k = i")
+        if d.chance(0.4):
+            d.at(f"{s}.k += 2")
+    else:
+        d.post.append(f"{s}.k += 1")
+    if "cls.g" in methods:
+        d.at(f"{cls}.g = 0.5")
+
+
+def called(d: Draft) -> None:
+    """Functions whose parts change between steps."""
+    f = d.name("f")
+    kind = d.pick(
+        "defaults",
+        "kwdefaults",
+        "code",
+        "global",
+        "partial",
+        "dispatch",
+        "cache",
+        "closure",
+        "attribute",
+        "list",
+        "table",
+        "decorated",
+        "method",
+        "static",
+    )
+    if kind == "defaults":
+        d.setup.append(f"def {f}(t, k=1.0):\n    return t * k")
+        d.at(f"{f}.__defaults__ = (0.5,)")
+    elif kind == "kwdefaults":
+        d.setup.append(f"def {f}(t, *, k=1.0):\n    return t * k")
+        d.at(f"{f}.__kwdefaults__['k'] = 0.5")
+    elif kind == "code":
+        d.setup.append(f"def {f}(t):\n    return t * 2")
+        d.at(f"{f}.__code__ = (lambda t: t * 0.5).__code__")
+    elif kind == "global":
+        d.top.append(f"def {f}(t):\n    return t * 2")
+        d.at(f"globals()['{f}'] = lambda t: t * 0.5")
+        d.names.remove(f)
+    elif kind == "partial":
+        d.setup.append(
+            f"{f} = functools.partial(torch.mul, other=2.0)"
+            if False
+            else f"{f} = functools.partial(lambda t, k: t * k, k=2.0)"
+        )
+        d.at(f"{f}.keywords['k'] = 0.5")
+    elif kind == "dispatch":
+        d.setup.append(f"@functools.singledispatch\ndef {f}(t):\n    return t * 2")
+        d.at(f"{f}.register(torch.Tensor, lambda t: t * 0.5)")
+    elif kind == "cache":
+        s = d.name("s")
+        d.setup.append(
+            f"{s} = [2.0]\n@functools.lru_cache\ndef gain{f}():\n    return {s}[0]\ndef {f}(t):\n    return t * gain{f}()"
+        )
+        d.at(f"{s}[0] = 0.5")
+        if d.chance(0.6):
+            d.at(f"gain{f}.cache_clear()")
+    elif kind == "closure":
+        s = d.name("k")
+        d.setup.append(f"{s} = 2.0\ndef {f}(t):\n    return t * {s}")
+        d.at(f"{s} = 0.5")
+    elif kind == "attribute":
+        d.setup.append(f"def {f}(t):\n    return t * getattr({f}, 'gain', 1.0)")
+        d.at(f"{f}.gain = 0.5")
+    elif kind == "list":
+        fs = d.name("fs")
+        d.setup.append(
+            f"{fs} = [torch.abs, torch.square]\ndef {f}(t):\n    for g in {fs}:\n        t = g(t)\n    return t"
+        )
+        d.at(d.pick(f"{fs}.append(torch.tanh)", f"{fs}.pop()", f"{fs}[0] = torch.exp"))
+    elif kind == "table":
+        fs = d.name("fs")
+        d.setup.append(f"{fs} = {{'f': torch.tanh, 'k': 'f'}}\ndef {f}(t):\n    return {fs}[{fs}['k']](t)")
+        d.at(f"{fs}.update(g=torch.exp, k='g')")
+    elif kind == "decorated":
+        s = d.name("k")
+        d.setup.append(
+            f"{s} = [1.0]\ndef deco{f}(g):\n    @functools.wraps(g)\n    def inner(t):\n        return g(t) * {s}[0]\n    return inner\n"
+            f"@deco{f}\ndef {f}(t):\n    return t * 2"
+        )
+        d.at(f"{s}[0] = 0.5")
+    elif kind == "method":
+        d.top.append(f"class {f.capitalize()}:\n    k = 2.0\n\n    def call(self, t):\n        return t * self.k")
+        d.setup.append(f"owner{f} = {f.capitalize()}()\n{f} = owner{f}.call")
+        d.at(
+            d.pick(
+                f"owner{f}.k = 0.5",
+                f"{f.capitalize()}.k = 0.5",
+                f"{f.capitalize()}.call = lambda self, t: t",
+                f"{f} = lambda t: t * 0.1",
+            )
+        )
+    else:
+        d.top.append(
+            f"class {f.capitalize()}:\n    k = 2.0\n\n    @staticmethod\n    def call(t):\n        return t * {f.capitalize()}.k"
+        )
+        d.setup.append(f"{f} = {f.capitalize()}.call")
+        d.at(f"{f.capitalize()}.k = 0.5")
+    d.mid.append(f"loss = {f}(loss)")
+
+
+def grown(d: Draft) -> None:
+    """A collection of plain values that grows, and perhaps is read."""
+    s = d.name("seen")
+    made, add, read = d.pick(
+        ("set()", f"{s}.add(len({s}))", f"len({s})"),
+        ("[]", f"{s}.append(len({s}))", f"sum({s})"),
+        ("{}", f"{s}[len({s})] = 'x'", f"len({s})"),
+        ("collections.Counter()", f"{s}['calls'] += 1", f"{s}['calls']"),
+        ("collections.defaultdict(int)", f"{s}['calls'] += 1", f"{s}['calls']"),
+        ("[3, 1]", f"heapq.heappush({s}, len({s}))", f"{s}[0]"),
+        ("['a']", f"{s}.append({s}[-1] + 'b')", f"len({s}[-1])"),
+        ("bytearray()", f"{s}.append(1)", f"len({s})"),
+        ("io.StringIO()", f"{s}.write('ab')", f"{s}.tell()"),
+        ("collections.deque([1, 2, 3])", f"{s}.rotate(1)", f"{s}[0]"),
+        ("collections.OrderedDict(a=1, b=2, c=3)", f"{s}.move_to_end(next(iter({s})))", f"next(iter({s}.values()))"),
+        ("[1, 2, 3]", f"{s}.append({s}.pop(0))", f"{s}[0]"),
+        ("{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}", f"{s}.pop()", f"len({s})"),
+        ("[5, 4, 3, 2, 1, 0, 1, 2, 3, 4]", f"{s}.pop()", f"{s}[-1]"),
+    )
+    d.setup.append(f"{s} = {made}")
+    d.rng.choice((d.pre, d.post)).append(add)
+    if d.chance(0.4):
+        d.mid.append(d.pick(f"loss = loss * (1 + 0.1 * {read})", f"if {read} > 3:\n    loss = loss * 0.5"))
+
+
+def looked_up(d: Draft) -> None:
+    """Settings read in the step and changed in between, by less common ways."""
+    s = d.name("cfg")
+    made, read, change = d.pick(
+        ("types.SimpleNamespace(a=1.0, b=2.0)", f"sum(vars({s}).values())", f"{s}.a = 3.0"),
+        ("types.SimpleNamespace(a=1.0)", f"getattr({s}, 'k', 1.0)", f"{s}.k = 0.5"),
+        ("types.SimpleNamespace(a=1.0)", f"(2.0 if hasattr({s}, 'k') else 1.0)", f"{s}.k = 0.5"),
+        ("types.SimpleNamespace(a=1.0)", f"{s}.__dict__.get('k', 1.0)", f"{s}.k = 0.5"),
+        ("types.SimpleNamespace(a=1.0, k=0.5)", f"len(dir({s}))", f"del {s}.k"),
+        ("{'a': 1.0}", f"{s}.get('k', 1.0)", f"{s}['k'] = 0.5"),
+        ("{'a': 1.0, 'k': 0.2}", f"(2.0 if 'k' in {s} else 1.0)", f"del {s}['k']"),
+        ("collections.OrderedDict(a=1.0, b=2.0, c=3.0)", f"next(iter({s}.values()))", f"{s}.move_to_end('a')"),
+        ("dict(a=1.0, b=2.0)", f"next(iter({s}.values()))", f"{s}['a'] = {s}.pop('a')"),
+        ("dict(a=1.0, b=2.0)", f"list({s}.values())[-1]", f"{s}['c'] = 0.3"),
+        ("collections.ChainMap({}, {'k': 1.0})", f"{s}['k']", f"{s}.maps[0]['k'] = 0.5"),
+        ("collections.ChainMap({'k': 1.0}, {'k': 3.0})", f"{s}['k']", f"{s}.maps.reverse()"),
+        ("types.SimpleNamespace(v=1.0)", f"operator.attrgetter('v')({s})", f"{s}.v = 0.5"),
+        ("[1.0, 2.0]", f"operator.itemgetter(1)({s})", f"{s}[1] = 0.5"),
+        ("[1.0, 2.0]", f"functools.reduce(operator.mul, {s})", f"{s}.append(0.5)"),
+        ("np.ones(3)", f"float({s}.sum())", f"{s}[1] = 4"),
+        ("np.ones((2, 2))[1]", f"float({s}[0])", f"{s}.base[1, 0] = 4"),
+        ("np.arange(3.0)", f"{s}.mean()", f"{s} *= 2" if d.form != "module" else f"{s}[:] = 2"),
+        ("bytearray(b'ab')", f"{s}[0] / 97", f"{s}[0] = 120"),
+        ("array.array('d', [1.0])", f"{s}[0]", f"{s}[0] = 0.5"),
+        ("string.Template('$k')", f"float({s}.substitute(k=2))", f"{s}.template = '3'"),
+        ("io.StringIO('7')", f"float({s}.getvalue())", f"{s}.write('9')"),
+        ("weakref.WeakValueDictionary()", f"(1.0 + len({s}))", f"{s}['m'] = m"),
+        ("weakref.WeakSet()", f"(1.0 + len({s}))", f"{s}.add(m)"),
+        ("slice(0, 2)", f"float(len([1, 2, 3][{s}]))", f"{s} = slice(0, 3)"),
+        ("'%d'", f"float({s} % 3)", f"{s} = '1%d'"),
+        ("frozenset([1, 2])", f"float(len({s}))", f"{s} = frozenset([1])"),
+        ("(1.0, 2.0)", f"max({s})", f"{s} = (3.0, 4.0)"),
+        ("threading.Event()", f"(2.0 if {s}.is_set() else 1.0)", f"{s}.set()"),
+        ("math.pi", f"{s}", f"{s} = math.e"),
+        ("[[1.0], [2.0]]", f"sum(v for row in {s} for v in row)", f"{s}[1][0] = 5.0"),
+        ("[[1.0], [2.0]]", f"{s}[0][0]", f"{s}.reverse()"),
+        ("{'a': [1.0]}", f"sum(map(sum, {s}.values()))", f"{s}['a'].append(1.0)"),
+    )
+    d.setup.append(f"{s} = {made}")
+    d.mid.append(f"loss = loss * (1 + 0.1 * {read})")
+    d.at(change)
+
+
+def tensors_outside(d: Draft) -> None:
+    """Tensors and arrays of the caller's that the step reads, and that the loop edits or replaces."""
+    s = d.name("w")
+    made = d.pick(
+        "torch.ones(3)",
+        "base[1:4]",
+        "torch.from_numpy(table)",
+        "torch.ones(3, 2).t()[0]",
+        "[torch.ones(3)]",
+        "{'w': torch.ones(3)}",
+        "(torch.ones(3), 1)",
+    )
+    _outside(d, made)
+    d.setup.append(f"{s} = {made}")
+    read = {"[": f"{s}[0]", "{": f"{s}['w']", "(": f"{s}[0]"}.get(made[0], s)
+    d.mid.append(f"loss = loss + 0.1 * ({read} * out.mean(0)).sum()")
+    edits = [
+        f"{read}.mul_(2)",
+        f"{read}[0] = 3.0",
+        f"{read}.data = torch.zeros(3)",
+        f"{read}.copy_(torch.arange(3.0))",
+        f"{read}.detach().numpy()[1] = 4.0",
+    ]
+    if made[0] != "(":
+        edits += [f"{read} = torch.full((3,), 0.5)", f"{read} = {read} * 2"]
+    if "base" in made:
+        edits += ["base.mul_(3)", "base[2] = 1.0"]
+    if "table" in made:
+        edits += ["table *= 2", "table[0] = 5"]
+    d.at(d.rng.choice(edits))
+    if d.chance(0.5):
+        d.at(d.rng.choice(edits))
+
+
+def drawn(d: Draft) -> None:
+    """Random numbers of Python's or NumPy's, which are drawn at each step (or refused)."""
+    d.mid.append(
+        d.pick(
+            "loss = loss * (1 + random.random())",
+            "loss = loss * float(1 + np.random.rand())",
+            "if random.random() < 0.5:\n    loss = loss * 2",
+        )
+    )
+
+
+def read_value(d: Draft) -> None:
+    """A value of the step's own read in Python, which is refused."""
+    d.post.append(
+        d.pick(
+            "total = loss.item()",
+            "if loss > 0.5:\n    loss = loss * 2",
+            "print(float(loss))",
+            "value = loss.detach().numpy()",
+        )
+    )
+
+
+def argument_edited(d: Draft) -> None:
+    """The batch edited in place, which is refused."""
+    d.pre.append("y.mul_(0.5)")
+
+
+def closed_over(d: Draft) -> None:
+    """A step closure, with values."""
+    s = d.name("log")
+    d.setup.append(f"{s} = []\n@fl.step_closure\ndef note{s}(v):\n    {s}.append(float(v))")
+    d.names.append(f"note{s}")
+    d.post.append(f"note{s}(loss)")
+
+
+PIECES = (
+    [rebound] * 8
+    + [edited] * 5
+    + [swapped] * 2
+    + [chained] * 2
+    + [appended] * 6
+    + [by_name] * 4
+    + [buffer_ring] * 2
+    + [views] * 4
+    + [weight_view] * 3
+    + [counter] * 7
+    + [changed_outside] * 6
+    + [advanced] * 3
+    + [generator] * 2
+    + [sized] * 4
+    + [called] * 5
+    + [grown] * 4
+    + [looked_up] * 6
+    + [tensors_outside] * 5
+)
+RARE = [drawn, read_value, argument_edited]

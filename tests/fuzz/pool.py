@@ -1,0 +1,140 @@
+"""Check programs in worker processes, which may crash or hang."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from .outcome import CRASHED, HUNG, Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+_RENEWED_AFTER = 150  # programs: compiled code is never given back, so a worker's memory grows
+
+
+class Worker:
+    """A process that checks programs of one kind, one at a time."""
+
+    def __init__(self, kind: str, seconds: float = 120) -> None:
+        self._kind = kind
+        self._seconds = seconds
+        self._process: subprocess.Popen | None = None
+        self._checked = 0
+
+    def check(self, source: str) -> Outcome:
+        """What became of `source`; the process is started anew when it is needed."""
+        if self._checked >= _RENEWED_AFTER:
+            self.close()
+        if self._process is None:
+            self._process = self._start()
+            self._checked = 0
+        self._checked += 1
+        process = self._process
+        hung = threading.Event()
+
+        def stop() -> None:
+            hung.set()
+            process.kill()
+
+        timer = threading.Timer(self._seconds, stop)
+        timer.start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(source) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        finally:
+            timer.cancel()
+        if not answer:
+            status = process.wait()
+            self._process = None
+            if hung.is_set():
+                return Outcome(HUNG, f"no end within {self._seconds:g} s")
+            return Outcome(CRASHED, f"the process ended with status {status}")
+        return Outcome(**json.loads(answer))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen:
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+        environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "tests.fuzz.pool", self._kind]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+
+
+def check_all(kind: str, seeds: Iterable[int], generate: Callable[[int], str], jobs: int) -> Iterator[tuple]:
+    """`(seed, source, Outcome)` of each seed's program, as they come."""
+    todo: queue.SimpleQueue = queue.SimpleQueue()
+    done: queue.SimpleQueue = queue.SimpleQueue()
+    for seed in seeds:
+        todo.put(seed)
+
+    def work() -> None:
+        worker = Worker(kind)
+        try:
+            while True:
+                try:
+                    seed = todo.get_nowait()
+                except queue.Empty:
+                    return
+                source = generate(seed)
+                done.put((seed, source, worker.check(source)))
+        except BaseException as error:
+            done.put(error)
+        finally:
+            worker.close()
+            done.put(None)
+
+    for _ in range(jobs):
+        threading.Thread(target=work, daemon=True).start()
+    running = jobs
+    while running:
+        item = done.get()
+        if item is None:
+            running -= 1
+        elif isinstance(item, BaseException):
+            raise item
+        else:
+            yield item
+
+
+def _serve(kind: str) -> None:
+    """Answer programs on standard input by verdicts on standard output, which the programs themselves do not see."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    module = importlib.import_module(f"tests.fuzz.{kind}")
+    for line in sys.stdin:
+        try:
+            outcome = module.check(json.loads(line))
+        except Exception as error:  # of the checker itself
+            outcome = Outcome("foreign", f"{type(error).__name__} of the checker: {error}"[:300])
+        answers.write(json.dumps(asdict(outcome)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,107 @@
+"""Make a failing program small: leave out statements, as long as it fails in the same way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+
+def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
+    """The smallest program found by leaving out statements of `source`.
+
+    Args:
+        fails: whether a program fails in the way that is looked for.
+        most: how many programs to try at most.
+    """
+    tried: set[str] = {source}
+    left = [most]
+
+    def holds(candidate: str) -> bool:
+        if candidate in tried or left[0] <= 0:
+            return False
+        tried.add(candidate)
+        left[0] -= 1
+        return fails(candidate)
+
+    before = ""
+    while before != source and left[0] > 0:
+        before = source
+        for attempt in (_without_blocks, _without_statements, _unwrapped):
+            i = 0
+            while i < len(candidates := list(attempt(source))) and left[0] > 0:
+                if holds(candidates[i]):
+                    source = candidates[i]  # the next candidate has taken the i-th place, more or less
+                else:
+                    i += 1
+    return source
+
+
+def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Every list of statements, outer ones first."""
+    todo = [tree]
+    while todo:
+        node = todo.pop(0)
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                yield body
+        todo.extend(ast.iter_child_nodes(node))
+
+
+def _span(statement: ast.stmt) -> tuple[int, int]:
+    decorators = [d.lineno for d in getattr(statement, "decorator_list", [])]
+    return min([statement.lineno, *decorators]), statement.end_lineno or statement.lineno
+
+
+def _cut(source: str, body: list[ast.stmt], first: int, count: int) -> str | None:
+    """`source` without the lines of `count` statements of `body` from the `first`-th on."""
+    start, end = _span(body[first])[0], _span(body[first + count - 1])[1]
+    lines = source.splitlines()
+    indent = " " * body[first].col_offset
+    whole = count == len(body)
+    text = "\n".join([*lines[: start - 1], *([indent + "pass"] if whole else []), *lines[end:]]) + "\n"
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return None
+    return text
+
+
+def _without_blocks(source: str) -> Iterator[str]:
+    for body in _bodies(ast.parse(source)):
+        size = len(body) // 2
+        while size > 1:
+            for first in range(len(body) - size, -1, -size):
+                if (text := _cut(source, body, first, size)) is not None:
+                    yield text
+            size //= 2
+
+
+def _without_statements(source: str) -> Iterator[str]:
+    for body in _bodies(ast.parse(source)):
+        for first in range(len(body) - 1, -1, -1):
+            if isinstance(body[first], (ast.Pass, ast.Return)):
+                continue
+            if (text := _cut(source, body, first, 1)) is not None:
+                yield text
+
+
+def _unwrapped(source: str) -> Iterator[str]:
+    """A block's content in place of `with ...:`, `if ...:` or `try:`."""
+    lines = source.splitlines()
+    for body in _bodies(ast.parse(source)):
+        for statement in body:
+            if not isinstance(statement, (ast.With, ast.If, ast.Try)):
+                continue
+            start, end = _span(statement)
+            inner = statement.body
+            first, last = _span(inner[0])[0], _span(inner[-1])[1]
+            less = inner[0].col_offset - statement.col_offset
+            if first == start or less <= 0:
+                continue
+            text = "\n".join([*lines[: start - 1], *(line[less:] for line in lines[first - 1 : last]), *lines[end:]])
+            try:
+                ast.parse(text)
+            except SyntaxError:
+                continue
+            yield text + "\n"

@@ -1,0 +1,110 @@
+"""Random training programs: a small model, an optimizer, a traced step that keeps Python state, events between steps.
+
+`generate(seed)` is a program's text; `check(source)` runs it eager and traced.
+"""
+
+from __future__ import annotations
+
+import random
+
+from .draft import STEPS, Draft, block, imports
+from .events import event
+from .forms import FORMS, step
+from .judge import check
+from .models import model
+from .optimizers import optimizer
+from .pieces import PIECES, RARE
+
+__all__ = ["check", "generate"]
+
+_FOOTER = """if __name__ == "__main__":  # from the root of the repository, with PYTHONPATH=.:src
+    from tests.fuzz.judge import main
+
+    main(__file__)
+"""
+
+
+def generate(seed: int) -> str:
+    """The program of `seed`: the same text whenever and wherever."""
+    rng = random.Random(f"steps {seed}")
+    d = Draft(rng, form=rng.choice(FORMS), double=rng.random() < 0.7)
+    model(d)
+    optimizer(d)
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
+        rng.choice(PIECES)(d)
+    if rng.random() < 0.03:
+        rng.choice(RARE)(d)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
+        event(d)
+    return _text(d, seed)
+
+
+def _text(d: Draft, seed: int) -> str:
+    returned = d.pick(*["loss"] * 6, "loss, out", "pair", "dict", "detached")
+    result = {
+        "loss": "return loss",
+        "loss, out": "return loss, out.detach()",
+        "pair": "return [loss, {'out': out}]",
+        "dict": "return {'loss': loss, 'mean': out.mean()}",
+        "detached": "return loss.detach()",
+    }[returned]
+    body = [
+        *d.pre,
+        "out = $c(x)",
+        d.pick(
+            *["loss = ((out - y) ** 2).mean()"] * 3,
+            "loss = F.mse_loss(out, y)",
+            "loss = F.cross_entropy(out, y.argmax(1))",
+        )
+        if d.form != "generator helper"
+        else "loss = ((out - y) ** 2).mean()",
+        *d.mid,
+        "loss.backward()",
+        *d.grads,
+        *d.update,
+        *d.post,
+    ]
+    top, inside, call = step(d, body, result)
+    loop = []
+    for i in range(STEPS):
+        loop += [f"if i == {i}:\n{block(text, 1)}" for text in d.between.get(i, [])]
+    d.rng.shuffle(d.each)
+    take = {
+        "loss": "loss = result",
+        "detached": "loss = result",
+        "loss, out": "loss = result[0]",
+        "pair": "loss = result[0]",
+        "dict": "loss = result['loss']",
+    }
+    keep = d.pick(
+        "losses.append(loss)",
+        "losses.append(loss)",
+        "losses.append(loss.detach().clone())",
+        "losses.append(torch.tensor(loss.item()))",
+    )
+    body_of_loop = "\n".join([*d.batch, *loop, *d.each, f"result = {call}", take[returned], keep, *d.after])
+    statements = [
+        *(["torch.set_default_dtype(torch.float64)"] if d.double else []),
+        *d.early,
+        *d.construct,
+        "c = fl.compile(m, b)",
+        *d.setup,
+        *inside,
+        "losses = []",
+        "n = 6",
+        "g = torch.Generator().manual_seed(1)",
+        f"for i in range({STEPS}):\n{block(body_of_loop, 1)}",
+        *d.end,
+        "return locals()",
+    ]
+    shared = list(d.module)
+    if d.form == "module":
+        shared += [n for n in dict.fromkeys([*d.names, "m", "o", "c"]) if n not in shared]
+    if shared:
+        statements.insert(0, f"global {', '.join(dict.fromkeys(shared))}")
+    program = "def program(b):\n" + "\n".join(block(s, 1) for s in statements)
+    definitions = "\n\n\n".join([*d.top, *top, program])
+    header = "\n".join(
+        [*imports(definitions), "", "import torch", "from torch import nn", "", "import firstloss as fl"]
+    ).strip()
+    return f'"""Program {seed} of tests.fuzz.steps."""\n\n{header}\n\n\n{definitions}\n\n\n{_FOOTER}'
