@@ -50,7 +50,14 @@ def __getattr__(name: str) -> Any:
     where = _WHERE.get(name)
     if where is None:
         raise AttributeError(f"module 'firstloss' has no attribute {name!r}")
-    module = importlib.import_module(where, __name__)
+    try:
+        module = importlib.import_module(where, __name__)
+    except ModuleNotFoundError as error:
+        from .dependencies import is_jax, without_jax
+
+        if is_jax(error):
+            raise without_jax(f"firstloss.{name}", error) from error
+        raise
     value = module if where == f".{name}" else getattr(module, name)
     globals()[name] = value
     return value

@@ -23,6 +23,10 @@ class MaterializeError(FirstlossError, RuntimeError):
     """A recipe could not be run."""
 
 
+class MetaTensorsWarning(UserWarning):
+    """A module that is made real has tensors on the meta device too, which have no values and no recipes."""
+
+
 class SaveError(FirstlossError, OSError):
     """Weights could not be written to disk."""
 

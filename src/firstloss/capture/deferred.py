@@ -57,13 +57,20 @@ def deferred(rng: str | None = None) -> AbstractContextManager[None]:
             block inside another has that one's policy.
 
     Raises:
-        CaptureError: if there is no such policy, or the block is inside one of another.
+        CaptureError: if there is no such policy, if the block is inside one of another, or if the default device is
+            meta.
     """
     return _deferred(_policy(rng))
 
 
 @contextmanager
 def _deferred(policy: str) -> Iterator[None]:
+    if torch.get_default_device().type == "meta":
+        raise CaptureError(
+            f"{here()}: the default device is meta, on which nothing is ever initialised, so there would be nothing to "
+            "defer. Leave out torch.device('meta') around the constructor, and torch.set_default_device('meta'): a "
+            "deferred constructor computes nothing either, and remembers what the weights shall hold."
+        )
     session.enter(policy)
     try:
         with timeline.span("capture"), uncollected(), _Capture():

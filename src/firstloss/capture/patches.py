@@ -6,7 +6,9 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,8 +97,37 @@ def _forget(tensor: Any) -> None:
         tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
 
 
+def _by_values_alone(name: str) -> Callable:
+    """A function of `torch.linalg` that asks LAPACK for values only, unless a subclass or a gradient may want vectors.
+
+    Recorded, it would be the other algorithm, with other bits: it is run at once.
+    """
+    original = getattr(torch.linalg, name)
+
+    @functools.wraps(original)
+    def at_once(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if (
+            type(x) is not DeferredTensor
+            or session.trace is not None
+            or x._store.resident is not None
+            or "out" in kwargs
+        ):
+            return original(*args, **kwargs)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return original(*args, **kwargs)
+        value = Hooks.value_of(x)
+        with torch._C._DisableTorchDispatch():
+            found = original(value, *args[1:], **kwargs)
+        return Hooks.constant_tensor(found)
+
+    return at_once
+
+
 def install() -> None:
     """Put the replacements in place."""
+    for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm"):
+        setattr(torch.linalg, name, _by_values_alone(name))
     UninitializedTensorMixin.materialize = materialize
     torch.utils.swap_tensors = swap_tensors
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]

@@ -82,8 +82,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_to_find_out(call)
         if call.deferred and not session.depth and not how.view and all(map(is_in_file, call.deferred)):
             return read_and_run(call)
-        if how.writes and any(type(t) is not DeferredTensor for t in call.written()):
-            return run_for_real(call)
+        if how.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
+            return run_for_real(call) if all(real) else run_to_find_out(call)
     return _record(call)
 
 
@@ -159,8 +159,8 @@ def _record(call: Call) -> Any:
                 made.append(None)
                 continue
             size, stride, offset, dtype = one
-            if trace is not None and (offset or dense_count(size, stride) is None):
-                stride, offset = contiguous_stride(size), 0  # views to their kernel (unsafe_split), apart to the graph
+            if offset or trace is not None and dense_count(size, stride) is None:
+                stride, offset = contiguous_stride(size), 0  # views to their kernel, apart to the graph
             value = Value(size, stride, dtype, device, node)
             store = Store(value)
             store.trace = trace

@@ -32,10 +32,17 @@ class Outcome(NamedTuple):
     default: torch.dtype | None
 
 
-# The meta kernels of these give other strides than the CPU's.
-_MISTAKEN = {torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_svd.default}
-
 _aten = torch.ops.aten
+
+# The meta kernels of these give other strides than the CPU's.
+_MISTAKEN = {
+    _aten._linalg_svd.default,
+    _aten.linalg_svd.default,
+    _aten.linalg_eig.default,
+    _aten._fft_r2c.default,
+    _aten._fft_c2r.default,
+    _aten.max_unpool2d.default,
+}
 
 
 def _like(place: int) -> Callable[[tuple], list[Geometry]]:
@@ -98,12 +105,28 @@ _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
     _aten.geqrf.a: _geqrf,
 }
 
+
+def _norm_in_eval(args: tuple) -> list[Geometry]:
+    """The result, and statistics of the batch, of which a CPU's kernel makes none."""
+    nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
+    return [geometry_of(torch.empty_like(_as_meta(args[0]))), geometry_of(nothing), geometry_of(nothing)]
+
+
+# As above, where nothing is traced: there it is a lowering that says what is returned. (None: as the meta kernel says.)
+_UNTOLD_ON_CPU: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
+    _aten._native_batch_norm_legit_no_training.default: _norm_in_eval,
+    _aten._native_batch_norm_legit.default: lambda args: None if args[5] else _norm_in_eval(args),
+    _aten._native_batch_norm_legit.no_stats: lambda args: None if args[3] else _norm_in_eval(args),
+    _aten._embedding_bag.default: _embedding_bag,
+    _aten._embedding_bag_forward_only.default: _embedding_bag,
+}
+
 _known: dict[tuple, Outcome] = {}
 
 
 def infer(call: Call) -> Outcome:
     """What `call` returns."""
-    key = (torch.get_default_dtype(), *call.key)
+    key = (torch.get_default_dtype(), session.trace is None, *call.key)
     try:
         known = _known.get(key)
     except TypeError:  # something in the call cannot be hashed
@@ -124,6 +147,11 @@ def _ask(call: Call) -> Outcome:
     if call.op in _UNTOLD and session.trace is not None:
         with torch._C._DisableTorchDispatch():
             return Outcome(list(_UNTOLD[call.op](call.args)), None)
+    if call.op in _UNTOLD_ON_CPU and session.trace is None and call.device().type == "cpu":
+        with torch._C._DisableTorchDispatch():
+            told = _UNTOLD_ON_CPU[call.op](call.args)
+        if told is not None:
+            return Outcome(told, None)
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
     geometry = _of_list(call) if call.op._schema.name.startswith("aten::_foreach_") else _on_meta(call)

@@ -79,6 +79,16 @@ class DeferredTensor(Tensor):
 
     _store: Store
 
+    def __new__(cls, data: Any = None, requires_grad: bool = True, **attributes: Any) -> Any:
+        """A parameter of `data`: what `type(parameter)(data, requires_grad=...)` means to whoever rebuilds one.
+
+        With `**parameter.__dict__`, as accelerate does, come our own attributes too, which belong to the other tensor.
+        """
+        unknown = attributes.keys() - {"_store", "_is_param"}
+        if unknown:
+            raise TypeError(f"{here()}: a parameter takes no argument {sorted(unknown)[0]!r}")
+        return torch.nn.Parameter(data, requires_grad)
+
     # What torch would do before it dispatches is right for us too.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -31,7 +31,14 @@ _FILLS = frozenset(
 )
 
 # These share memory with their argument although their schema does not say so.
-_UNANNOTATED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+_UNANNOTATED_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten._reshape_alias.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
 
 # Views to the schema, but what they return differs from its storage by a lazy conjugation or negation, which a
 # geometry cannot say: they are recorded as the operations that compute it.
@@ -88,7 +95,9 @@ def traits(op: OpOverload) -> Traits:
             view = True
     replacement = _LAZY_BITS.get(op)
     base = schema.name.split("::")[1]
-    random = base.rstrip("_") if torch.Tag.nondeterministic_seeded in op.tags else None
+    # Some that draw have no tag, as binomial; what they draw from tells.
+    draws = torch.Tag.nondeterministic_seeded in op.tags or any(arg.name == "generator" for arg in schema.arguments)
+    random = base.rstrip("_") if draws else None
     fill = schema.name in _FILLS and len(writes) == 1
     return Traits(
         view and not writes and replacement is None,

@@ -9,13 +9,13 @@ import torch
 from ..errors import CaptureError, TraceError
 from . import replay, session
 from .call import Call
-from .constants import constant, constant_tensor, store_of
+from .constants import constant, constant_tensor
 from .file_value import FileValue
 from .known import known
 from .program import Ref
 from .shapes import infer, is_unusual
 from .source import here
-from .tensor import DeferredTensor, Hooks
+from .tensor import DeferredTensor, Hooks, geometry_of, reseat
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -72,12 +72,17 @@ def run_to_find_out(call: Call) -> Any:
     """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
     args, kwargs = _real_arguments(call)
     result = _call(call, args, kwargs)
-    written = call.written()
-    if written:  # the values were computed on memory of our own; what is written there becomes the new content
-        for t, where in zip(written, call.traits.writes, strict=False):
-            _take_over(t, kwargs[where] if isinstance(where, str) else args[where])
-        returned = call.traits.returns[0] if call.traits.returns else None
-        return None if returned is None else call.argument(returned)
+    # The values were computed on memory of our own; what is written there becomes the new content.
+    for t, new in zip(call.written(), Call(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
+        if type(t) is DeferredTensor:
+            _take_over(t, new)
+    if any(where is not None for where in call.traits.returns):
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        returned = tuple(
+            _known(r) if where is None else call.argument(where)
+            for where, r in zip(call.traits.returns, results, strict=True)
+        )
+        return returned if len(returned) > 1 else returned[0]
     if isinstance(result, (list, tuple)):
         return type(result)(_known(r) for r in result)
     return _known(result)
@@ -89,17 +94,17 @@ def _known(result: Any) -> Any:
     return constant_tensor(result, copy=False)
 
 
-def _take_over(target: Tensor, new: Tensor) -> None:
+def _take_over(target: DeferredTensor, new: Tensor) -> None:
     """What `new` holds is what `target` shows from now on."""
-    store = store_of(target)
+    if target.shape != new.shape:  # an `out` that was resized to fit
+        with torch._C._DisableTorchDispatch():
+            fresh = constant_tensor(new.contiguous().clone(), copy=False)
+        reseat(target, fresh._store, geometry_of(fresh))
+        return
+    store = target._store
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        value = store.value
-        base = replay.compute([Ref.of(value)])[0]
-        if type(target) is DeferredTensor:
-            replay.look(base, target._ref()).copy_(new)
-        else:
-            target.copy_(new)
-            return
+        base = replay.compute([Ref.of(store.value)])[0]
+        replay.look(base, target._ref()).copy_(new)
     store.value = constant(base, copy=False)
 
 

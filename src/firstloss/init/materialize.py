@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -14,10 +16,12 @@ from ..capture.distributed import parts_of
 from ..capture.program import Value
 from ..capture.source import here
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
-from ..errors import MaterializeError
+from ..errors import MaterializeError, MetaTensorsWarning
 from . import shard_engine, torch_engine
 from .lost_history import without_history
 from .memory import allocate_huge
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 # Made on the host before it is moved or converted.
 _BATCH_BYTES = 1 << 30
@@ -40,7 +44,7 @@ def _pending(tensor: torch.Tensor) -> list[Store]:
 
 
 def materialize_module(
-    module: torch.nn.Module,
+    module: Module,
     buffers_only: bool = False,
     check_fn: Callable[[torch.nn.Module], bool] | None = None,
     *,
@@ -48,8 +52,8 @@ def materialize_module(
     dtype: torch.dtype | None = None,
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Make the deferred parameters and buffers of `module` real, in place.
+) -> Module:
+    """Make the deferred parameters and buffers of `module` real, in place, and return it.
 
     Every parameter stays the Python object that it was, so optimizers built on the deferred module and ties between
     weights stay valid. The values are bit for bit those that the constructor would have made in eager PyTorch on
@@ -66,19 +70,41 @@ def materialize_module(
         progress: called now and then with (bytes made, bytes in all).
 
     Raises:
-        MaterializeError: if nothing can be made on `device`; all stays deferred.
+        MaterializeError: if nothing can be made on `device`; all stays deferred. If `module` has tensors on the meta
+            device, of which nobody knows what they shall hold, and none that is deferred; they are named. (Beside
+            deferred ones they are left alone, with a `MetaTensorsWarning`.)
         ConstantChangedError: if a tensor from outside that a recipe reads has been edited since.
     """
     modules = dict(module.named_modules()) if check_fn is not None else {}
     chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
     stores: dict[int, Store] = {}
+    on_meta: list[str] = []
     for name, tensor, kind in named_tensors(module):
         if buffers_only and (kind == "parameter" or isinstance(tensor, torch.nn.Parameter)):
             continue
         if check_fn is not None and _owner(name, modules) not in chosen:
             continue
         stores.update((id(store), store) for store in _pending(tensor))
+        if kind != "attribute" and any(part.is_meta for part in parts_of(tensor)):
+            on_meta.append(name)
+    if on_meta:
+        _report_meta(module, on_meta, nothing_else=not stores)
     materialize_stores(list(stores.values()), num_threads, progress, device, dtype)
+    return module
+
+
+def _report_meta(module: torch.nn.Module, names: list[str], nothing_else: bool) -> None:
+    """Say that some tensors stay without values; an error where all that there is to be made are these."""
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    message = (
+        f"{here()}: of this {type(module).__name__}, {some} {'is' if len(names) == 1 else 'are'} on the meta device: "
+        "there is neither a value nor a recipe for one. Construct without the meta device: firstloss.deferred_init "
+        "takes its place, and remembers what the weights shall hold; or give them values before, by "
+        "load_state_dict(..., assign=True)."
+    )
+    if nothing_else:
+        raise MaterializeError(message)
+    warnings.warn(message, MetaTensorsWarning, stacklevel=3)
 
 
 def _owner(name: str, modules: dict[str, torch.nn.Module]) -> str:
@@ -203,10 +229,17 @@ def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> No
         real = torch.nn.Parameter(real.detach(), tensor.requires_grad)
     else:
         real = real.detach()
-        if tensor.grad_fn is not None:
+        if _has_history(tensor):
             node = value.node
             real = without_history(real, str(node.source) if node is not None else "a constructor")
     become(tensor, real)
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view made in no_grad mode of what was edited since: torch wants nobody to use it
+        return False
 
 
 def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
@@ -215,7 +248,7 @@ def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.
     return [
         (t, base)
         for t in tensors
-        if t.grad_fn is not None and (base := t._base) is not None and id(base) in own and base.is_leaf
+        if _has_history(t) and (base := t._base) is not None and id(base) in own and base.is_leaf
     ]
 
 

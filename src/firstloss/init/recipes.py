@@ -15,6 +15,7 @@ from ..capture.deferred import named_tensors
 from ..capture.late import at_root
 from ..capture.program import Node, Program, Ref, Value, slice_for
 from ..capture.tensor import DeferredTensor
+from ..dependencies import require_jax
 from ..errors import NothingDeferredError
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
@@ -193,6 +194,7 @@ class InitProgram:
 
     def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
         """Where each weight lies under a sharding, and what each device does; arguments as for `run`."""
+        require_jax("InitProgram.plan")
         from .stablehlo_plan import plan
 
         return plan(self, mesh, shardings)
@@ -208,6 +210,7 @@ class InitProgram:
             ShardingError: as `run`.
             LoweringError: if a weight cannot be made on a device; it is named.
         """
+        require_jax("InitProgram.to_stablehlo")
         from .stablehlo import to_stablehlo
 
         return to_stablehlo(self, mesh, shardings)
@@ -220,6 +223,7 @@ class InitProgram:
         Returns:
             "weights", which stay, and "temporary", the most that any one executable has beside what it makes.
         """
+        require_jax("InitProgram.peak_bytes")
         from .xla_engine import peak_bytes
 
         return peak_bytes(self, mesh, shardings)
@@ -242,6 +246,7 @@ class InitProgram:
             ShardingError: if a spec names an axis that there is not, or does not fit its weight, if a pattern matches
                 nothing, or if the mesh has more devices than there are. Nothing has been made then.
         """
+        require_jax("InitProgram.run")
         from .xla_engine import run
 
         return run(self, mesh, shardings, engine)

@@ -12,6 +12,7 @@ import torch
 
 from .. import heap, timeline
 from ..capture.deferred import deferred
+from ..dependencies import require_jax
 from ..errors import BackendError
 from .at_once import moved_at_once
 from .keys import Keys
@@ -125,6 +126,7 @@ def backend(
 
     Raises:
         BackendError: for a name that is none of these, or devices that this machine does not have.
+        MissingDependencyError: if "XLA" is asked for and JAX is not installed.
         ShardingError: if `mesh` is none.
     """
     global _current
@@ -139,6 +141,7 @@ def backend(
     if kind in _XLA_NAMES:
         heap.map_arrays()
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
+            require_jax(f"firstloss.backend({name!r})")
             from . import compiled, executable, notes, trace  # noqa: F401
             from .jaxlib import use_compilation_cache
             from .mesh import Mesh

@@ -95,6 +95,7 @@ def _checked(part: Part, stream: _Stream) -> str:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor on the host in row-major order, as one row of bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # the stride of a lone element may be anything
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 

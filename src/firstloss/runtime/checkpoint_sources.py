@@ -38,7 +38,9 @@ class Sources:
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, count = where or "tensor", 1
-        while name in self._tensors:  # "a.b" is also the way to "b" in "a"
+        while (
+            name in self._tensors or name == "__metadata__"
+        ):  # "a.b" is also the way to "b" in "a"; the other is taken
             count += 1
             name = f"{where} ({count})"
         self._tensors[name] = tensor

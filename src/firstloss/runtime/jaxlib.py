@@ -7,17 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
-
-from ..errors import MissingDependencyError
-
-try:
-    import jax
-except ImportError as error:
-    raise MissingDependencyError(
-        "this needs JAX, which is not installed. Install it with: pip install 'firstloss[xla]'"
-    ) from error
 
 from ..init.memory import advise_huge
 from ..lower import unwritten
