@@ -7,6 +7,7 @@ import collections
 import importlib
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,10 +27,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder for the failing programs, whole and shrunk")
     parser.add_argument("--check-kind", default="steps", help="run: what kind of program the file is")
     parser.add_argument("--discarded", action="store_true", help="report what was discarded, too")
+    parser.add_argument("--traceback", action="store_true", help="run: print where errors come from")
     parser.add_argument("--quiet", action="store_true", help="no line for each failure as it is found")
     options = parser.parse_args()
     if options.kind == "run":
-        outcome = importlib.import_module(f".{options.check_kind}", __package__).check(Path(options.file).read_text())
+        outcome = importlib.import_module(f".{options.check_kind}", __package__).check(
+            Path(options.file).read_text(), **({"traceback": True} if options.traceback else {})
+        )
         print(outcome.kind, outcome.what, outcome.where)
         return int(outcome.failed)
     if options.kind == "show":
@@ -84,32 +88,43 @@ def _campaign(options: argparse.Namespace) -> int:
 
 
 def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]]) -> None:
+    """Shrink one failure of each class, the most that are asked for, side by side."""
     from .shrink import shrink
 
-    worker = Worker(options.kind)
-    seen: set[str] = set()
-    for seed, source, outcome in failures:
-        if len(seen) >= options.shrink:
-            break
-        if _class(outcome) in seen:
-            continue
-        seen.add(_class(outcome))
-        last = outcome
+    chosen: dict[str, tuple[int, str, Outcome]] = {}
+    for failure in failures:
+        chosen.setdefault(_class(failure[2]), failure)
+    todo = list(chosen.values())[: options.shrink]
 
-        def fails(candidate: str, outcome: Outcome = outcome) -> bool:
-            nonlocal last
-            got = worker.check(candidate)
-            if got.like(outcome):
-                last = got
-                return True
-            return False
+    def work() -> None:
+        worker = Worker(options.kind)
+        while True:
+            try:
+                seed, source, outcome = todo.pop(0)
+            except IndexError:
+                break
+            last = outcome
 
-        small = shrink(source, fails)
-        text = f"{small.rstrip()}\n# seed {seed}: {last.kind}: {last.what} {last.where}".rstrip() + "\n"
-        print(f"\n# ---- seed {seed}, shrunk " + "-" * 60 + "\n" + text, flush=True)
-        if options.out is not None:
-            (options.out / f"{options.kind}_{seed}_shrunk.py").write_text(text)
-    worker.close()
+            def fails(candidate: str, outcome: Outcome = outcome) -> bool:
+                nonlocal last
+                got = worker.check(candidate)
+                if got.like(outcome):
+                    last = got
+                    return True
+                return False
+
+            small = shrink(source, fails)
+            text = f"{small.rstrip()}\n# seed {seed}: {last.kind}: {last.what} {last.where}".rstrip() + "\n"
+            print(f"\n# ---- seed {seed}, shrunk " + "-" * 60 + "\n" + text, flush=True)
+            if options.out is not None:
+                (options.out / f"{options.kind}_{seed}_shrunk.py").write_text(text)
+        worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _class(outcome: Outcome) -> str:

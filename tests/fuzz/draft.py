@@ -76,6 +76,8 @@ class Draft:
     names: list[str] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)  # statements of the constructor of the step's class
     linears: list[str] = field(default_factory=lambda: ["a", "z"])  # attributes of the model with weight and bias
+    results: list[str] = field(default_factory=list)  # what the step returns beside the loss
+    catches: bool = False  # whether the loop catches errors of the step
     _count: int = 0
 
     def name(self, stem: str) -> str:

@@ -17,7 +17,10 @@ MODEL = (
     ),
     ("handle{n} = m.z.register_full_backward_pre_hook(lambda mod, go: (go[0] * 0.5,))", "handle{n}.remove()"),
     ("handle{n} = m.z.weight.register_hook(lambda g: g * 0.1)", "handle{n}.remove()"),
-    ("handle{n} = m.z.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))", "handle{n}.remove()"),
+    (
+        "handle{n} = m.z.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])",
+        "handle{n}.remove()",
+    ),
     (
         "calls{n} = []\nhandle{n} = m.act.register_forward_hook(lambda mod, args, out: calls{n}.append(out.detach()))",
         "handle{n}.remove()",
@@ -158,8 +161,9 @@ SWAPPED = (
 RESULTS = (
     ("if losses:\n    losses[-1].detach().mul_(2)",),
     ("if losses:\n    losses[0].detach().add_(1)",),
-    ("x.mul_(0.5)",),
-    ("x = x * 2",),
+    ("x = x * 0.5 if x.is_floating_point() else x.flip(0)",),
+    ("y = y * 2",),
+    ("y.mul_(0.5)",),
     ("first{n} = losses[0] if losses else None", "twice{n} = first{n} * 2 if first{n} is not None else None"),
     ("value{n} = float(losses[-1]) if losses else 0.0",),
     ("mean{n} = torch.stack([l.detach() for l in losses]).mean() if losses else None",),

@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import print_exc
 from typing import Any
 
 import numpy as np
@@ -37,26 +38,38 @@ _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.L
 ]
 
 
-def check(source: str) -> Outcome:
+def check(source: str, traceback: bool = False) -> Outcome:
     """Run `source`, which defines `program(backend)`, on the backends "CPU", where a traced step is eager PyTorch, and
-    "XLA", and compare what it returns and what its module holds."""
+    "XLA", and compare what it returns and what its module holds.
+
+    Args:
+        traceback: print where errors come from.
+    """
     _PATH.write_text(source)
     linecache.checkcache(str(_PATH))
     try:
         eager = _run(source, "CPU")
     except Exception as error:
+        if traceback:
+            print_exc()
         return Outcome(DISCARDED, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
     try:
         traced = _run(source, "XLA")
         with _settled():
             compare(eager, traced, MODULE)
     except Difference as difference:
+        if traceback:
+            print_exc()
         if _sensitive(source):
             return Outcome(DISCARDED, "it amplifies rounding errors")
         return Outcome(DIFFERS, _line(difference))
     except fl.errors.FirstlossError as error:
+        if traceback:
+            print_exc()
         return Outcome(REFUSED, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
     except Exception as error:
+        if traceback:
+            print_exc()
         return Outcome(FOREIGN, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
     finally:
         gc.collect()

@@ -3,13 +3,13 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
-from .draft import Draft
+from .draft import Draft, block
 from .places import Place, place, variable
 
 STATS = (
     "out.detach().mean(0)",
     "out.detach()[0]",
-    "out.detach().sum(0) * 0.1",
+    "(out.detach().sum(0) * 0.1)",
     "y.mean(0)",
     "y[1]",
     "(torch.zeros(3) + loss.detach())",
@@ -437,9 +437,7 @@ def sized(d: Draft) -> None:
         ("@classmethod\ndef gain(cls):\n    return cls.g\n\ng = 1.0", f"{s}.gain()"),
         ("@staticmethod\ndef gain(k):\n    return 1.0 + k", f"{s}.gain({s}.k)"),
     )
-    import textwrap
-
-    d.top.append(f"class {cls}:\n    def __init__(self):\n        self.k = 1\n\n{textwrap.indent(methods, '    ')}")
+    d.top.append(f"class {cls}:\n    def __init__(self):\n        self.k = 1\n\n{block(methods, 1)}")
     d.setup.append(f"{s} = {cls}()")
     if "__enter__" in methods:
         d.mid.append(f"with {s} as k:\n    loss = loss * (1 + 0.1 * k)")
@@ -687,6 +685,197 @@ def closed_over(d: Draft) -> None:
     d.post.append(f"note{s}(loss)")
 
 
+def leaf(d: Draft) -> None:
+    """A kept tensor that wants a gradient of its own, made anew at each step."""
+    p = place(d, "torch.zeros(3).requires_grad_()")
+    d.mid.append(f"loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
+    new = d.pick(
+        f"({p.get} - 0.1 * {p.get}.grad).detach().requires_grad_()",
+        f"({p.get}.detach() * 0.5 + {p.get}.grad).requires_grad_()",
+        "torch.ones(3).requires_grad_()",
+    )
+    if d.chance(0.7):
+        d.post.append(p.put(new))
+    else:
+        d.post.append(f"with torch.no_grad():\n    {p.get}.sub_(0.1 * {p.get}.grad)\n{p.get}.grad = None")
+
+
+def second_gradient(d: Draft) -> None:
+    """Gradients taken in the forward pass, and kept."""
+    kept = d.name("gs")
+    weight = "$m.z.weight"
+    d.setup.append(f"{kept} = []")
+    if d.chance(0.6):
+        d.mid.append(
+            f"grad, = torch.autograd.grad(out.square().sum(), {weight}, create_graph=True)\n"
+            f"loss = loss + 0.01 * grad.pow(2).sum()"
+        )
+    else:
+        d.mid.append(f"grad, = torch.autograd.grad(loss, {weight}, retain_graph=True)")
+    if d.chance(0.6):
+        d.post.append(f"{kept}.append(grad.detach())")
+
+
+def weights_in_step(d: Draft) -> None:
+    """The step edits weights, or replaces them, past the optimizer."""
+    n = d.name("k")
+    d.setup.append(f"{n} = [0]")
+    d.post.append(
+        d.pick(
+            "with torch.no_grad():\n    $m.z.weight.clamp_(-0.4, 0.4)",
+            "$m.z.weight.data.mul_(0.99)",
+            "$m.z.weight.data = $m.z.weight.data * 0.99",
+            "with torch.no_grad():\n    $m.z.weight[0] = 0.1",
+            "with torch.no_grad():\n    $m.z.weight.copy_($m.z.weight / $m.z.weight.norm())",
+            "with torch.no_grad():\n    for p in $m.parameters():\n        p.mul_(0.99)",
+            f"{n}[0] += 1\nif {n}[0] == 4:\n    with torch.no_grad():\n        $m.z.weight.zero_()",
+            f"{n}[0] += 1\nif {n}[0] == 4:\n    $m.z.weight = nn.Parameter(torch.full((3, 5), 0.1))",
+            "$m.load_state_dict({k: v * 0.99 for k, v in $m.state_dict().items()})",
+            "nn.init.constant_($m.z.bias, 0.1) if $m.z.bias is not None else None",
+        )
+    )
+
+
+def model_in_step(d: Draft) -> None:
+    """The step changes the model's modes, hooks and attributes."""
+    n = d.name("k")
+    d.setup.append(f"{n} = [0]")
+    before, after = d.pick(
+        ("$m.train()", "$m.eval()"),
+        ("$m.eval()", "$m.train()"),
+        ("handle = $m.act.register_forward_hook(lambda mod, args, out: out * 0.5)", "handle.remove()"),
+        (f"handle = $m.act.register_forward_hook(lambda mod, args, out: {n}.append(out.detach()))", "handle.remove()"),
+        (f"{n}[0] += 1\n$m.step_number = {n}[0]", ""),
+        (f"{n}[0] += 1\nif {n}[0] == 4:\n    $m.z.requires_grad_(False)", ""),
+        (f"{n}[0] += 1\nif {n}[0] == 3:\n    $m.act = nn.Sigmoid()", ""),
+        (f"{n}[0] += 1\n$m.z.weight.requires_grad_({n}[0] % 2 == 0)", ""),
+        (f"{n}[0] += 1\nif {n}[0] == 3:\n    $m.act.register_forward_hook(lambda mod, args, out: out * 0.5)", ""),
+        ("hook = $m.z.weight.register_hook(lambda g: g * 0.5)", "hook.remove()"),
+        ("out_hook = []", "out_hook.append($m.z.weight.grad)"),
+        (f"torch.set_grad_enabled(True)\n{n}.append(len({n}))", ""),
+    )
+    d.pre.append(before)
+    if after:
+        d.post.append(after)
+
+
+def groups_in_step(d: Draft) -> None:
+    """The step itself sets the optimizer's numbers."""
+    n = d.name("k")
+    d.setup.append(f"{n} = [0]")
+    d.pre.append(
+        f"{n}[0] += 1\n"
+        + d.pick(
+            f"for group in $o.param_groups:\n    group['lr'] = 0.1 / {n}[0]",
+            f"if {n}[0] == 4:\n    $o.param_groups[0]['lr'] = 0.02",
+            f"if {n}[0] == 4:\n    for group in $o.param_groups:\n        group['weight_decay'] = 0.1",
+            f"if {n}[0] == 4:\n    $o.state.clear()",
+            "rate = $o.param_groups[0]['lr'] * 1.0",
+        )
+    )
+
+
+def skipped(d: Draft) -> None:
+    """Some calls end early, by Python, or by an error that the loop catches."""
+    n = d.name("k")
+    d.setup.append(f"{n} = [0]")
+    if d.chance(0.5):
+        d.pre.append(f"{n}[0] += 1\nif {n}[0] in (3, 6):\n    raise BadBatch('of call', {n}[0])")
+        d.catches = True
+        d.top.append("class BadBatch(Exception):\n    pass")
+    else:
+        d.mid.append(f"{n}[0] += 1\nif {n}[0] % 4 == 0:\n    @early")
+
+
+def returned(d: Draft) -> None:
+    """What the step keeps is also among what it returns, as the same object."""
+    p = place(d, _initial(d))
+    d.post.append(p.put(f"{p.get} * 0.5 + {d.rng.choice(STATS)}"))
+    d.results.append(d.pick(p.get, f"{{'h': {p.get}, 'n': 1}}", f"[{p.get}, {p.get}]", f"({p.get}, out.detach())"))
+    _use(d, p)
+    if d.chance(0.5):
+        kept = d.name("all")
+        d.setup.append(f"{kept} = []")
+        d.after.append(f"{kept}.append(result)")
+
+
+def returned_plain(d: Draft) -> None:
+    """Other results: weights, gradients, arguments, numbers, objects."""
+    n = d.name("k")
+    d.setup.append(f"{n} = [0]")
+    result = d.pick(
+        "$m.z.weight", "$m.z.weight.detach()", "$m.z.weight.grad", "x", "y[0]", f"{n}", f"{n}[0]", "'text'", "None", "$m",
+        "$m.z.weight.detach().t()", "list($m.parameters())", "dict($m.named_parameters())", "$m.state_dict()", "out", "loss",
+        "types.SimpleNamespace(out=out.detach())", "(out.detach(),) * 2", "{'a': [out.detach()[0], y]}", "(i for i in range(3))",
+    )  # fmt: skip
+    d.post.append(f"{n}[0] += 1")
+    d.results.append(result)
+    kept = d.name("all")
+    d.setup.append(f"{kept} = []")
+    d.after.append(f"{kept}.append(result)")
+
+
+def arrays(d: Draft) -> None:
+    """NumPy's arrays, that the step itself edits, reads or grows."""
+    s = d.name("arr")
+    d.setup.append(f"{s} = np.zeros(3)")
+    d.pre.append(
+        d.pick(
+            f"{s}[0] += 1", f"{s}[:] = {s} * 0.5 + 1", f"np.add({s}, 1, out={s})", f"{s}.fill(2.0)", f"{s}[1:] -= 0.5"
+        )
+    )
+    if d.chance(0.6):
+        d.mid.append(
+            d.pick(
+                f"loss = loss * float(1 + 0.1 * {s}.sum())",
+                f"loss = loss + 0.1 * (torch.from_numpy({s}).to(out.dtype) * out.mean(0)).sum()",
+                f"loss = loss + 0.1 * (torch.as_tensor({s}.copy(), dtype=out.dtype) * out.mean(0)).sum()",
+                f"if {s}[0] > 2:\n    loss = loss * 0.5",
+            )
+        )
+
+
+def second_step(d: Draft) -> None:
+    """Another traced step on the same model, which the loop calls now and then."""
+    f, kept = d.name("other"), d.name("seen")
+    body = d.pick(
+        "with torch.no_grad():\n    return c(x).mean(0)",
+        "m.eval()\nwith torch.no_grad():\n    v = c(x).mean()\nm.train()\nreturn v",
+        "v = (c(x) ** 2).mean()\nv.backward()\no.step()\no.zero_grad()\nreturn v",
+        "v = (c(x) ** 2).mean()\nv.backward()\nreturn v",
+        f"{kept}.append(c(x).detach().mean(0))\nreturn {kept}[-1]",
+        "with torch.no_grad():\n    for p in m.parameters():\n        p.mul_(0.9)\n    return m.z.weight.sum()",
+    )
+    d.setup.append(f"{kept} = []\n@fl.trace\ndef {f}(x):\n{block(body, 1)}")
+    d.each.append(
+        d.pick(
+            f"if i % 2:\n    {kept}.append({f}(x))",
+            f"{kept}.append({f}(x))",
+            f"if i in (3, 5):\n    {kept}.append({f}(x).detach().clone())",
+        )
+    )
+
+
+def held_objects(d: Draft) -> None:
+    """Objects made anew at each step, with tensors in them, that replace each other or form a chain."""
+    s = d.name("State")
+    d.names.remove(s)
+    stat = d.rng.choice(STATS)
+    d.top.append(
+        d.pick(
+            f"@dataclasses.dataclass\nclass {s}:\n    h: object\n    old: object = None",
+            f"class {s}:\n    __slots__ = ('h', 'old')\n\n    def __init__(self, h, old=None):\n        self.h = h\n        self.old = old",
+            f"class {s}:\n    def __init__(self, h, old=None):\n        self.h, self.old = h, old",
+            f"{s} = collections.namedtuple('{s}', 'h old', defaults=[None])",
+        )
+    )
+    p = place(d, f"{s}({_initial(d)})")
+    old = d.pick("None", p.get, f"{p.get}.h", f"{p.get}.old")
+    d.post.append(p.put(f"{s}({p.get}.h * 0.5 + {stat}, {old})"))
+    if d.chance(0.5):
+        d.mid.append(f"loss = loss + 0.1 * ({p.get}.h * out.mean(0)).sum()")
+
+
 PIECES = (
     [rebound] * 8
     + [edited] * 5
@@ -706,5 +895,16 @@ PIECES = (
     + [grown] * 4
     + [looked_up] * 6
     + [tensors_outside] * 5
+    + [leaf] * 2
+    + [second_gradient]
+    + [weights_in_step] * 3
+    + [model_in_step] * 3
+    + [groups_in_step]
+    + [skipped] * 2
+    + [returned] * 3
+    + [returned_plain] * 3
+    + [arrays] * 3
+    + [second_step] * 3
+    + [held_objects] * 3
 )
 RARE = [drawn, read_value, argument_edited]

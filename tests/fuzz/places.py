@@ -288,6 +288,8 @@ def _held_by_proxy(d: Draft, init: str) -> Place:
 
 
 def _buffer(d: Draft, init: str) -> Place:
+    if "State" in init:  # no tensor but an object that holds one
+        return _namespace(d, init)
     name = d.name("h")
     d.names.remove(name)
     d.setup.append(f"m.register_buffer('{name}', {init}, persistent={d.chance(0.5)})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 
 
@@ -26,7 +27,7 @@ def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
     before = ""
     while before != source and left[0] > 0:
         before = source
-        for attempt in (_without_blocks, _without_statements, _unwrapped):
+        for attempt in (_with_fewer_steps, _without_blocks, _without_statements, _unwrapped):
             i = 0
             while i < len(candidates := list(attempt(source))) and left[0] > 0:
                 if holds(candidates[i]):
@@ -36,11 +37,19 @@ def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
     return source
 
 
+def _with_fewer_steps(source: str) -> Iterator[str]:
+    loop = re.search(r"for i in range\((\d+)\)", source)
+    for count in range(1, int(loop[1]) if loop else 0):
+        yield source.replace(loop[0], f"for i in range({count})")
+
+
 def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
     """Every list of statements, outer ones first."""
     todo = [tree]
     while todo:
         node = todo.pop(0)
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            continue  # how the program is run
         for field in ("body", "orelse", "finalbody"):
             body = getattr(node, field, None)
             if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
@@ -64,7 +73,7 @@ def _cut(source: str, body: list[ast.stmt], first: int, count: int) -> str | Non
         ast.parse(text)
     except SyntaxError:
         return None
-    return text
+    return text if "__name__" in text or "__name__" not in source else None
 
 
 def _without_blocks(source: str) -> Iterator[str]:
@@ -80,7 +89,7 @@ def _without_blocks(source: str) -> Iterator[str]:
 def _without_statements(source: str) -> Iterator[str]:
     for body in _bodies(ast.parse(source)):
         for first in range(len(body) - 1, -1, -1):
-            if isinstance(body[first], (ast.Pass, ast.Return)):
+            if isinstance(body[first], (ast.Pass, ast.Return)) or "__name__" in ast.unparse(body[first])[:20]:
                 continue
             if (text := _cut(source, body, first, 1)) is not None:
                 yield text

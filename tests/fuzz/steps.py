@@ -48,6 +48,10 @@ def _text(d: Draft, seed: int) -> str:
         "dict": "return {'loss': loss, 'mean': out.mean()}",
         "detached": "return loss.detach()",
     }[returned]
+    if d.results:
+        result, returned = f"return {', '.join(['loss', *d.results])}", "loss, out"
+    early = result.replace("return loss", "return loss.detach()") if returned != "detached" else result
+    d.mid = [text.replace("@early", early) for text in d.mid]
     body = [
         *d.pre,
         "out = $c(x)",
@@ -82,7 +86,10 @@ def _text(d: Draft, seed: int) -> str:
         "losses.append(loss.detach().clone())",
         "losses.append(torch.tensor(loss.item()))",
     )
-    body_of_loop = "\n".join([*d.batch, *loop, *d.each, f"result = {call}", take[returned], keep, *d.after])
+    call = f"result = {call}"
+    if d.catches:
+        call = f"try:\n    {call}\nexcept BadBatch as error:\n    losses.append(str(error))\n    continue"
+    body_of_loop = "\n".join([*d.batch, *loop, *d.each, call, take[returned], keep, *d.after])
     statements = [
         *(["torch.set_default_dtype(torch.float64)"] if d.double else []),
         *d.early,
