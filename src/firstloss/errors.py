@@ -15,6 +15,10 @@ class NothingDeferredError(FirstlossError, TypeError):
     """A constructor returned nothing that holds a tensor."""
 
 
+class ElsewhereError(FirstlossError, BufferError, RuntimeError):
+    """Code past PyTorch's dispatcher asked for memory to write to, and the tensor's is on another device."""
+
+
 class ConstantChangedError(FirstlossError, RuntimeError):
     """A tensor from outside that a recipe reads was edited between capture and materialization."""
 

@@ -7,7 +7,7 @@ import torch
 from . import session
 from .program import Ref, Value
 from .source import here
-from .tensor import DeferredTensor, Hooks, Store, geometry_of
+from .tensor import DeferredTensor, Geometry, Hooks, Store, geometry_of, store_at
 
 Tensor = torch.Tensor
 
@@ -73,8 +73,19 @@ def store_of(tensor: Tensor) -> Store:
     if type(tensor) is DeferredTensor:
         return tensor._store
     if session.trace is not None:
+        found = store_at(tensor)
+        if found is not None:  # memory of a weight, by way of numpy or DLPack
+            if found[0].trace is not session.trace:
+                session.trace.adopt(found[0])
+            return found[0]
         return session.trace.adopt_real(tensor)
     return Store(constant(tensor))
+
+
+def look_of(tensor: Tensor) -> Geometry:
+    """How a real tensor from outside a step looks at what `store_of` gives."""
+    found = store_at(tensor)
+    return geometry_of(tensor) if found is None else found[1]
 
 
 def ref_of(tensor: Tensor) -> Ref:
@@ -83,5 +94,5 @@ def ref_of(tensor: Tensor) -> Ref:
         return tensor._ref()
     value = store_of(tensor).value
     if session.trace is not None:
-        return Ref(value, *geometry_of(tensor))
+        return Ref(value, *look_of(tensor))
     return Ref(value, tuple(tensor.shape), value.stride, 0, value.dtype)

@@ -22,7 +22,7 @@ from .tensor import DeferredTensor
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # What PyTorch says when a function that is not replaced, or that was imported by its name before it was, wants memory.
-UNALLOCATED = "its data is not allocated yet"
+UNALLOCATED = ("its data is not allocated yet", "Cannot access data pointer of Tensor")
 
 
 def message(source: Source) -> str:

@@ -16,7 +16,7 @@ from ..errors import CaptureError
 from ..rng.stream import Position
 from . import distributed, session
 from .call import Call
-from .constants import ref_of, store_of
+from .constants import look_of, ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .known import run_on_known
@@ -122,6 +122,9 @@ def _record(call: Call) -> Any:
     if how.view:
         assert geometry is not None
         store = call.deferred[0]._store if call.deferred else store_of(call.real[0])
+        if not call.deferred and trace is not None:
+            shift = look_of(call.real[0])[2] - int(call.real[0].storage_offset())
+            geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
         views = [DeferredTensor.wrap(store, *g) for g in geometry]
         return views[0] if call.returns_one() else views
 

@@ -33,10 +33,12 @@ def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
     """The view of `buffer` (which holds `ref.value`) that `ref` describes."""
     if ref.whole:
         return buffer
+    begin = buffer.storage_offset()  # of memory that somebody else made it may be a part
     if ref.dtype == buffer.dtype:
-        return buffer.as_strided(ref.size, ref.stride, ref.offset)
+        return buffer.as_strided(ref.size, ref.stride, begin + ref.offset)
+    begin = begin * buffer.itemsize // ref.dtype.itemsize
     out = torch.empty(0, dtype=ref.dtype, device=buffer.device)
-    return out.set_(buffer.untyped_storage(), ref.offset, ref.size, ref.stride)
+    return out.set_(buffer.untyped_storage(), begin + ref.offset, ref.size, ref.stride)
 
 
 def check_constant(value: Value) -> None:

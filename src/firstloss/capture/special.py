@@ -200,7 +200,8 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with torch._C._DisableTorchDispatch():
             return op(*args, **kwargs)
     if type(source) is not DeferredTensor:
-        source = constant_tensor(source)
+        on_backend = session.trace is None and type(tensor) is DeferredTensor and tensor._store.resident is not None
+        source = Hooks.home(source) if on_backend else constant_tensor(source)
     shape = geometry_of(source)
     if geometry:
         offset, size = geometry[0], tuple(geometry[1])

@@ -144,7 +144,7 @@ class StepTrace(recorder._Tracing):
             else:
                 yield
         except RuntimeError as error:
-            if numbers_in_memory.UNALLOCATED not in str(error):
+            if not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
                 raise
             raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
         finally:

@@ -37,7 +37,7 @@ def _at_once(original: Callable) -> Callable:
 
 def to_dlpack(tensor: Any) -> Any:
     """As `torch.utils.dlpack.to_dlpack`, on the materialized tensor."""
-    return _original_to_dlpack(made(tensor) if type(tensor) is DeferredTensor else tensor)
+    return _original_to_dlpack(made(tensor, writable=True) if type(tensor) is DeferredTensor else tensor)
 
 
 def _deepcopy(self: Any, memo: Any) -> Any:

@@ -6,6 +6,7 @@ ties and views need nothing more.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import importlib
 import weakref
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ..errors import CaptureError
+from ..errors import CaptureError, ElsewhereError
 from . import distributed, session
 from .program import Ref, Value
 from .source import here
@@ -34,7 +35,9 @@ class Hooks:
 
     dispatch: Callable[[Any, tuple, dict], Any]  # the recorder's way in
     value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
+    memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that is its home
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
+    home: Callable[[Tensor], DeferredTensor]  # on the backend, with a real tensor's memory for its home
 
     @staticmethod
     def assert_later(condition: Tensor, message: str = "") -> None:
@@ -74,6 +77,10 @@ def _store_of(tensor: Any) -> Store | None:
     return tensor._store if type(tensor) is DeferredTensor else None
 
 
+# C++ that goes past our methods to a tensor's memory gets an error of PyTorch's, not the null pointer.
+_refuse_memory = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
+
+
 class DeferredTensor(Tensor):
     """A tensor with shape, dtype, device and history, and no memory."""
 
@@ -105,6 +112,7 @@ class DeferredTensor(Tensor):
         )
         self._store = store
         store.tensors.append(weakref.ref(self))
+        _refuse_memory(self)
         return self
 
     @classmethod
@@ -176,35 +184,49 @@ class DeferredTensor(Tensor):
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 
-    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place.
-    def numpy(self, *args, **kwargs):
-        """As `torch.Tensor.numpy`, on the materialized tensor."""
-        return made(self).numpy(*args, **kwargs)
+    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place, or, on a backend, one
+    # that looks at the memory in which the content lives from then on (`lasting`: as long as the storage does, since
+    # what is known is an address; else, as long as somebody holds that tensor or what was made of it).
+    def numpy(self, *, force=False):
+        """As `torch.Tensor.numpy`, of the tensor's own memory."""
+        return _numpy(self.detach() if force else self)
 
-    def __array__(self, *args, **kwargs):
-        return made(self).__array__(*args, **kwargs)
+    def __array__(self, dtype=None, copy=None):
+        return _array(self, dtype, copy)
 
     def as_subclass(self, cls):
         """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
         return made(self).as_subclass(cls)
 
     def data_ptr(self) -> int:
-        """As `torch.Tensor.data_ptr`, on the materialized tensor."""
-        return made(self).data_ptr()
+        """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor."""
+        return made(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
-        return made(self).__dlpack__(*args, **kwargs)
+        return made(self, writable=True).__dlpack__(*args, **kwargs)
 
     def untyped_storage(self):
-        """As `torch.Tensor.untyped_storage`, on the materialized tensor."""
-        return made(self).untyped_storage()
+        """As `torch.Tensor.untyped_storage`, of the tensor's own memory."""
+        return made(self, lasting=True).untyped_storage()
+
+    def share_memory_(self):
+        """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
+        made(self, lasting=True, writable=True).share_memory_()
+        if type(self) is DeferredTensor and self._store.resident is not None:
+            note_memory(self._store)  # it lies elsewhere now
+        return self
 
     def tolist(self):
         """As `torch.Tensor.tolist`: computes just what this tensor needs."""
         return Hooks.value_of(self).tolist()
 
     def __reduce_ex__(self, protocol):
-        return made(self).__reduce_ex__(protocol)
+        real = made(self)
+        if real is not self:
+            if getattr(self, "_is_param", False):
+                real = torch.nn.Parameter(real.detach(), self.requires_grad)
+            real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_store", "_is_param")})
+        return real.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
         if session.trace is not None:
@@ -237,17 +259,87 @@ def has_strangers(types: Iterable[type]) -> bool:
     return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
 
 
-def made(tensor: DeferredTensor) -> Tensor:
-    """`tensor` made real, in place; on a backend, a copy of its content."""
-    if session.trace is not None or tensor._store.resident is not None:  # the first is an error there
+def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False) -> Tensor:
+    """`tensor` made real, in place; on a backend, a real tensor on the memory that is its content's.
+
+    Args:
+        lasting: whoever asks goes on to use the address.
+        writable: whoever asks could write to it, and not be told that it is a copy.
+    """
+    if session.trace is not None:  # an error there
         return Hooks.value_of(tensor)
-    return Hooks.materialize(tensor)
+    if tensor._store.resident is None:
+        return Hooks.materialize(tensor)
+    if writable and not tensor._store.resident.at_home:
+        raise ElsewhereError(
+            f"{here()}: the memory of this tensor is on another device, or in parts on a mesh, so nobody can be given "
+            "it to write to. Take a copy: tensor.detach().clone(); and bring edits back with tensor.copy_(...)."
+        )
+    real = Hooks.memory_of(tensor, lasting)
+    return real.requires_grad_() if tensor.requires_grad else real
+
+
+def _numpy(tensor: DeferredTensor) -> Any:
+    """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
+    real = made(tensor)
+    if session.trace is not None or real is tensor or tensor._store.resident.at_home:
+        return real.numpy()
+    array = real.numpy().copy()  # what shows the tensor's copy changes with it
+    array.flags.writeable = False
+    return array
+
+
+def _array(tensor: DeferredTensor, dtype: Any, copy: bool | None) -> Any:
+    array = _numpy(tensor)
+    if dtype is not None and array.dtype != dtype:
+        if copy is False:
+            raise ValueError(f"this tensor of {tensor.dtype} cannot be an array of {dtype} without a copy.")
+        return array.astype(dtype)
+    return array.copy() if copy else array
+
+
+# Memory that was handed out: the addresses where it begins, in order, and the Store whose content lives there. A real
+# tensor that looks at it, made by way of numpy or DLPack, is one more view of that Store.
+_begins: list[int] = []
+_homes: dict[int, weakref.ref[Store]] = {}
+
+
+def note_memory(store: Store) -> None:
+    """The content of `store` lives in memory that was handed out."""
+    begin, _ = store.resident.extent()
+    known = _homes.get(begin)
+    if known is not None and known() is store:
+        return
+    for old in [old for old, ref in _homes.items() if ref() is None or ref() is store]:
+        del _homes[old]
+        _begins.remove(old)
+    if begin not in _homes:
+        bisect.insort(_begins, begin)
+    _homes[begin] = weakref.ref(store)
+
+
+def store_at(tensor: Tensor) -> tuple[Store, Geometry] | None:
+    """The Store on a backend whose content lives in the memory of the real `tensor`, and how it looks at that."""
+    if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    address = tensor.data_ptr()
+    place = bisect.bisect_right(_begins, address) - 1
+    store = _homes[_begins[place]]() if place >= 0 else None
+    if store is None or store.resident is None or not store.resident.lent:
+        return None
+    begin, end = store.resident.extent()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if address + (last + 1) * tensor.itemsize > end or (address - begin) % tensor.itemsize:
+        return None
+    return store, (tuple(tensor.shape), tensor.stride(), (address - begin) // tensor.itemsize, tensor.dtype)
 
 
 def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
     new = DeferredTensor.wrap(store, *geometry)
     if type(tensor) is DeferredTensor:
+        if tensor._store.resident is not None:
+            session.reseated += 1
         _set_data(tensor, new)
         tensor._store = store
         store.tensors.append(weakref.ref(tensor))
@@ -304,17 +396,23 @@ def _is_state(tensor: Tensor) -> bool:
 
 
 def _assign_data(self: Tensor, other: Any) -> None:
-    if type(other) is not DeferredTensor:
-        if type(self) is not DeferredTensor:
-            _set_data(self, other)
+    if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
+        _set_data(self, other)
+        return
+    alike = self.shape == other.shape and self.dtype == other.dtype
+    if session.trace is None and type(self) is DeferredTensor and self._store.resident is not None:
+        if type(other) is DeferredTensor and other._store is self._store and geometry_of(other) == geometry_of(self):
             return
-    if _is_state(self) and self.shape == other.shape and self.dtype == other.dtype:
-        # Compiled steps know the storage, not the tensor: it takes over the content.
+        # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
+        alone = alike and self._ref().whole and all(t is self for t in self._store.alive())
+        if alone and self._store.resident.exchange(other):
+            return
+        if type(other) is not DeferredTensor:
+            other = Hooks.home(other)
+    elif _is_state(self) and alike:
         with torch.no_grad():
             self.copy_(other)
         return
-    if type(self) is DeferredTensor and self._store.resident is not None:
-        session.reseated += 1
     if type(other) is not DeferredTensor:
         other = Hooks.constant_tensor(other)
     reseat(self, other._store, geometry_of(other))

@@ -15,7 +15,7 @@ from .known import known
 from .program import Ref
 from .shapes import infer, is_unusual
 from .source import here
-from .tensor import DeferredTensor, Hooks, geometry_of, reseat
+from .tensor import DeferredTensor, Hooks, geometry_of, note_memory, reseat
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -53,6 +53,20 @@ def check_kept(tensor: DeferredTensor) -> None:
 def look_resident(tensor: DeferredTensor) -> Tensor:
     """The real content of a tensor that lives on a backend, as a view of one copy on the host."""
     return replay.look(tensor._store.resident.host(), tensor._ref())
+
+
+def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
+    """A real tensor on the memory in which the content of a tensor on a backend lives from here on."""
+    store = tensor._store
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        memory = store.resident.memory(lasting)
+        if store.resident.lent:
+            note_memory(store)
+        ref = tensor._ref()
+        return memory.detach() if ref.whole else replay.look(memory, ref)
+
+
+Hooks.memory_of = memory_of
 
 
 def run_for_real(call: Call) -> Any:

@@ -14,8 +14,10 @@ from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
 from ..capture.program import Value, is_contiguous
+from ..init.memory import allocate_huge
 from . import mesh, mesh_placement
-from .jaxlib import empty, on_cpu, to_device, to_host
+from .host_memory import HostMemory, ReadOnlyCopy, is_countable
+from .jaxlib import empty, lend, on_cpu, to_device, to_host
 
 # Smaller weights go through host memory: a buffer of the device's own costs a call.
 _DIRECT_BYTES = 1 << 16
@@ -42,7 +44,9 @@ class Cell:
     """Owns the content of one storage on the device.
 
     The array is replaced by each step that changes it. The host sees it through `host()`; after `edit()` what the host
-    has is what counts, and goes to the device before the next step.
+    has is what counts, and goes to the device before the next step. Once code past PyTorch's dispatcher has asked for
+    the memory itself (`memory()`: `numpy()`, `data_ptr()`), there is no array between steps: the content lives in
+    memory of the host, which each step is lent, and to which its result is written before the call returns.
 
     Attributes:
         current: the array, if it is there and the host has neither read nor edited it since; a step asks this of each
@@ -50,7 +54,19 @@ class Cell:
     """
 
     # A step looks at a thousand of these that have long left the caches: few bytes, and what it asks for together.
-    __slots__ = ("current", "_array", "value", "sharding", "_pending", "_host", "_edited", "_written", "__weakref__")
+    __slots__ = (
+        "current",
+        "_array",
+        "value",
+        "sharding",
+        "_pending",
+        "_host",
+        "_edited",
+        "_written",
+        "_memory",
+        "_copy",
+        "__weakref__",
+    )
 
     def __init__(
         self,
@@ -67,9 +83,103 @@ class Cell:
         self._host: torch.Tensor | None = None
         self._edited = False
         self._written: jax.Array | None = None  # of an edit, what `_host` looks at, if that is the device's own memory
+        self._memory: HostMemory | None = None  # where the content lives, if its memory was handed out
+        self._copy: ReadOnlyCopy | None = None  # what was handed out where the memory is elsewhere
+
+    # -- the memory itself, past PyTorch's dispatcher --
+
+    @classmethod
+    def of_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> Cell:
+        """A cell whose content lives in `memory` of the host, laid out as `value` is, that somebody else holds too.
+
+        Args:
+            lasting: who holds it cannot be counted.
+        """
+        cell = cls(value)
+        cell._memory = HostMemory(memory, lasting)
+        return cell
+
+    def memory(self, lasting: bool) -> torch.Tensor:
+        """Memory on the host, laid out as `value` is, that is the content's own from now on: what is written there
+        counts at the next step, and shows what each step makes of it. On another device or a mesh a read-only copy of
+        what the content is now, which lives as long as this cell.
+
+        Args:
+            lasting: it is known by its address, and stays the content's as long as this cell lives; else, as long as
+                somebody holds a tensor of it.
+        """
+        if not self.at_home:
+            if self._copy is None:
+                self._copy = ReadOnlyCopy(self.value)
+            return self._copy.showing(self.read())
+        if self._memory is None:
+            tensor = self._host if self._edited and self._written is None else None
+            if tensor is None:
+                tensor = allocate_huge(self.value).copy_(self.host())
+            self._clear()
+            self._memory = HostMemory(tensor, lasting)
+        self._memory.lasting |= lasting
+        return self._memory.content()
+
+    @property
+    def at_home(self) -> bool:
+        """Whether the memory is the host's, so that it can be handed out."""
+        return self.sharding is None and on_cpu()
+
+    @property
+    def lent(self) -> bool:
+        """Whether the content lives in memory that was handed out."""
+        return self._memory is not None
+
+    def argument(self) -> jax.Array:
+        """As `array`, for a step. If it is `lent`, the step has to be waited for, and `settle` called."""
+        memory = self._memory
+        if memory is None:
+            return self.array()
+        tensor = memory.content()
+        if memory.held():
+            return lend(tensor)
+        self._memory = None
+        self._array = self.current = self._put(tensor)
+        return self._array
+
+    def settle(self) -> None:
+        """Write what a step has made of the content to where it lives."""
+        if self._memory is not None:
+            self._memory.content()
+
+    def extent(self) -> tuple[int, int]:
+        """Of memory that was handed out: its address, and where it ends."""
+        assert self._memory is not None
+        return self._memory.address, self._memory.address + self.value.nbytes
+
+    def exchange(self, tensor: torch.Tensor) -> bool:
+        """Hold what the real `tensor` holds, in its memory, from now on; whoever was handed ours keeps it as it is.
+
+        Returns whether it could be done.
+        """
+        value = self.value
+        fits = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not self.at_home or not fits or tensor.stride() != value.stride or tensor.is_conj() or tensor.is_neg():
+            return False
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            memory = HostMemory(tensor.detach(), not is_countable(tensor))
+        if self._memory is not None:
+            self._memory.content()
+        self._clear()
+        self._memory = memory
+        return True
+
+    def _clear(self) -> None:
+        self._array = self.current = self._pending = self._host = self._written = self._memory = None
+        self._edited = False
+
+    # -- the array --
 
     def array(self) -> jax.Array:
         """The content as an array of `value.shape`; waits for the materialization or the first step under way."""
+        if self._memory is not None:
+            return self._put(self._memory.content())
         if self._edited:
             assert self._host is not None
             self._array = self._put(self._host) if self._written is None else self._written
@@ -86,16 +196,21 @@ class Cell:
     def later(self) -> Callable[[], jax.Array] | None:
         """What gives the content as it is to be when the materialization under way is through; None if it is there."""
         pending, value = self._pending, self.value
-        if self._edited or self._array is not None or pending is None:
+        if self._edited or self._array is not None or pending is None or self._memory is not None:
             return None
         return lambda: pending.result()[value]
 
     def snapshot(self) -> jax.Array:
         """As `array`, in memory that no step will write to. Does not wait for a step under way."""
-        return jax.numpy.copy(self.array())
+        return self.array() if self._memory is not None else jax.numpy.copy(self.array())
 
     def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
         """What a step has made of it; a function that waits for it, where that is still to come."""
+        if self._memory is not None:
+            if self._memory.held():
+                self._memory.arriving = array
+                return
+            self._memory = None
         self._array = array
         self.current = None if callable(array) else array
         self._pending = None
@@ -112,6 +227,8 @@ class Cell:
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping a copy of what is on another device than the host."""
+        if self._memory is not None:
+            return self._memory.content()
         if self._host is not None:
             return self._host
         return laid_out(to_host(mesh.readable(self.array())), self.value)
@@ -137,6 +254,8 @@ class Cell:
 
     def host(self) -> torch.Tensor:
         """The content laid out as `value` is. Not to be written, but after `edit`."""
+        if self._memory is not None:
+            return self._memory.content()
         if self._host is None:
             self._host, self.current = self.read(), None
         return self._host
@@ -146,7 +265,7 @@ class Cell:
 
         Returns whether it was not: `leave` then undoes this, if nothing was written after all.
         """
-        if self._edited:
+        if self._edited or self._memory is not None:
             return False
         value = self.value
         if whole and self.sharding is None and is_direct(value):
@@ -166,6 +285,8 @@ class Cell:
     def edited(self) -> None:
         """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""
         global _last_edited
+        if self._memory is not None:
+            return
         last = None if _last_edited is None else _last_edited()
         if last is not self:
             if last is not None:

@@ -301,8 +301,11 @@ class Executable:
         for call in self._tracing.closures:
             call.after_step([next(arrays) for _ in call.refs])
         loop = loops.current()
-        if loop is not None:
-            loop.dispatched(results)
+        try:
+            if loop is not None:
+                loop.dispatched(results)
+        finally:
+            self.inputs.settle(cells, (*new, *made, *results))
         return pytree.tree_unflatten(out, self._result_spec)
 
 

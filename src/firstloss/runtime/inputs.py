@@ -27,6 +27,7 @@ class Inputs:
 
     Attributes:
         where: on a mesh, where each input lies.
+        lent: at this call some lie in memory that was handed out (`Cell.memory`); see `settle`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Inputs:
         self._places = places
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
+        self.lent = False
 
     def state(
         self, changed: Mapping[Value, Home], leaves: list[Any], wait: bool = True
@@ -50,6 +52,7 @@ class Inputs:
         """What stands for the state that the step changes, and who keeps what it makes of it: no cell keeps a tensor
         from outside the backend. There may be a thousand arrays, and from one step to the next nobody has touched most
         of them: only the others are asked for."""
+        self.lent = False
         cells = _cells(changed)
         if self.where or not wait:
             arrays = self.arrays(changed, leaves, wait)
@@ -78,14 +81,29 @@ class Inputs:
         if isinstance(home, Store):
             if home.resident is None:
                 self._backend.claim(home.alive())
-            array = home.resident.array()
+            array = self._argument(home.resident)
         elif type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
-            array = home._store.resident.array()
+            array = self._argument(home._store.resident)
         elif where is not None:
             return put(home, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
             return given(home.detach().clone(memory_format=torch.contiguous_format))
         return array if where is None else fit(array, where)
+
+    def _argument(self, cell: Cell) -> jax.Array:
+        array = cell.argument()
+        self.lent = self.lent or cell.lent
+        return array
+
+    def settle(self, cells: Iterable[Cell | None], arrays: Iterable[Any]) -> None:
+        """The step has been dispatched, and is to make `arrays`. If it was lent memory that others may write to, or
+        read, when the call has returned, it is waited for, and that memory shows what it has made."""
+        if not self.lent:
+            return
+        jax.block_until_ready([there(array) for array in arrays])
+        for cell in cells:
+            if cell is not None:
+                cell.settle()
 
     def lie(self, values: Iterable[Value]) -> dict[Value, Any]:
         """Where `values` are to lie on the backend's mesh, from now on; nowhere in particular without one."""

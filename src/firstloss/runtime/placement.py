@@ -16,10 +16,12 @@ from .. import timeline
 from ..capture.program import Value, dense_count
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
+from ..capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
 from ..init.materialize import run_recipes
 from ..init.torch_engine import default_threads
 from . import mesh_placement
 from .cell import Cell, is_direct
+from .host_memory import MappedWeights, is_countable, is_held
 from .jaxlib import empties, empty, on_cpu, to_device
 from .mesh import Mesh, put
 
@@ -153,12 +155,25 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    mapped = MappedWeights()
     for group in groups.values():
+        found = [store_at(tensor) for tensor in group]
+        if all(found):  # memory of a weight that is on the backend, which was handed out
+            for tensor, at in zip(group, found, strict=True):
+                assert at is not None
+                _become_resident(tensor, *at)
+            continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
         store = Store(value)
         for tensor in group:
-            _become_resident(tensor, store)
+            _become_resident(tensor, store, geometry_of(tensor))
+        if mesh is None and on_cpu() and base.numel():
+            lasting = not is_countable(base, mapped)
+            if lasting or is_held(base):  # by an array of numpy's, or by a tensor that is not moved
+                store.resident = Cell.of_memory(value, base, lasting)
+                note_memory(store)
+                continue
         sharding = None if mesh is None else mesh.of_store(store)
         array = to_device(base) if sharding is None else put(base, sharding)
         store.resident = Cell(value, array=array, sharding=sharding)
@@ -177,20 +192,40 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
         return flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
 
 
-def _become_resident(tensor: torch.Tensor, store: Store) -> None:
+def home(tensor: torch.Tensor) -> DeferredTensor:
+    """A tensor of the backend whose content lives in the memory of `tensor`; where that cannot be, in a copy of it."""
+    found = store_at(tensor)
+    if found is not None:
+        return DeferredTensor.wrap(found[0], *found[1])
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        base = tensor.detach()
+    value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
+    store = Store(value)
+    if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
+        store.resident = Cell.of_memory(value, base, not is_countable(base))
+        note_memory(store)
+    else:
+        store.resident = Cell(value, array=to_device(base))
+    return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
+
+
+Hooks.home = home
+
+
+def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> None:
     requires_grad, grad = tensor.requires_grad, tensor.grad
-    new: Any = DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    new: Any = DeferredTensor.wrap(store, *geometry)
     if isinstance(tensor, torch.nn.Parameter):
         new._is_param = True
     if requires_grad:
         new.requires_grad_(True)
-    store.tensors.clear()
     attributes = dict(tensor.__dict__)
     tensor.grad = None
     tensor.__class__ = DeferredTensor
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
     torch._C._swap_tensor_impl(tensor, new)
+    store.tensors = [ref for ref in store.tensors if ref() is not new]
     store.tensors.append(weakref.ref(tensor))
     if grad is not None:
         tensor.grad = grad

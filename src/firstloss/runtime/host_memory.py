@@ -1,0 +1,125 @@
+"""Memory of a tensor of the backend that code past PyTorch's dispatcher has taken hold of."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from ..capture.program import Value
+from .jaxlib import to_host
+
+# The references to a storage that are ours: a tensor, and the handle through which we count.
+_OWN_HOLDERS = 2
+
+
+class HostMemory:
+    """Memory of the host in which a weight's content lives from step to step.
+
+    It is PyTorch's own, and never XLA's: a step reads it, or a copy, and what it makes of it is written back. So
+    whatever a step does to its own memory, whoever holds this looks at memory that is there.
+
+    Attributes:
+        lasting: somebody knows it by its address, and cannot be asked whether he still does.
+        arriving: what the last step has made of the content, and is not written here yet.
+    """
+
+    __slots__ = ("_tensor", "lasting", "arriving")
+
+    def __init__(self, tensor: torch.Tensor, lasting: bool) -> None:
+        self._tensor = tensor
+        self.lasting = lasting
+        self.arriving: jax.Array | Callable[[], jax.Array] | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._tensor.data_ptr()
+
+    def content(self) -> torch.Tensor:
+        """The memory; waits for a step under way."""
+        if self.arriving is not None:
+            array: Any = self.arriving() if callable(self.arriving) else self.arriving
+            with torch._C._DisableTorchDispatch(), torch.no_grad():
+                self._tensor.copy_(to_host(array))
+            self.arriving = None
+        return self._tensor
+
+    def held(self) -> bool:
+        """Whether anybody else holds it."""
+        return self.lasting or is_held(self._tensor)
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether anything but `tensor` holds its memory: another tensor, an array of numpy's, a storage."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OWN_HOLDERS
+
+
+class MappedWeights:
+    """The files of weights that this process has mapped, looked up once, when first asked for."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] | None = None
+
+    def __contains__(self, address: int) -> bool:
+        if self._ranges is None:
+            self._ranges = list(_mapped_weights())
+        return any(begin <= address < end for begin, end in self._ranges)
+
+
+def _mapped_weights() -> Iterator[tuple[int, int]]:
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                if line.rstrip().endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt")):
+                    begin, end = line.split(" ", 1)[0].split("-")
+                    yield int(begin, 16), int(end, 16)
+    except OSError:  # this system has no such file
+        return
+
+
+def is_countable(tensor: torch.Tensor, mapped: MappedWeights | None = None) -> bool:
+    """Whether all who hold the memory of `tensor` hold its storage, so that they can be counted: PyTorch's allocator
+    made it, or a checkpoint's file is mapped there. Memory that PyTorch was lent, as numpy's, may have other holders.
+    """
+    storage = tensor.untyped_storage()
+    return storage.resizable() or bool(storage.filename) or storage.data_ptr() in (mapped or MappedWeights())
+
+
+class ReadOnlyCopy:
+    """A copy of a weight whose memory is on another device, or in parts on a mesh; writing to it ends the process, as
+    for a file that was mapped to be read: an edit that no step would see is not lost without a word."""
+
+    def __init__(self, value: Value) -> None:
+        self._map = mmap.mmap(-1, max(value.nbytes, 1))
+        count = value.nbytes // value.dtype.itemsize
+        dtype = value.dtype
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+        self._tensor = flat.as_strided(value.shape, value.stride)
+
+    def showing(self, content: torch.Tensor) -> torch.Tensor:
+        """The copy, brought up to date with `content`."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            if not self._tensor.numel():
+                return self._tensor
+            self._protect(False)
+            self._tensor.copy_(content)
+            self._protect(True)
+        return self._tensor
+
+    def _protect(self, read_only: bool) -> None:
+        if sys.platform not in ("linux", "darwin"):
+            return
+        protection = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+        address = self._tensor.untyped_storage().data_ptr()
+        if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(self._map)), protection):
+            raise OSError(ctypes.get_errno(), "the copy of a weight could not be made read-only")
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
