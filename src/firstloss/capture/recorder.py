@@ -131,6 +131,8 @@ def _record(call: Call) -> Any:
     targets = call.written()
     if how.fill and call.op is aten.copy_.default and _is_same_memory(*call.args[:2]):
         return targets[0]  # as matmul's `out`, which C++ does not see to share the memory that it was told to fill
+    if len(targets) > 1 and len({id(store_of(t)) for t in targets}) < len(targets):
+        return _in_turn(call, targets)
     if how.out and geometry:
         for target, (size, *_) in zip(targets, geometry, strict=False):
             if tuple(target.shape) != size and type(target) is DeferredTensor:
@@ -173,6 +175,26 @@ def _record(call: Call) -> Any:
     if trace is not None and outputs:
         trace.latest = outputs[-1]
     return _results(call, made)
+
+
+def _in_turn(call: Call, targets: list[Tensor]) -> Any:
+    """An operation on lists writes to tensors that share memory (views of one vector): one after the other, since each
+    write makes new content of the whole."""
+    count = len(targets)
+    lists = [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == count]
+    if not isinstance(call.args[0], (list, tuple)) or len(call.args[0]) != count or not lists:
+        raise CaptureError(
+            f"{here()}: {call.op} writes to several tensors that share memory, in one operation. Give it clones, and "
+            "copy what it wrote back."
+        )
+
+    def nth(arg: Any, i: int) -> Any:
+        return [arg[i]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
+
+    for i in range(count):
+        dispatch(call.op, tuple(nth(a, i) for a in call.args), {k: nth(v, i) for k, v in call.kwargs.items()})
+    returns = call.traits.returns
+    return call.args[0] if returns and returns[0] is not None else None
 
 
 def _write(store: Store, ref: Ref, node: Node) -> Value:

@@ -328,6 +328,8 @@ def store_at(tensor: Tensor) -> tuple[Store, Geometry] | None:
     if store is None or store.resident is None or not store.resident.lent:
         return None
     begin, end = store.resident.extent()
+    if begin != _begins[place]:
+        return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if address + (last + 1) * tensor.itemsize > end or (address - begin) % tensor.itemsize:
         return None
@@ -406,6 +408,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
         # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
         alone = alike and self._ref().whole and all(t is self for t in self._store.alive())
         if alone and self._store.resident.exchange(other):
+            note_memory(self._store)
             return
         if type(other) is not DeferredTensor:
             other = Hooks.home(other)
@@ -414,6 +417,12 @@ def _assign_data(self: Tensor, other: Any) -> None:
             self.copy_(other)
         return
     if type(other) is not DeferredTensor:
+        if session.trace is None and not other.untyped_storage().resizable():
+            # Memory that PyTorch was lent, by numpy or from a file: others may edit it, so this tensor has to show it.
+            with torch._C._DisableTorchDispatch():
+                real = other.detach()
+                become(self, torch.nn.Parameter(real, False) if getattr(self, "_is_param", False) else real)
+            return
         other = Hooks.constant_tensor(other)
     reseat(self, other._store, geometry_of(other))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
 from collections.abc import Callable, Iterator
@@ -57,7 +58,16 @@ class HostMemory:
 
 def is_held(tensor: torch.Tensor) -> bool:
     """Whether anything but `tensor` holds its memory: another tensor, an array of numpy's, a storage."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OWN_HOLDERS
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()
+
+
+@functools.cache
+def _own_handles() -> int:
+    """What Python counts for the handle of a storage that nobody else holds: PyTorch may hold it too."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
 
 
 class MappedWeights:
