@@ -1,5 +1,8 @@
 """Cases for a mesh of eight devices on one CPU, run by test_mesh.py in a process that has them."""
 
+import ctypes
+import os
+import signal
 import warnings
 
 import jax
@@ -13,7 +16,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
-from firstloss.errors import BackendError, ShardingError  # noqa: E402
+from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
 from firstloss.runtime import mesh_placement  # noqa: E402
 
 # Sums over a batch or a dimension that is cut are added up in another order: some ulp a step of float32, which training
@@ -209,6 +212,48 @@ def test_weights_can_be_read_and_edited(tmp_path):
     assert torch.equal(weight.detach().clone(), expected) and "Parameter" in repr(weight)
     run.train(0, 1)
     assert array_of(weight).addressable_shards[0].data.shape == (125, 64)
+
+
+def test_memory_past_the_dispatcher(tmp_path):
+    """Copies of what is there now: they last, and cannot be written, or whoever wants to write is told."""
+    from safetensors.torch import load_file, save_file
+
+    run = Run(tmp_path, {"fsdp": 8}, {})
+    run.train(0, 1)
+    for kind in (lambda t: t, lambda t: t.t(), lambda t: t[3:, ::2], lambda t: t[0, 0], lambda t: t[5]):
+        weight = kind(run.model.up.weight.detach())
+        for array in (weight.numpy(), np.asarray(weight), weight.numpy(force=True)):
+            assert np.array_equal(array, weight.clone())
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+        for take in (torch.from_dlpack, np.from_dlpack, torch.utils.dlpack.to_dlpack, lambda t: t.share_memory_()):
+            with pytest.raises(ElsewhereError, match="copy_"):
+                take(weight)
+    array, expected = run.model.up.weight.detach().numpy(), run.model.up.weight.detach().clone()
+    storage, address = run.model.up.weight.untyped_storage(), run.model.up.weight.data_ptr()
+    run.train(1, 3)
+    assert np.array_equal(array, expected)  # as it was when it was taken
+    assert run.model.up.weight.data_ptr() == address
+    shown = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
+    assert torch.equal(shown, run.model.up.weight.detach().clone())
+    save_file(run.model.state_dict(), tmp_path / "a.safetensors")
+    torch.save(run.model, tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=False).state_dict()
+    for name, value in load_file(tmp_path / "a.safetensors").items():
+        assert torch.equal(value, run.model.state_dict()[name].clone()), name
+        assert torch.equal(value, loaded[name]), name
+
+
+def test_a_copy_cannot_be_written(tmp_path):
+    """It ends the process, as writing to a file does that is mapped to be read."""
+    run = Run(tmp_path, {"fsdp": 8}, {})
+    address = run.model.up.weight.data_ptr()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        ctypes.memset(address, 0, 4)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
 
 
 def test_a_loader_on_a_mesh(tmp_path, one_device):

@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from . import session
 from .generators import is_ticket
 from .source import here
-from .tensor import DeferredTensor, UninitializedTensorMixin, geometry_of, made, reseat
+from .tensor import DeferredTensor, UninitializedTensorMixin, geometry_of, mine, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass
 _original_new = torch.Tensor.__new__
@@ -31,7 +31,7 @@ _original_swap_tensors = torch.utils.swap_tensors
 def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
     """One C++ tensor cannot be two Python classes: a subclass gets the real memory of its data."""
     if len(args) > 1 and type(args[1]) is DeferredTensor:
-        args = (args[0], made(args[1]), *args[2:])
+        args = (args[0], mine(args[1]), *args[2:])
     return _original_make_subclass(*args, **kwargs)
 
 
@@ -39,7 +39,7 @@ def _new(*args: Any, **kwargs: Any) -> torch.Tensor:
     """As `torch.Tensor.__new__`; a subclass made of a deferred tensor gets its real memory, as above."""
     if len(args) < 2 or not isinstance(args[1], torch.Tensor) or not (session.depth or type(args[1]) is DeferredTensor):
         return _original_new(*args, **kwargs)
-    data = made(args[1]) if type(args[1]) is DeferredTensor else args[1]
+    data = mine(args[1]) if type(args[1]) is DeferredTensor else args[1]
     with torch._C._DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
         return _original_new(args[0], data, *args[2:], **kwargs)
 

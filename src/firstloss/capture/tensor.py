@@ -196,7 +196,7 @@ class DeferredTensor(Tensor):
 
     def as_subclass(self, cls):
         """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
-        return made(self).as_subclass(cls)
+        return mine(self).as_subclass(cls)
 
     def data_ptr(self) -> int:
         """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor."""
@@ -279,13 +279,25 @@ def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False) 
     return real.requires_grad_() if tensor.requires_grad else real
 
 
+def _elsewhere(tensor: DeferredTensor) -> bool:
+    """Whether it lives on a backend, in memory that is not this host's."""
+    return session.trace is None and tensor._store.resident is not None and not tensor._store.resident.at_home
+
+
+def mine(tensor: DeferredTensor) -> Tensor:
+    """As `made`; where the memory is elsewhere, a copy in memory of the caller's own."""
+    if not _elsewhere(tensor):
+        return made(tensor)
+    real = Hooks.value_of(tensor)
+    return real.requires_grad_() if tensor.requires_grad else real
+
+
 def _numpy(tensor: DeferredTensor) -> Any:
     """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
-    real = made(tensor)
-    if session.trace is not None or real is tensor or tensor._store.resident.at_home:
-        return real.numpy()
-    array = real.numpy().copy()  # what shows the tensor's copy changes with it
-    array.flags.writeable = False
+    elsewhere = _elsewhere(tensor)
+    array = mine(tensor).numpy()
+    if elsewhere:
+        array.flags.writeable = False
     return array
 
 
