@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from . import session
 from .generators import is_ticket
 from .source import here
-from .tensor import DeferredTensor, UninitializedTensorMixin, geometry_of, mine, reseat
+from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, mine, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass
 _original_new = torch.Tensor.__new__
