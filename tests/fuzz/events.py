@@ -100,6 +100,28 @@ MODEL = (
     ("size{n} = sum(p.numel() for p in m.parameters())",),
     ("norm{n} = float(m.z.weight.norm())",),
     ("grads{n} = [p.grad for p in m.parameters()]",),
+    (
+        "from safetensors.torch import load, save\nkept{n} = load(save({{k: v for k, v in m.state_dict().items() if v.dim() and v.is_contiguous()}}))",
+        "m.load_state_dict(kept{n}, strict=False)",
+    ),
+    ("same{n} = m.z.weight.data_ptr() == m.z.weight.detach().data_ptr()",),
+    ("bytes{n} = m.z.weight.untyped_storage().nbytes()",),
+    ("array{n} = np.asarray(m.z.weight.detach())", "array{n}[0] = 0.2"),
+    ("lent{n} = torch.from_dlpack(m.z.weight.detach())", "lent{n}.mul_(0.5)"),
+    ("kept{n} = pickle.loads(pickle.dumps(m.state_dict()))", "m.load_state_dict(kept{n})"),
+    ("copy{n} = copy.copy(m)", "copy{n}.act = nn.Sigmoid()"),
+    ("m.act.tag = 1.0\nNet.note = 'x'", "del Net.note"),
+    ("m.z.weight.note = 'a weight'",),
+    ("first{n}, second{n} = m.z.weight.detach(), m.z.weight.data", "first{n}.mul_(0.5)"),
+    ("shape{n} = [tuple(p.shape) for p in m.parameters()]\ntext{n} = repr(m)",),
+    ("m.z.weight.data.copy_(m.z.weight.data.flip(0))",),
+    ("torch.nn.utils.parameters_to_vector(m.parameters()).sum().item()",),
+    ("m.a, m.spare = nn.Linear(4, 5), m.a", "m.a = m.spare"),
+    ("m.z.weight, m.z.extra = nn.Parameter(m.z.weight.detach() * 0.5), m.z.weight",),
+    ("m.z.register_parameter('bias', nn.Parameter(torch.ones(3)))",),
+    ("del m.z.bias\nm.z.bias = None",),
+    ("m.float() if m.z.weight.dtype == torch.float32 else m.double()",),
+    ("for mod in m.modules():\n    mod.extra{n} = len(list(mod.children()))",),
 )
 GRADIENTS = (
     ("o.zero_grad()",),
@@ -174,6 +196,9 @@ MODES = (
     ("n = 3",),
     ("n = 1",),
     ("torch.set_grad_enabled(True)",),
+    ("result{n} = step.__wrapped__(x, y)",),
+    ("torch.set_printoptions(precision=4)",),
+    ("gc.collect()",),
 )
 
 

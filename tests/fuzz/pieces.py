@@ -876,6 +876,45 @@ def held_objects(d: Draft) -> None:
         d.mid.append(f"loss = loss + 0.1 * ({p.get}.h * out.mean(0)).sum()")
 
 
+def reused_batch(d: Draft) -> None:
+    """The caller's batch lies in memory that is written again as soon as a call has returned."""
+    kept = d.name("buf")
+    kind = d.pick("filled", "filled", "refilled", "doubled", "strided", "twice")
+    if kind == "filled":
+        d.after.insert(0, d.pick("y.fill_(9.0)", "y.zero_()", "y.mul_(2)", "x.zero_()"))
+    elif kind == "refilled":
+        d.setup.append(f"{kept} = torch.zeros(6, 3)")
+        d.each.append(f"if y.shape == {kept}.shape:\n    {kept}.copy_(y)\n    y = {kept}")
+    elif kind == "doubled":
+        d.each.append("y = torch.cat([y, y])[::2]")
+    elif kind == "strided":
+        d.each.append("y = y.t().contiguous().t()")
+    else:
+        d.setup.append(f"{kept} = []")
+        d.after.append(f"{kept}.append((x, y))")
+
+
+def edited_after(d: Draft) -> None:
+    """What a step reads is edited as soon as the call has returned, when it may not have run yet."""
+    s = d.name("w")
+    _outside(d, "base")
+    d.setup.append(f"{s} = {d.pick('torch.ones(3)', 'base[1:4]', 'base.view(3, 4).t()[1]', 'base[:3]')}")
+    d.mid.append(f"loss = loss + 0.1 * ({s} * out.mean(0)).sum()")
+    d.after.insert(
+        0,
+        d.pick(
+            f"{s}.mul_(0.9)",
+            f"{s}.fill_(i)",
+            "base.add_(0.1)",
+            f"{s}.numpy()[:] = i",
+            "with torch.no_grad():\n    m.z.weight.mul_(0.95)",
+            "m.z.weight.data[0, 0] = 0.1",
+            "m.z.weight.detach().numpy()[1] *= 0.9",
+            "loss.detach().mul_(0)",
+        ),
+    )
+
+
 PIECES = (
     [rebound] * 8
     + [edited] * 5
@@ -906,5 +945,8 @@ PIECES = (
     + [arrays] * 3
     + [second_step] * 3
     + [held_objects] * 3
+    + [reused_batch] * 3
+    + [edited_after] * 3
+    + [closed_over]
 )
 RARE = [drawn, read_value, argument_edited]

@@ -39,6 +39,23 @@ def generate(seed: int) -> str:
     return _text(d, seed)
 
 
+def _loop(d: Draft, body: str) -> list[str]:
+    """The loop around the step: over a range, or over a loader's batches."""
+    seeded = "g = torch.Generator().manual_seed(1)"
+    if d.chance(0.85):
+        return ["n = 6", seeded, f"for i in range({STEPS}):\n{block(body, 1)}"]
+    made = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
+    body = "\n".join(line for line in body.splitlines() if line not in d.batch)
+    return [
+        seeded,
+        f"data = [({made}) for _ in range({STEPS})]",
+        "loader = fl.utils.data.DataLoader(lambda: data)",
+        d.pick("executor = loader", f"executor = fl.utils.data.DataExecutor(loader, num_steps={STEPS})"),
+        f"for i, (x, y) in enumerate(executor):\n{block(body, 1)}",
+        "del loader, executor",
+    ]
+
+
 def _text(d: Draft, seed: int) -> str:
     returned = d.pick(*["loss"] * 6, "loss, out", "pair", "dict", "detached")
     result = {
@@ -98,9 +115,7 @@ def _text(d: Draft, seed: int) -> str:
         *d.setup,
         *inside,
         "losses = []",
-        "n = 6",
-        "g = torch.Generator().manual_seed(1)",
-        f"for i in range({STEPS}):\n{block(body_of_loop, 1)}",
+        *_loop(d, body_of_loop),
         *d.end,
         "return locals()",
     ]
