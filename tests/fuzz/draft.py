@@ -6,7 +6,7 @@ import random
 import textwrap
 from dataclasses import dataclass, field
 
-STEPS = 9
+STEPS = 8
 _MODULES = {
     "array": "import array",
     "collections": "import collections",

@@ -3,7 +3,7 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
-from .draft import Draft
+from .draft import STEPS, Draft
 
 # Events that may go with any model: text, or several statements of which each comes before a later step.
 MODEL = (
@@ -220,6 +220,6 @@ def event(d: Draft) -> None:
         parts = d.rng.choice(MODES)
     count = d.rng.randint(1, len(parts)) if d.chance(0.3) else len(parts)
     number = d.rng.randint(0, 999)
-    steps = sorted(d.rng.sample(range(1, 9), count))
+    steps = sorted(d.rng.sample(range(1, STEPS), count))
     for step, text in zip(steps, parts, strict=False):
         d.at(text.format(n=number), step)

@@ -32,6 +32,11 @@ class Outcome:
 
     def like(self, other: Outcome) -> bool:
         """Whether both may well have one cause: what a program is shrunk by."""
-        if self.kind != other.kind:
-            return False
-        return self.kind == DIFFERS or self.what.partition(":")[0] == other.what.partition(":")[0]
+        return self.kind == other.kind and self._cause() == other._cause()
+
+    def _cause(self) -> str:
+        if self.kind != DIFFERS:
+            return self.what.partition(":")[0]
+        how = self.what.partition(": ")[2]
+        signs = ("after each tensor", "object", "items", "keys", "attributes", "requires_grad", "torch.")
+        return next((sign for sign in signs if sign in how), "values")

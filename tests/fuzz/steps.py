@@ -32,7 +32,7 @@ def generate(seed: int) -> str:
     optimizer(d)
     for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
         rng.choice(PIECES)(d)
-    if rng.random() < 0.03:
+    if rng.random() < 0.015:
         rng.choice(RARE)(d)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         event(d)
