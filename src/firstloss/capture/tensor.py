@@ -203,7 +203,9 @@ class DeferredTensor(Tensor):
         return made(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
-        return made(self, writable=True).__dlpack__(*args, **kwargs)
+        real = made(self, writable=True)
+        with torch._C._DisableTorchDispatch():
+            return real.__dlpack__(*args, **kwargs)
 
     def untyped_storage(self):
         """As `torch.Tensor.untyped_storage`, of the tensor's own memory."""
@@ -295,7 +297,9 @@ def mine(tensor: DeferredTensor) -> Tensor:
 def _numpy(tensor: DeferredTensor) -> Any:
     """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
     elsewhere = _elsewhere(tensor)
-    array = mine(tensor).numpy()
+    real = mine(tensor)
+    with torch._C._DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
+        array = real.numpy()
     if elsewhere:
         array.flags.writeable = False
     return array
