@@ -96,7 +96,7 @@ class Cell:
             lasting: who holds it cannot be counted.
         """
         cell = cls(value)
-        cell._memory = HostMemory(memory, lasting)
+        cell._memory = HostMemory(memory, lasting, is_direct(value))
         return cell
 
     def memory(self, lasting: bool) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Cell:
             if tensor is None:
                 tensor = allocate_huge(self.value).copy_(self.host())
             self._clear()
-            self._memory = HostMemory(tensor, lasting)
+            self._memory = HostMemory(tensor, lasting, is_direct(self.value))
         self._memory.lasting |= lasting
         return self._memory.content()
 
@@ -131,17 +131,25 @@ class Cell:
         """Whether the content lives in memory that was handed out."""
         return self._memory is not None
 
-    def argument(self) -> jax.Array:
-        """As `array`, for a step. If it is `lent`, the step has to be waited for, and `settle` called."""
+    def argument(self, donated: bool = False) -> jax.Array:
+        """As `array`, for a step. If it is `lent`, the step has to be waited for, and `settle` called.
+
+        Args:
+            donated: the step may write to the array.
+        """
         memory = self._memory
         if memory is None:
             return self.array()
-        tensor = memory.content()
-        if memory.held():
+        tensor, held = memory.content(), memory.held()
+        if held and not donated:
             return lend(tensor)
-        self._memory = None
-        self._array = self.current = self._put(tensor)
-        return self._array
+        array = memory.on_device()
+        if array is None:
+            array = self._put(tensor)
+        if not held:
+            self._array = self.current = array
+            self._memory = None
+        return array
 
     def settle(self) -> None:
         """Write what a step has made of the content to where it lives."""
@@ -163,7 +171,7 @@ class Cell:
         if not self.at_home or not fits or tensor.stride() != value.stride or tensor.is_conj() or tensor.is_neg():
             return False
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            memory = HostMemory(tensor.detach(), not is_countable(tensor))
+            memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
         if self._memory is not None:
             self._memory.content()
         self._clear()

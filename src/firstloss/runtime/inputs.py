@@ -55,22 +55,24 @@ class Inputs:
         self.lent = False
         cells = _cells(changed)
         if self.where or not wait:
-            arrays = self.arrays(changed, leaves, wait)
+            arrays = self.arrays(changed, leaves, wait, donated=True)
         else:
             found = [cell.current if cell is not None else None for cell in cells]
-            arrays = tuple([self.array(v, leaves) if a is None else a for v, a in zip(changed, found, strict=True)])
+            arrays = tuple(
+                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, found, strict=True)]
+            )
         return arrays, cells if all(cells) else _cells(changed)  # some have been made since
 
-    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True) -> tuple:
+    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
         """What stands for the inputs `values`; without `wait`, a function for those that are still being made."""
-        return tuple((None if wait else self._later(value)) or self.array(value, leaves) for value in values)
+        return tuple((None if wait else self._later(value)) or self.array(value, leaves, donated) for value in values)
 
     def _later(self, value: Value) -> Callable[[], jax.Array] | None:
         home = self._homes[value]
         return home.resident.later() if isinstance(home, Store) and home.resident is not None else None
 
-    def array(self, value: Value, leaves: list[Any]) -> Any:
-        """What stands for an input `value` at this call."""
+    def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
+        """What stands for an input `value` at this call; `donated`, if the step may write to it."""
         number = self._numbers.get(value)
         if number is not None:
             return np.float64(number.read())
@@ -81,7 +83,7 @@ class Inputs:
         if isinstance(home, Store):
             if home.resident is None:
                 self._backend.claim(home.alive())
-            array = self._argument(home.resident)
+            array = self._argument(home.resident, donated)
         elif type(home) is DeferredTensor and home._store.resident is not None and home._ref().whole:
             array = self._argument(home._store.resident)
         elif where is not None:
@@ -90,8 +92,8 @@ class Inputs:
             return given(home.detach().clone(memory_format=torch.contiguous_format))
         return array if where is None else fit(array, where)
 
-    def _argument(self, cell: Cell) -> jax.Array:
-        array = cell.argument()
+    def _argument(self, cell: Cell, donated: bool = False) -> jax.Array:
+        array = cell.argument(donated)
         self.lent = self.lent or cell.lent
         return array
 
