@@ -16,7 +16,7 @@ from .known import known
 from .program import dense_count
 from .scalars import number_of
 from .shapes import infer
-from .tensor import DeferredTensor, Hooks, geometry_of, reseat
+from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat
 from .traits import traits
 from .validations import validated
 from .values import run_for_real, value_of
@@ -219,6 +219,10 @@ def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             return op(*args, **kwargs)
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         op(real, *args[1:], **kwargs)
+        deferred = session.trace is None and tensor._store.resident is None
+        if deferred and op is aten.set_.source_Storage_storage_offset:
+            become(tensor, real)  # C++ that makes a tensor of a storage, and holds what it made, gives no geometry
+            return tensor
     return _set_tensor(aten.set_.source_Tensor, (tensor, real), {})
 
 
