@@ -47,9 +47,8 @@ def _loop(d: Draft, body: str) -> list[str]:
     made = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
     body = "\n".join(line for line in body.splitlines() if line not in d.batch)
     return [
-        seeded,
-        f"data = [({made}) for _ in range({STEPS})]",
-        "loader = fl.utils.data.DataLoader(lambda: data)",
+        f"def batches():\n    {seeded}\n    return [({made}) for _ in range({STEPS})]",
+        "loader = fl.utils.data.DataLoader(batches)",
         d.pick("executor = loader", f"executor = fl.utils.data.DataExecutor(loader, num_steps={STEPS})"),
         f"for i, (x, y) in enumerate(executor):\n{block(body, 1)}",
         "del loader, executor",
