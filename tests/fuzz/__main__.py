@@ -78,6 +78,7 @@ def _campaign(options: argparse.Namespace) -> int:
                     print(f"         {len(lineless)} of them name no line (seeds {', '.join(map(str, lineless[:6]))})")
                 else:
                     print(f"         {members[0][1].where}")
+    _by_part(found)
     failures = sorted([item for item in found if item[2].failed], key=lambda item: item[0])
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,19 @@ def _campaign(options: argparse.Namespace) -> int:
             (options.out / f"{options.kind}_{seed}.py").write_text(source)
     _shrink(options, failures)
     return int(bool(failures))
+
+
+def _by_part(found: list[tuple[int, str, Outcome]]) -> None:
+    """How many of the programs with each part, as their first lines name them, failed or were refused."""
+    parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    for _, source, outcome in found:
+        if (title := re.match(r'"""[^:\n]*: (.*)\."""', source)) and outcome.kind != "discarded":
+            for part in set(title[1].split(", ")):
+                parts[part].update(["all", outcome.kind, "failed" if outcome.failed else ""])
+    if parts:
+        print("failed and refused, of how many, by what is in the program:")
+    for part, counts in sorted(parts.items(), key=lambda item: -item[1]["failed"] / item[1]["all"]):
+        print(f"  {counts['failed']:5} {counts['refused']:5} {counts['all']:6}  {part}")
 
 
 def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]]) -> None:

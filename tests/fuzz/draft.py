@@ -79,6 +79,7 @@ class Draft:
     fields: list[str] = field(default_factory=list)  # statements of the constructor of the step's class
     linears: list[str] = field(default_factory=lambda: ["a", "z"])  # attributes of the model with weight and bias
     results: list[str] = field(default_factory=list)  # what the step returns beside the loss
+    pieces: list[str] = field(default_factory=list)  # the names of the functions that added to it
     catches: bool = False  # whether the loop catches errors of the step
     _count: int = 0
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from .draft import STEPS, Draft, block, imports
 from .events import event
@@ -31,12 +32,17 @@ def generate(seed: int) -> str:
     model(d)
     optimizer(d)
     for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
-        rng.choice(PIECES)(d)
+        _add(d, rng.choice(PIECES))
     if rng.random() < 0.015:
-        rng.choice(RARE)(d)
+        _add(d, rng.choice(RARE))
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))):
         event(d)
     return _text(d, seed)
+
+
+def _add(d: Draft, piece: Callable[[Draft], None]) -> None:
+    d.pieces.append(piece.__name__)
+    piece(d)
 
 
 def _loop(d: Draft, body: str) -> list[str]:
@@ -128,4 +134,4 @@ def _text(d: Draft, seed: int) -> str:
     header = "\n".join(
         [*imports(definitions), "", "import torch", "from torch import nn", "", "import firstloss as fl"]
     ).strip()
-    return f'"""Program {seed} of tests.fuzz.steps."""\n\n{header}\n\n\n{definitions}\n\n\n{_FOOTER}'
+    return f'"""Program {seed} of tests.fuzz.steps: {", ".join([d.form, *d.pieces])}."""\n\n{header}\n\n\n{definitions}\n\n\n{_FOOTER}'
