@@ -711,6 +711,28 @@ def test_a_step_that_uses_a_weight_and_real_memory_of_it(backend, view, write):
         close(a, b, f"value {i}")
 
 
+@pytest.mark.parametrize("begin, end", [(0, 20), (5, 20), (0, 10), (5, 10)])
+def test_a_step_that_uses_memory_of_which_a_weight_is_a_part(backend, begin, end):
+    """Right if all of the tensor is the weight's, an error if it is partly so."""
+    run = Run(backend)
+    vector = torch.arange(30.0) / 30
+    run.model.small.data = vector[3:15].view(4, 3)
+    part, expected = vector[begin:end], 2 * vector[begin:end].sum().item() * run.x.item()
+
+    @fl.trace
+    def step(x):
+        run.model.small.mul_(2)
+        return part.sum() * x
+
+    with torch.no_grad():
+        if (begin, end) == (5, 10):
+            assert step(run.x).item() == pytest.approx(expected, rel=1e-6)  # float32
+            assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)
+        else:
+            with pytest.raises(fl.errors.TraceError, match="share a part of their memory"):
+                step(run.x)
+
+
 # -- what it costs, and how long it lasts -----------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ..errors import CaptureError, ElsewhereError
+from ..errors import CaptureError, ElsewhereError, TraceError
 from . import distributed, session
 from .program import Ref, Value
 from .source import here
@@ -335,21 +335,38 @@ def note_memory(store: Store) -> None:
 
 
 def store_at(tensor: Tensor) -> tuple[Store, Geometry] | None:
-    """The Store on a backend whose content lives in the memory of the real `tensor`, and how it looks at that."""
+    """The Store on a backend whose content lives in the memory of the real `tensor`, and how it looks at that.
+
+    Raises:
+        TraceError: in a step, if that is a part of the tensor's memory only.
+    """
     if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return None
     address = tensor.data_ptr()
-    place = bisect.bisect_right(_begins, address) - 1
-    store = _homes[_begins[place]]() if place >= 0 else None
-    if store is None or store.resident is None or not store.resident.lent:
-        return None
-    begin, end = store.resident.extent()
-    if begin != _begins[place]:
-        return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if address + (last + 1) * tensor.itemsize > end or (address - begin) % tensor.itemsize:
+    behind = address + (last + 1) * tensor.itemsize
+    for place in range(bisect.bisect_right(_begins, address) - 1, len(_begins)):
+        if place < 0 or (store := _lent_at(_begins[place])) is None:
+            continue
+        begin, end = store.resident.extent()
+        if begin >= behind:
+            return None
+        if begin <= address and behind <= end and (address - begin) % tensor.itemsize == 0:
+            return store, (tuple(tensor.shape), tensor.stride(), (address - begin) // tensor.itemsize, tensor.dtype)
+        if address < end and session.trace is not None:
+            raise TraceError(
+                f"{here()}: this tensor of shape {list(tensor.shape)} and a weight share a part of their memory, which "
+                "a step cannot follow. Use views of the weight in the step, or a clone of the tensor."
+            )
+    return None
+
+
+def _lent_at(begin: int) -> Store | None:
+    """The Store whose content lives in memory that begins there."""
+    store = _homes[begin]()
+    if store is None or store.resident is None or not store.resident.lent or store.resident.extent()[0] != begin:
         return None
-    return store, (tuple(tensor.shape), tensor.stride(), (address - begin) // tensor.itemsize, tensor.dtype)
+    return store
 
 
 def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
