@@ -206,6 +206,9 @@ class _Walk:
                 return
             if (a.__code__.co_name, a.__code__.co_firstlineno) != (b.__code__.co_name, b.__code__.co_firstlineno):
                 raise Difference(path, f"eager {a.__qualname__}, traced {b.__qualname__}")
+            if hasattr(a, "registry") and hasattr(a, "dispatch"):  # singledispatch caches by the tensors' own types
+                yield ".registry", dict(a.registry), dict(b.registry)
+                return
             yield ".__defaults__", a.__defaults__, b.__defaults__
             yield ".__kwdefaults__", a.__kwdefaults__, b.__kwdefaults__
             yield ".__dict__", a.__dict__, b.__dict__

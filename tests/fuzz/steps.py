@@ -134,4 +134,5 @@ def _text(d: Draft, seed: int) -> str:
     header = "\n".join(
         [*imports(definitions), "", "import torch", "from torch import nn", "", "import firstloss as fl"]
     ).strip()
-    return f'"""Program {seed} of tests.fuzz.steps: {", ".join([d.form, *d.pieces])}."""\n\n{header}\n\n\n{definitions}\n\n\n{_FOOTER}'
+    title = f'"""Program {seed} of tests.fuzz.steps: {", ".join([d.form, *d.pieces])}."""'
+    return f"{title}\n\n{header}\n\n\n{definitions}\n\n\n{_FOOTER}"
