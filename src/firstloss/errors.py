@@ -75,6 +75,14 @@ class LoweringError(FirstlossError, NotImplementedError):
     """An ATen operation has no StableHLO rule, or its rule disagrees with what capture recorded."""
 
 
+class StateLostError(FirstlossError, RuntimeError):
+    """The device failed in the middle of a step, when it had been given the memory of the weights."""
+
+
+class StepMemoryError(FirstlossError, MemoryError):
+    """The device has no memory for what a step computes on the way."""
+
+
 class ClosureError(FirstlossError, RuntimeError):
     """A closure was called where it cannot run."""
 

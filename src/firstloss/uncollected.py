@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .undo import Undo
+
 
 class Paused:
     """No garbage collection in the block, which frees as many objects as it makes.
@@ -37,7 +39,25 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else somebody has frozen objects, which are to stay so
-            gc.freeze()  # moves all objects out of the generations, and
-            gc.unfreeze()  # puts them into the oldest
-        gc.enable()
+        _collect_again()
+
+
+def pause(undo: Undo) -> None:
+    """As `Paused`, until `undo` is through: for blocks that are interrupted."""
+    if gc.isenabled():
+        undo(gc.enable)
+        gc.disable()
+
+
+def put_off(undo: Undo) -> None:
+    """As `uncollected`, until `undo` is through."""
+    if gc.isenabled():
+        undo(_collect_again)
+        gc.disable()
+
+
+def _collect_again() -> None:
+    if not gc.isenabled() and not gc.get_freeze_count():  # else somebody has frozen objects, which are to stay so
+        gc.freeze()  # moves all objects out of the generations, and
+        gc.unfreeze()  # puts them into the oldest
+    gc.enable()

@@ -282,3 +282,7 @@ def test_a_backward_pass_that_was_lowered_before_is_lowered_after_the_loss(tmp_p
         model.embed.weight.tolist()
     with pytest.raises(fl.errors.LoweringError, match="no rule"):
         run(tokens())
+    held = model.embed.weight.detach().cpu().clone()  # those before the step: nothing has been done
+    refused = False
+    run(tokens())
+    assert not torch.equal(model.embed.weight.detach().cpu(), held)

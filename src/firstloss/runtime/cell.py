@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -14,8 +15,9 @@ from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
 from ..capture.program import Value, is_contiguous
+from ..errors import StateLostError
 from ..init.memory import allocate_huge
-from . import mesh, mesh_placement
+from . import dispatch, mesh, mesh_placement
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .jaxlib import empty, lend, on_cpu, to_device, to_host
 
@@ -28,6 +30,7 @@ def is_direct(value: Value) -> bool:
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
+_edits = threading.Lock()  # of who brings an edit to the device
 _last_edited: weakref.ref[Cell] | None = None  # by the host
 
 
@@ -112,14 +115,15 @@ class Cell:
             if self._copy is None:
                 self._copy = ReadOnlyCopy(self.value)
             return self._copy.showing(self.read())
-        if self._memory is None:
+        memory = self._memory
+        if memory is None:
             tensor = self._host if self._edited and self._written is None else None
             if tensor is None:
                 tensor = allocate_huge(self.value).copy_(self.host())
-            self._clear()
-            self._memory = HostMemory(tensor, lasting, is_direct(self.value))
-        self._memory.lasting |= lasting
-        return self._memory.content()
+            memory = HostMemory(tensor, lasting, is_direct(self.value))
+            self._live_in(memory)
+        memory.lasting |= lasting
+        return memory.content()
 
     @property
     def at_home(self) -> bool:
@@ -137,6 +141,7 @@ class Cell:
         Args:
             donated: the step may write to the array.
         """
+        dispatch.settled()
         memory = self._memory
         if memory is None:
             return self.array()
@@ -147,8 +152,7 @@ class Cell:
         if array is None:
             array = self._put(tensor)
         if not held:
-            self._array = self.current = array
-            self._memory = None
+            self._memory, self._array, self.current = None, array, array
         return array
 
     def settle(self) -> None:
@@ -174,32 +178,50 @@ class Cell:
             memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
         if self._memory is not None:
             self._memory.content()
-        self._clear()
-        self._memory = memory
+        self._live_in(memory)
         return True
 
-    def _clear(self) -> None:
-        self._array = self.current = self._pending = self._host = self._written = self._memory = None
+    def _live_in(self, memory: HostMemory) -> None:
+        self._memory = memory  # first: where there is one, nothing else is looked at
+        self._array = self.current = self._pending = self._host = self._written = None
         self._edited = False
 
     # -- the array --
 
     def array(self) -> jax.Array:
         """The content as an array of `value.shape`; waits for the materialization or the first step under way."""
-        if self._memory is not None:
-            return self._put(self._memory.content())
-        if self._edited:
-            assert self._host is not None
-            self._array = self._put(self._host) if self._written is None else self._written
-            self._host, self._edited, self._written = None, False, None
-        elif self._array is None:
-            assert self._pending is not None
-            self._array = self._pending.result()[self.value]
-            self._pending = None
-        elif callable(self._array):
-            self._array = self._array()
-        self.current = self._array if self._host is None else None
-        return self._array
+        dispatch.settled()
+        if (memory := self._memory) is not None:
+            return self._put(memory.content())
+        while True:  # another thread may do the same: what is asked of the cell is asked once
+            array, pending = self._array, self._pending
+            if self._edited:
+                with _edits:
+                    host, written = self._host, self._written
+                    if self._edited and host is not None:
+                        self._array = self._put(host) if written is None else written
+                        self._host, self._edited, self._written = None, False, None
+            elif array is None and pending is not None:
+                made = pending.result()[self.value]
+                if self._pending is pending and self._array is None:
+                    self._array, self._pending = made, None
+            elif callable(array):
+                made = array()
+                if self._array is array:
+                    self._array = made
+            elif array is not None:
+                self.current = array if self._host is None else None
+                return array
+
+    def take(self, use: Callable[[jax.Array], Any]) -> Any:
+        """`use(array)`, of the array as it is now: again, if another thread's step has taken its memory meanwhile."""
+        while True:
+            array = self.array()
+            try:
+                return use(array)
+            except (RuntimeError, ValueError):
+                if not array.is_deleted() or self.array() is array:
+                    raise
 
     def later(self) -> Callable[[], jax.Array] | None:
         """What gives the content as it is to be when the materialization under way is through; None if it is there."""
@@ -210,7 +232,7 @@ class Cell:
 
     def snapshot(self) -> jax.Array:
         """As `array`, in memory that no step will write to. Does not wait for a step under way."""
-        return self.array() if self._memory is not None else jax.numpy.copy(self.array())
+        return self.array() if self._memory is not None else self.take(jax.numpy.copy)
 
     def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
         """What a step has made of it; a function that waits for it, where that is still to come."""
@@ -220,10 +242,21 @@ class Cell:
                 return
             self._memory = None
         self._array = array
-        self.current = None if callable(array) else array
         self._pending = None
         self._host = self._written = None
         self._edited = False
+        self.current = None if callable(array) else array  # last: with it, nothing else is looked at
+
+    def lose(self, error: BaseException) -> None:
+        """The device has failed when it had been given the array: until it is written anew, nothing is here."""
+
+        def lost() -> jax.Array:
+            raise StateLostError(
+                "the device failed in the middle of a step, when it had been given the memory of weights and "
+                "optimizer state, so there are none any more. Load a checkpoint (load_state_dict), or start again."
+            ) from error
+
+        self.set(lost)
 
     def replace_from(self, file: FileValue) -> None:
         """Of a cell on a mesh: hold what lies in a file from now on; each device's part is read alone."""
@@ -235,11 +268,12 @@ class Cell:
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping a copy of what is on another device than the host."""
-        if self._memory is not None:
-            return self._memory.content()
-        if self._host is not None:
-            return self._host
-        return laid_out(to_host(mesh.readable(self.array())), self.value)
+        dispatch.settled()
+        if (memory := self._memory) is not None:
+            return memory.content()
+        if (host := self._host) is not None:
+            return host
+        return self.take(lambda array: laid_out(to_host(mesh.readable(array)), self.value))
 
     def gathered(self) -> torch.Tensor:
         """As `read`, of parts that lie in other processes too; all of them have to ask for it."""
@@ -262,11 +296,19 @@ class Cell:
 
     def host(self) -> torch.Tensor:
         """The content laid out as `value` is. Not to be written, but after `edit`."""
-        if self._memory is not None:
-            return self._memory.content()
-        if self._host is None:
-            self._host, self.current = self.read(), None
-        return self._host
+        dispatch.settled()
+        if (memory := self._memory) is not None:
+            return memory.content()
+        host = self._host
+        if host is None:
+
+            def read(array: jax.Array) -> tuple[jax.Array, torch.Tensor]:
+                return array, laid_out(to_host(mesh.readable(array)), self.value)
+
+            array, host = self.take(read)
+            if self._array is array:  # else another thread's step has made a new one meanwhile
+                self._host, self.current = host, None
+        return host
 
     def edit(self, whole: bool = False) -> bool:
         """The host is about to write to `host()`; if to all of it (`whole`), what was there need not be read.
@@ -276,12 +318,14 @@ class Cell:
         if self._edited or self._memory is not None:
             return False
         value = self.value
+        written = None
         if whole and self.sharding is None and is_direct(value):
-            self._written, self._host = empty(tuple(value.shape), value.dtype)
+            written, host = empty(tuple(value.shape), value.dtype)
         else:
-            new = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-            self._host = new if whole else new.copy_(self.host())
-        self._edited, self.current = True, None
+            host = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+            if not whole:
+                host.copy_(self.host())
+        self._written, self._host, self._edited, self.current = written, host, True, None
         return whole
 
     def leave(self) -> None:
@@ -307,7 +351,7 @@ def renew(cells: Iterable[Cell | None], arrays: Iterable[Any]) -> None:
     for cell, array in zip(cells, arrays, strict=True):
         if cell is None:
             continue
-        if cell.current is None or callable(array):
+        if callable(array) or cell.current is None:  # a call first: another thread may read the cell meanwhile
             cell.set(array)
         else:
             cell.current = cell._array = array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,12 +23,14 @@ from ..errors import LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.segments import cut
+from ..undo import Undo
+from . import dispatch
 from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .gradients import Gradients
 from .inputs import Inputs, keep
-from .jaxlib import compile_options, x64
+from .jaxlib import compile_options, use_x64, x64
 from .modes import ModesLeft
 from .optimizers import Optimizers
 from .placement import begin_behind
@@ -89,12 +91,14 @@ class Executable:
                 self._optimizers.settled()
                 self._gradients.traced(self._tracing.inputs)
                 same = find(self) if backend.mesh is None else None
+                # What the step leaves is left when it has been run.
+                self._gradients.undo()
+                self._modes.undo()
             except BaseException:
                 self._undo()
                 raise
         self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
-        self._just_traced = True
         self._reseated = session.reseated
 
     # -- from Python to a Program --
@@ -269,26 +273,21 @@ class Executable:
                 jitted = jax.jit(run, donate_argnums=(0,), **options)
                 lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
             with timeline.span("compile"):
-                return lowered.compile(compile_options())
+                compiled = lowered.compile(compile_options())
+        dispatch.probe_memory([compiled])
+        return compiled
 
     # -- from a batch to a loss --
 
-    def __call__(self, leaves: list[Any]) -> Any:
-        if not self._just_traced:
-            self._gradients.follow(self._tracing.inputs, self._changed)
-        self._just_traced = False
-        with x64():
-            wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
-            state, cells = self.inputs.state(self._changed, leaves, wait)
-            rest = self.inputs.arrays(self._read, leaves, wait)
-            seed = self._backend.keys.next() if self._tracing.draws else _no_seed(self._backend.mesh is None)
-            begin = timeline.current().now()
-            new, made, results = self._compiled(state, rest, seed)
-            if not self._ran:
-                jax.block_until_ready(results)
-                timeline.current().add("first step", begin)
-                timeline.current().mark(timeline.FIRST_LOSS)
-        self._ran = True
+    def _commit(
+        self,
+        cells: Sequence[Cell | None],
+        key: np.ndarray | None,
+        new: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """The step has been run: what it leaves in weights, state, gradients and modes. May be done twice."""
         keep(self._changed.values(), cells, new)
         for store, array in zip(self._made, made, strict=True):
             if store.resident is None:
@@ -296,16 +295,80 @@ class Executable:
             store.resident.set(array)
         self._gradients.leave()
         self._modes.leave()
+        if key is not None:
+            self._backend.keys.taken(key)
+        self.inputs.settle(cells, (*new, *made, *results))
+
+    def _first(
+        self, run: Any, state: Sequence[Any], cells: Sequence[Cell | None], key: np.ndarray | None, gradients: Any
+    ) -> None:
+        """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
+        later = getattr(run, "later", None)
+        if later is None:
+            return
+        arrays = [None if cell is None else cell._array for cell in cells]
+
+        def failed(error: BaseException) -> None:
+            with dispatch.lock:
+                later.failed = lambda error: None
+                lost = any(isinstance(array, jax.Array) and array.is_deleted() for array in state)
+                for cell, old, new in zip(cells, state, arrays, strict=True):
+                    if cell is None:
+                        continue
+                    if lost:
+                        cell.lose(error)
+                    elif cell._array is new:
+                        cell.set(old)
+                self._gradients.back_to(gradients)
+                if key is not None:
+                    self._backend.keys.untaken(key)
+                self._ran = False
+
+        later.failed = failed
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        with Undo() as undo, undo, dispatch.lock:
+            use_x64(undo)
+            dispatch.settled()
+            self._gradients.follow(self._tracing.inputs, self._changed)
+            wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
+            state, cells = self.inputs.state(self._changed, leaves, wait)
+            rest = self.inputs.arrays(self._read, leaves, wait)
+            key = self._backend.keys.next() if self._tracing.draws else None
+            seed = key if key is not None else _no_seed(self._backend.mesh is None)
+            begin = timeline.current().now()
+            run = dispatch.begin(self._compiled, state, rest, seed)
+
+            def commit(outputs: Sequence[Sequence[Any]]) -> None:
+                self._commit(cells, key, *outputs)
+
+            def lose(error: BaseException) -> None:
+                for cell in cells:
+                    if cell is not None:
+                        cell.lose(error)
+
+            step = dispatch.Transaction(run, state, commit, lose)
+            first = not self._ran or isinstance(self._compiled, SegmentedStep) and not self._compiled.ran
+            gradients = self._gradients.now() if first else None
+            try:
+                results = step.execute()[2]
+            except BaseException as error:
+                step.settle(error)
+                raise
+            if first:
+                self._first(run, state, cells, key, gradients)
+            if not self._ran:
+                jax.block_until_ready(results)
+                timeline.current().add("first step", begin)
+                timeline.current().mark(timeline.FIRST_LOSS)
+        self._ran = True
         arrays = iter(results)
         out = [result.value if isinstance(result, Kept) else resident(next(arrays)) for result in self._results]
         for call in self._tracing.closures:
             call.after_step([next(arrays) for _ in call.refs])
         loop = loops.current()
-        try:
-            if loop is not None:
-                loop.dispatched(results)
-        finally:
-            self.inputs.settle(cells, (*new, *made, *results))
+        if loop is not None:
+            loop.dispatched(results)
         return pytree.tree_unflatten(out, self._result_spec)
 
 

@@ -51,6 +51,15 @@ class Gradients:
                 if value in changed:
                     changed[value] = home
 
+    def now(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+        """Those that a call will replace, for `back_to`."""
+        return [(parameter, parameter.grad) for parameter, _ in self._left]
+
+    def back_to(self, before: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """A call has failed after `leave`: weights have the gradients again that were there `before`."""
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
     def leave(self) -> None:
         """After a call: weights have the gradients that the step has left or cleared."""
         for parameter, gradient in self._left:

@@ -15,6 +15,7 @@ from ..init.memory import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant
+from ..undo import Undo
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
@@ -26,6 +27,13 @@ _NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32
 def x64() -> Any:
     """PyTorch's int64 and float64 are real: a context in which JAX's are too."""
     return jax.enable_x64(True)
+
+
+def use_x64(undo: Undo) -> None:
+    """As `x64`, until `undo` is through: for blocks that are interrupted."""
+    state = jax.enable_x64
+    undo(state.set_local, state.get_local())
+    state.set_local(True)
 
 
 def use_compilation_cache(directory: str) -> None:

@@ -24,12 +24,19 @@ class Keys:
         self._seen: tuple[int, int] | None = None  # torch's seed when ours was taken or loaded
 
     def next(self) -> np.ndarray:
-        """The key of the next step: two uint32, of which `jax.random` makes the rest."""
+        """The key of the next step: two uint32, of which `jax.random` makes the rest. It stays the next one's until
+        somebody says that it is `taken`."""
         self._follow_torch()
         assert self._seed is not None
-        key = np.array([self._seed & 0xFFFFFFFF, self._steps], np.uint32)
-        self._steps += 1
-        return key
+        return np.array([self._seed & 0xFFFFFFFF, self._steps], np.uint32)
+
+    def taken(self, key: np.ndarray) -> None:
+        """The step with this key has been run. May be said twice."""
+        self._steps = int(key[1]) + 1
+
+    def untaken(self, key: np.ndarray) -> None:
+        """It turns out that it has not, and none after it."""
+        self._steps = int(key[1])
 
     def state_dict(self) -> dict[str, int]:
         """What the next steps' numbers follow from."""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
 from . import notes
+from .dispatch import Shield, called, calling, direct, flat, probe_memory
 from .jaxlib import compile_options, on_cpu, x64
 from .placement import begin_behind
 
@@ -88,7 +89,7 @@ class SegmentedStep:
         first = {turn.function for turn in self._turns[: self._first]}
         while self._compiled.lower_next(first or functions):
             pass
-        self._ran = False
+        self.ran = False
 
     @property
     def executables(self) -> list[Any]:
@@ -138,8 +139,8 @@ class SegmentedStep:
 
     # -- a step --
 
-    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
-        """The Program's outputs, in the groups of `outputs`.
+    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> SegmentedRun:
+        """An execution, to be begun by its `advance`.
 
         The first time, in `state` and `rest` a function may stand for an array that is not there yet: it is called when
         the first segment needs it. So the forward pass begins while the optimizer's state is still being made. And it
@@ -147,68 +148,158 @@ class SegmentedStep:
         it is called. So the first loss does not wait until the backward pass is compiled.
         """
         seed = seed if isinstance(seed, jax.Array) else jax.device_put(seed)
-        slots: list[Any] = [*state, *rest, *[None] * (len(self._slots) - self._given)]
+        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given)]
         for slot, array in self._constants.items():
             slots[slot] = array
-        del state, rest
-        if self._ran:
-            self._run(self._turns, slots, seed)
-        else:
-            self._first_run(slots, seed)
-            self._ran = True
-        return tuple(tuple(slots[i] for i in group) for group in self._results)
+        return SegmentedRun(self, slots, seed)
 
-    def _run(self, turns: Sequence[_Turn], slots: list[Any], seed: Any) -> None:
+    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
+        """The Program's outputs, in the groups of `outputs`."""
+        run = self.begin(state, rest, seed)
+        run.advance()
+        return run.outputs()
+
+
+class _NotYet:
+    """What is in the slot of an array that no segment has made yet."""
+
+
+_NOT_YET: Any = _NotYet()
+
+
+class Later(Future):
+    """What the turns after the loss make of the state, by slots, in a thread of their own.
+
+    Attributes:
+        failed: called when somebody asks, and they have failed.
+    """
+
+    failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
+
+    def of(self, slot: int) -> Any:
+        """The array of a slot; waits for it."""
+        try:
+            return self.result()[slot]
+        except BaseException:
+            if self.done() and (error := self.exception()) is not None:
+                self.failed(error)
+            raise
+
+
+class SegmentedRun:
+    """One execution of a SegmentedStep: a `Run`, as `dispatch.py` has it."""
+
+    def __init__(self, step: SegmentedStep, slots: list[Any], seed: Any) -> None:
+        self._step = step
+        self._slots = slots
+        self._seed = seed
+        self.later: Later | None = None  # of a first run: what the turns after the loss will make
+        self.shield: Shield | None = None
+
+    def advance(self) -> None:
+        """Run the segments that have not been run yet."""
+        step = self._step
+        if self.later is not None:
+            return
+        if step.ran:
+            self._run(step._turns)
+        else:
+            self._first_run()
+
+    def outputs(self) -> tuple:
+        """The Program's outputs, in groups."""
+        return tuple(tuple(map(self._output, group)) for group in self._step._results)
+
+    def _output(self, slot: int) -> Any:
+        array = self._slots[slot]
+        if array is not _NOT_YET:
+            return array
+        assert self.later is not None
+        return functools.partial(self.later.of, slot)
+
+    def turn(self) -> int:
+        """Which turn is the next."""
+        turns = self._step._turns
+        return next((n for n, turn in enumerate(turns) if self._slots[turn.fills.start] is _NOT_YET), len(turns))
+
+    def begun(self) -> bool:
+        """After an interrupt: whether state has been handed over; else it will not be."""
+        if self.later is not None:
+            if not self.later.cancel():
+                return True
+            self.later = None
+            return False
+        shield, turns = self.shield, self._step._turns
+        if shield is not None and shield.turn == self.turn():
+            results = shield.rescued()
+            if results is not None:
+                self._slots[turns[shield.turn].fills] = results
+        compiled = self._step._compiled
+        return any(compiled.reuses(turn.function) for turn in turns[: self.turn()])
+
+    def _run(self, turns: Sequence[_Turn]) -> None:
+        """Run those of `turns` that have not been run: it may go on where it was interrupted."""
+        slots, seed, compiled = self._slots, self._seed, self._step._compiled
+        calling(self)
         for turn in turns:
-            slots[turn.fills] = self._compiled[turn.function](seed, *[slots[i] for i in turn.reads])
+            fills = turn.fills
+            if slots[fills.start] is _NOT_YET:  # the results are in their slots when the instruction is through
+                slots[fills] = flat(called(compiled[turn.function], ((seed, *[slots[i] for i in turn.reads]),)))
             for slot in turn.frees:
                 slots[slot] = None
+        calling(None)
 
-    def _first_run(self, slots: list[Any], seed: Any) -> None:
-        put_off = on_cpu() and notes.is_noted(self._compiled.digest)
-        for turn in self._turns[: self._first]:
-            while not (put_off or self._compiled.done(turn.function)) and self._compiled.lower_next(hold=on_cpu()):
+    def _first_run(self) -> None:
+        step, slots = self._step, self._slots
+        compiled = step._compiled
+        put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
+        for turn in step._turns[: step._first]:
+            while not (put_off or compiled.done(turn.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
             for slot in turn.reads:
                 slots[slot] = there(slots[slot])
-            self._run([turn], slots, seed)
-        while not put_off and self._compiled.lower_next(hold=on_cpu()):
+            self._run([turn])
+        while not put_off and compiled.lower_next(hold=on_cpu()):
             pass
-        if self._first in (0, len(self._turns)):
-            self._finish(slots, seed)
+        if step._first in (0, len(step._turns)):
+            self._finish()
             return
-        results = {i: there(slots[i]) for i in self._results[-1]}
-        later: Future[dict[int, Any]] = Future()
-        mine = list(slots)
+        results = {i: there(slots[i]) for i in step._results[-1]}
+        for slot, array in results.items():
+            slots[slot] = array
+        later = Later()
+        rest = SegmentedRun(step, list(slots), self._seed)
 
         def finish() -> None:
+            if not later.set_running_or_notify_cancel():  # interrupted, before it began
+                return
             try:
                 jax.block_until_ready(list(results.values()))
                 with timeline.span("rest of the step"), x64():
-                    self._finish(mine, seed)
-                    arrays = jax.block_until_ready({i: mine[i] for group in self._results[:-1] for i in group})
+                    rest._finish()
+                    mine = rest._slots
+                    arrays = jax.block_until_ready({i: mine[i] for group in step._results[:-1] for i in group})
                 mine.clear()
                 later.set_result(arrays)
             except BaseException as error:  # raised where the state is needed
+                step._first = 0  # another time, it comes before the loss
                 later.set_exception(error)
 
-        for group in self._results[:-1]:
-            for slot in group:
-                slots[slot] = functools.partial(_of, later, slot)
-        for slot, array in results.items():
-            slots[slot] = array
+        self.later = later
         threading.Thread(target=finish, name="firstloss-first-step").start()
 
-    def _finish(self, slots: list[Any], seed: Any) -> None:
+    def _finish(self) -> None:
         """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
+        step = self._step
         begin_behind()
-        while self._compiled.lower_next():
+        while step._compiled.lower_next():
             pass
-        self._compiled.release()
-        self._compiled.all()
-        notes.note(self._compiled.digest)
-        slots[:] = map(there, slots)
-        self._run(self._turns[self._first :], slots, seed)
+        step._compiled.release()
+        probe_memory(step._compiled.all())
+        notes.note(step._compiled.digest)
+        self._slots[:] = map(there, self._slots)
+        self._run(step._turns)
+        step.ran = True
 
 
 class _Compiling:
@@ -217,6 +308,7 @@ class _Compiling:
     def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
         self._name = name
         self.digest = _digest(functions.values())
+        self._functions = functions
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}
         self._futures: dict[int, Future[Any]] = {}
@@ -244,13 +336,18 @@ class _Compiling:
         """Compile what is lowered."""
         while self._held:
             number = next(iter(self._held))
-            self._futures[number] = self._pool.submit(self._compile, self._held.pop(number))
+            self._futures[number] = self._pool.submit(self._compile, self._held[number])
+            del self._held[number]  # an interrupt before has it compiled twice
         if not self._todo:
             self._pool.shutdown(wait=False)
 
     def _compile(self, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
             return lowered.compile(compile_options())
+
+    def reuses(self, number: int) -> bool:
+        """Whether a function overwrites old state."""
+        return self._functions[number].reused > 0
 
     def done(self, number: int) -> bool:
         """Whether a function has been compiled, or has failed to."""
@@ -259,12 +356,12 @@ class _Compiling:
     def __getitem__(self, number: int) -> Any:
         executable = self._executables.get(number)
         if executable is None:
-            executable = self._executables[number] = self._futures[number].result()
+            executable = self._executables[number] = direct(self._futures[number].result())
         return executable
 
     def all(self) -> list[Any]:
         """The executables; waits for those under way."""
-        return [self[number] for number in self._futures]
+        return [future.result() for future in self._futures.values()]
 
 
 def _digest(functions: Iterable[_Function]) -> str:
@@ -303,10 +400,6 @@ def _lower(name: str, function: _Function) -> Any:
 def there(array: Any) -> Any:
     """An array for which a function may stand: waits for it."""
     return array() if callable(array) else array
-
-
-def _of(later: Future[dict[int, Any]], slot: int) -> Any:
-    return later.result()[slot]
 
 
 def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:

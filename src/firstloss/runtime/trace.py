@@ -10,7 +10,8 @@ import torch
 
 from ..capture.program import Program
 from ..errors import TraceError
-from ..uncollected import Paused, uncollected
+from ..uncollected import pause, put_off
+from ..undo import Undo
 from .backend import Backend, current_backend
 from .changes import Changes
 from .modes import modes
@@ -97,7 +98,8 @@ class TracedStep:
             return Executable(self._step, leaves, spec, backend, around, find)
 
         alike = [] if fits else [changes for (other, _), changes in self._executables.items() if other == setting]
-        with Paused() if fits else uncollected():
+        with Undo() as undo, undo:
+            (pause if fits else put_off)(undo)
             executable = known.executable(trace, (self._step, *backend.models), alike)
             self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
