@@ -27,6 +27,11 @@ def draws_at_all(call: Call) -> bool:
 
 def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool:
     """Give `node` its stream position and move the generator on; False if how far cannot be said."""
+    with session.generators.lock:
+        return _record_draw(call, node, geometry)
+
+
+def _record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool:
     if node.writes:
         target = node.writes[0]
         size, dtype, device = target.size, target.dtype, target.value.device

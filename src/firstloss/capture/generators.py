@@ -11,6 +11,7 @@ is no such state: it gets one that depends on the seed and on how many draws the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -34,9 +35,31 @@ class Generators:
     """The generators that the capture under way has drawn from."""
 
     def __init__(self) -> None:
-        self.policy = "eager"
+        self.lock = threading.RLock()  # of who looks where a generator stands, and moves it on
+        self._own = threading.local()
+        self._captures = 0  # how many are under way, each in a thread of its own
         self._tickets: list[tuple[Stream, Position]] = []
         self._touched: dict[int, torch.Generator] = {}
+
+    @property
+    def policy(self) -> str:
+        """That of this thread's capture."""
+        return getattr(self._own, "policy", "eager")
+
+    @policy.setter
+    def policy(self, policy: str) -> None:
+        self._own.policy = policy
+
+    def opened(self) -> None:
+        """A thread begins to capture."""
+        with self.lock:
+            self._captures += 1
+
+    def closed(self) -> None:
+        """A thread's capture has ended."""
+        with self.lock:
+            self._captures -= 1
+            self.settle()
 
     def where(self, generator: torch.Generator) -> tuple[Stream, Position]:
         """Where `generator` stands."""
@@ -49,19 +72,31 @@ class Generators:
 
     def move(self, generator: torch.Generator, stream: Stream, position: Position) -> None:
         """Leave `generator` at `position` of `stream`, by a ticket."""
+        with self.lock:
+            generator.set_state(self.ticket(generator, stream, position))
+            self._touched[id(generator)] = generator
+
+    def ticket(self, generator: torch.Generator, stream: Stream, position: Position) -> torch.Tensor:
+        """A state of `generator` that names `position` of `stream`."""
         state = generator.get_state()
         words = state.numpy().view(np.int64)
         words[_FIRST], words[_SECOND] = _MAGIC
-        words[_NUMBER] = len(self._tickets)
-        self._tickets.append((stream, position))
-        generator.set_state(state)
-        self._touched[id(generator)] = generator
+        with self.lock:
+            words[_NUMBER] = len(self._tickets)
+            self._tickets.append((stream, position))
+        return state
+
+    def named(self, state: torch.Tensor) -> tuple[Stream, Position] | None:
+        """What a ticket names; None of a state that is none."""
+        number = _ticket(state)
+        return None if number is None else self._tickets[number]
 
     def load(self, generator: torch.Generator) -> None:
         """Turn a ticket into the real state, for an operation that runs for real."""
-        if _ticket(generator.get_state()) is not None:
-            stream, position = self.where(generator)
-            generator.set_state(torch.from_numpy(stream.state_at(position)))
+        with self.lock:
+            if _ticket(generator.get_state()) is not None:
+                stream, position = self.where(generator)
+                generator.set_state(torch.from_numpy(stream.state_at(position)))
 
     def redeem(self, state: torch.Tensor) -> None:
         """Where somebody kept a ticket in `state`, any tensor: write the real state there."""
@@ -71,10 +106,12 @@ class Generators:
 
     def settle(self) -> None:
         """Leave every generator where its stream has come to."""
-        for generator in self._touched.values():
-            self.load(generator)
-        self._touched.clear()
-        self._tickets.clear()
+        with self.lock:
+            for generator in self._touched.values():
+                self.load(generator)
+            self._touched.clear()
+            if not self._captures:  # else another thread may have kept a state that names one
+                self._tickets.clear()
 
 
 def is_ticket(tensor: torch.Tensor) -> bool:

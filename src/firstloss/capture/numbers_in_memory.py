@@ -9,12 +9,11 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..undo import Undo
 from . import session
 from .source import Source
 from .tensor import DeferredTensor
@@ -34,9 +33,8 @@ def message(source: Source) -> str:
     )
 
 
-@contextmanager
-def replaced() -> Iterator[None]:
-    """Within the block, functions that read memory know traced tensors."""
+def replace(undo: Undo) -> None:
+    """Until `undo` is through, functions that read memory know traced tensors."""
     wrappers: dict[tuple[Any, str], Any] = {
         (torch, "tensor"): _tensor,
         (torch, "as_tensor"): _tensor,
@@ -50,12 +48,8 @@ def replaced() -> Iterator[None]:
     }
     originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
     for (owner, name), wrap in wrappers.items():
+        undo(setattr, owner, name, originals[owner, name])
         setattr(owner, name, wrap(originals[owner, name]))
-    try:
-        yield
-    finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
 
 
 def _tensor_split(original: Any) -> Any:

@@ -46,14 +46,19 @@ def _new(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def get_rng_state() -> torch.Tensor:
     """As `torch.get_rng_state`: the real state, since who keeps it may do so for longer than a ticket is valid."""
-    if session.depth and session.trace is None:
+    if session.trace is not None:
+        return session.trace.generator_state()
+    if session.depth:
         session.generators.load(torch.default_generator)
     return _original_get_rng_state()
 
 
 def set_rng_state(new_state: Any) -> None:
     """As `torch.set_rng_state`; what a generator said of itself during a capture means nothing after it."""
-    if not session.depth and session.trace is None and is_ticket(new_state):
+    if session.trace is not None:
+        session.trace.set_generator_state(new_state)
+        return
+    if not session.depth and is_ticket(new_state):
         raise CaptureError(
             f"{here()}: this state was read by Generator.get_state() in a deferred block, which has ended; there it "
             "stands for a place in a stream, and here for nothing. Read it by torch.get_rng_state(), or later."
@@ -64,6 +69,9 @@ def set_rng_state(new_state: Any) -> None:
 def manual_seed(seed: Any) -> torch.Generator:
     """As `torch.manual_seed`; counted, since a generator does not tell that it was given the seed that it had."""
     session.seedings += 1
+    if session.trace is not None:
+        session.trace.set_generator_state(None)
+        return torch.default_generator
     return _original_manual_seed(seed)
 
 

@@ -1,7 +1,14 @@
-"""What is under way in this process: open `deferred` contexts, and at most one step trace."""
+"""What is under way in this thread: open `deferred` contexts, and at most one step trace.
+
+`trace`, `depth` and `constants` are each thread's own, though they are read as this module's. PyTorch's generators are
+the process's: threads that capture side by side draw from them in turns, as eager PyTorch's threads do.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,35 +39,60 @@ class Tracing:
 
     def key_draw(self, node: Node) -> None: ...
 
+    def generator_state(self) -> torch.Tensor:
+        raise NotImplementedError
 
-trace: Tracing | None = None
+    def set_generator_state(self, state: torch.Tensor | None) -> None: ...
+
+
+class _Mine(threading.local):
+    """What is under way in one thread."""
+
+    def __init__(self) -> None:
+        self.trace: Tracing | None = None
+        self.depth = 0
+        self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
+
+
+_mine = _Mine()
+
+
+class _Session(types.ModuleType):
+    trace = property(lambda self: _mine.trace)
+    depth = property(lambda self: _mine.depth)
+    constants = property(lambda self: _mine.constants)
+
+
+sys.modules[__name__].__class__ = _Session
+
+trace: Tracing | None  # the step trace under way
+depth: int  # how many `deferred` contexts are open
+# Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
+constants: dict[int, tuple[torch.Tensor, int, Value]]
 reseated = 0  # how often a tensor that lives on a backend was given other memory
-depth = 0  # how many `deferred` contexts are open
 seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()
-# Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
-constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
+tracing = threading.RLock()  # of the thread that traces a step: functions of the process are replaced meanwhile
 
 
 def enter(policy: str | None = None) -> None:
     """A `deferred` context opens; random streams follow `policy`, or the one that they follow already."""
-    global depth
     generators.policy = policy or generators.policy
-    depth += 1
+    if not _mine.depth:
+        generators.opened()
+    _mine.depth += 1
 
 
 def leave() -> None:
     """A `deferred` context closes: the last one leaves every generator where eager would have."""
-    global depth
-    depth -= 1
-    if not depth:
-        constants.clear()
-        generators.settle()
+    _mine.depth -= 1
+    if not _mine.depth:
+        _mine.constants.clear()
+        generators.closed()
         generators.policy = "eager"
 
 
 def set_trace(new: Any) -> Any:
-    """Make `new` (or None) the step trace under way; returns the one before."""
-    global trace
-    before, trace = trace, new
+    """Make `new` (or None) the step trace under way in this thread; returns the one before."""
+    before, _mine.trace = _mine.trace, new
     return before

@@ -8,17 +8,19 @@ backward pass and the optimizer are captured like everything else.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from ..errors import TraceError, ValueReadError
 from ..rng.stream import Position
-from . import dynamic, numbers_in_memory, recorder
+from ..uncollected import pause
+from ..undo import Undo
+from . import dynamic, numbers_in_memory, recorder, session
 from .deferred import _Capture
 from .program import Draw, Node, Value
 from .recorder import DeferredTensor, Store
@@ -53,6 +55,9 @@ class StepTrace(recorder._Tracing):
         self._real: dict[int, tuple[torch.Tensor, Store]] = {}
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
+        self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
+        self._seed = torch.initial_seed()
+        self.changes: Any = None
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
@@ -111,52 +116,65 @@ class StepTrace(recorder._Tracing):
 
     def key_draw(self, node: Node) -> None:
         """A random operation: the next key of the step's stream."""
-        generator = torch.default_generator
-        stream, position = recorder.generators.where(generator)
-        if stream is not self.stream:
+        position = self._position
+        if position is None or torch.initial_seed() != self._seed:
             raise TraceError(
                 f"{node.source}: the step seeds or replaces the random generator while it is being traced. Seed once, "
                 "before the first step: every step then draws anew, reproducibly."
             )
         after = Position(position.words + 1)
-        node.draw = Draw(stream, position, after)
-        recorder.generators.move(generator, stream, after)
+        node.draw = Draw(self.stream, position, after)  # type: ignore[arg-type]
+        self._position = after
         self.draws += 1
+
+    def generator_state(self) -> torch.Tensor:
+        """What stands for the state of PyTorch's generator, which itself is left to other threads."""
+        if self._position is None:
+            return torch.default_generator.get_state()
+        with torch._C._DisableTorchDispatch():
+            return recorder.generators.ticket(torch.default_generator, self.stream, self._position)  # type: ignore[arg-type]
+
+    def set_generator_state(self, state: torch.Tensor | None) -> None:
+        """The step restores a state, or (None) seeds the generator."""
+        with torch._C._DisableTorchDispatch():
+            named = None if state is None else recorder.generators.named(state)
+        self._position = named[1] if named is not None and named[0] is self.stream else None
 
     # -- around the step --
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Trace what the block does; afterwards every Store is as it was."""
-        before = recorder.set_trace(self)
-        self._outer = before
-        with torch._C._DisableTorchDispatch():  # within another trace, a state is no tensor of the step
-            state = torch.default_generator.get_state()
-            recorder.generators.move(torch.default_generator, self.stream, KeyStream.start)  # type: ignore[arg-type]
-        compiling = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True  # libraries take their branch-free paths, optimizers keep tensors
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            if before is None:
-                with _Capture(), numbers_in_memory.replaced():
+        with session.tracing, Undo() as undo, undo:
+            before: Any = session.trace
+            self._outer = before
+            undo(self._leave, before)
+            recorder.set_trace(self)
+            pause(undo)
+            undo(setattr, torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag)
+            # Libraries take their branch-free paths, optimizers keep tensors: in this thread.
+            torch.compiler._is_compiling_flag = _TRACING  # type: ignore[assignment]
+            try:
+                if before is None:
+                    undo(_pop_modes, len(_get_current_dispatch_mode_stack()))
+                    with _Capture():
+                        numbers_in_memory.replace(undo)
+                        yield
+                else:
                     yield
-            else:
-                yield
-        except RuntimeError as error:
-            if not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
-                raise
-            raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
-        finally:
-            if collecting:
-                gc.enable()
-            torch.compiler._is_compiling_flag = compiling
-            recorder.set_trace(before)
-            torch.default_generator.set_state(state)
+            except RuntimeError as error:
+                if not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+                    raise
+                raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
+
+    def _leave(self, before: Any) -> None:
+        """Every Store is as it was before the step. May be called twice."""
+        recorder.set_trace(before)
+        if self.changes is None:
             self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
-            for store, value, trace in reversed(self._before):
-                store.value = value
-                store.trace = trace
+        for store, value, trace in reversed(self._before):
+            store.value = value
+            store.trace = trace
 
     def _stores(self) -> list[tuple[Value, Store]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
@@ -164,6 +182,20 @@ class StepTrace(recorder._Tracing):
         stores = ((v, home if isinstance(home, Store) else real.get(v)) for v, home in self.inputs.items())
         return [(value, store) for value, store in stores if store is not None]
 
+
+def _pop_modes(depth: int) -> None:
+    while len(_get_current_dispatch_mode_stack()) > depth:
+        _pop_mode()
+
+
+class _Tracing:
+    """Is true in a thread that traces a step."""
+
+    def __bool__(self) -> bool:
+        return session.trace is not None
+
+
+_TRACING = _Tracing()
 
 aten = torch.ops.aten
 

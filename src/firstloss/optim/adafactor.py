@@ -6,12 +6,15 @@ update by `min` and `max` of Python numbers, for which it waits for every weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import _adafactor
+
+from ..undo import Undo
 
 Tensor = torch.Tensor
 
@@ -19,15 +22,18 @@ Tensor = torch.Tensor
 @contextmanager
 def without_reads() -> Iterator[None]:
     """Inside, `torch.optim.Adafactor.step` computes by `update`."""
-    names = ("_single_tensor_adafactor", "_multi_tensor_adafactor")
-    before = [getattr(_adafactor, name) for name in names]
-    for name in names:
-        setattr(_adafactor, name, update)
-    try:
+    with Undo() as undo, undo:
+        for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
+            before = getattr(_adafactor, name)
+            undo(setattr, _adafactor, name, before)
+            setattr(_adafactor, name, _in_this_thread(before))
         yield
-    finally:
-        for name, function in zip(names, before, strict=True):
-            setattr(_adafactor, name, function)
+
+
+def _in_this_thread(original: Callable[..., None]) -> Callable[..., None]:
+    """`update` in the thread that calls this, and `original` in others."""
+    ours = threading.get_ident()
+    return lambda *args, **kwargs: (update if threading.get_ident() == ours else original)(*args, **kwargs)
 
 
 def update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,9 +144,8 @@ class Call:
             loop.flush()
 
     def _run(self, leaves: list[Any], step: int | None) -> None:
-        global _depth
         args, kwargs = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)
-        _depth += 1
+        _mine.depth += 1
         try:
             self.closure.closure(*args, **kwargs)
         except Exception as error:
@@ -153,7 +153,7 @@ class Call:
             error.add_note(f"This was raised by the closure {self.closure.name}{after}, called at {self.source}.")
             raise
         finally:
-            _depth -= 1
+            _mine.depth -= 1
 
 
 def _check(condition: torch.Tensor, message: str, source: Source) -> None:
@@ -171,11 +171,18 @@ def _assert_later(condition: torch.Tensor, message: str = "") -> None:
 
 Hooks.assert_later = _assert_later  # type: ignore[method-assign]
 
-_depth = 0
+
+class _Mine(threading.local):
+    """Of one thread: how many closures it is in."""
+
+    depth = 0
+
+
+_mine = _Mine()
 
 
 def _in_closure() -> bool:
-    return _depth > 0
+    return _mine.depth > 0
 
 
 class _Held:

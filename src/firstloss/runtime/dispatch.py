@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from ..capture import session
 from ..errors import StateLostError, StepMemoryError
 from .jaxlib import on_cpu, x64
 
@@ -35,7 +36,7 @@ except ImportError:  # of a JAX that has no such thing, first calls are not shie
 
 called = itertools.starmap  # gives the results of calls, from C
 flat = itertools.chain.from_iterable
-lock = threading.RLock()  # of whoever hands over state
+lock = session.tracing  # of whoever hands over state, or traces: a trace sees no gradients of half a step
 
 
 class Run(Protocol):

@@ -7,6 +7,7 @@ latest when Python is `AHEAD` steps further, which also bounds how many batches 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -86,12 +87,20 @@ def _ready(array: Any) -> bool:
     return array.is_deleted() or array.is_ready()
 
 
-_running: list[Loop] = []
+class _Running(threading.local):
+    """The loops that are under way in one thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.loops: list[Loop] = []
+
+
+_running = _Running()
 
 
 def current() -> Loop | None:
-    """The innermost loop that is under way."""
-    return _running[-1] if _running else None
+    """The innermost loop that is under way in this thread."""
+    loops = _running.loops
+    return loops[-1] if loops else None
 
 
 @contextmanager
@@ -100,7 +109,7 @@ def running(loop: Loop) -> Iterator[Loop]:
     outer = current()
     if outer is not None:
         outer.flush()  # a validation within training: what was trained before is reported before
-    _running.append(loop)
+    _running.loops.append(loop)
     try:
         yield loop
     finally:
@@ -108,4 +117,4 @@ def running(loop: Loop) -> Iterator[Loop]:
         try:
             loop.flush()
         finally:
-            _running.remove(loop)
+            _running.loops.remove(loop)

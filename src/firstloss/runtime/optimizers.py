@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..capture import session
 from ..capture.recorder import DeferredTensor
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
 from ..capture.source import here
@@ -19,6 +20,7 @@ from ..errors import TraceError
 from ..optim.adafactor import without_reads
 from ..optim.optimizer import Optimizer
 from ..optim.schedule import schedules_of
+from ..undo import Undo
 from .reload import load_in_place
 
 # What these do cannot be one fixed computation on dense tensors.
@@ -66,6 +68,7 @@ class Optimizers:
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._rehearsing = False
+        self._handles: list[Any] = []
         self._baked: dict[tuple[int, int, str], Any] = {}
         self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of state, before the step's own changes
         self._state: list[StateOf] = []
@@ -73,16 +76,16 @@ class Optimizers:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Prepare every optimizer just before its first step in the block; afterwards their groups are as before."""
-        handle = register_optimizer_step_pre_hook(self._before_step)
-        torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
         changed: list[str] = []
-        try:
+        with Undo() as undo, undo:
+            undo(lambda: changed.extend(self._restore_groups()))
+            undo(torch.clear_autocast_cache)
+            undo(self._handles.clear)
+            undo(lambda: [handle.remove() for handle in self._handles])
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
             with without_reads(), _without_torchs_scaler():
                 yield
-        finally:
-            handle.remove()
-            torch.clear_autocast_cache()
-            changed = self._restore_groups()
         if changed:
             raise TraceError(
                 f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only once, while "
@@ -149,7 +152,7 @@ class Optimizers:
         return found
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._rehearsing or any(seen is optimizer for seen in self.seen):
+        if session.trace is None or self._rehearsing or any(seen is optimizer for seen in self.seen):
             return
         name = type(optimizer).__name__
         if name in _REFUSED:
@@ -261,18 +264,19 @@ def _same(a: Any, b: Any) -> bool:
 def _without_torchs_scaler() -> Iterator[None]:
     """Inside, PyTorch's loss scaler, which decides on the host whether to step, is an error that says what to use."""
 
-    def scale(*_: Any) -> None:
+    def scale(*args: Any, **kwargs: Any) -> Any:
+        if session.trace is None:  # another thread's
+            return before(*args, **kwargs)
         raise TraceError(
             f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
             "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
         )
 
     before = torch.amp.GradScaler.scale
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign, assignment]
-    try:
+    with Undo() as undo, undo:
+        undo(setattr, torch.amp.GradScaler, "scale", before)
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
         yield
-    finally:
-        torch.amp.GradScaler.scale = before  # type: ignore[method-assign]
 
 
 def _first_step(optimizer: torch.optim.Optimizer) -> None:

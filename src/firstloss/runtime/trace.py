@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..capture import session
 from ..capture.program import Program
 from ..errors import TraceError
 from ..uncollected import pause, put_off
@@ -85,23 +86,25 @@ class TracedStep:
 
         leaves, spec, kind = self._shapes.admit(args, kwargs)
         setting = (id(backend), spec, kind, modes())
-        known = self._fitting(setting, self._parameters(backend))
-        fits = known is not None
-        if known is None:  # it may be that parameters were replaced
-            self._seen = None
-            key = setting, self._parameters(backend)
-            known = self._fitting(*key) or self._executables.setdefault(
-                key, Changes(self._name, self._refuse, self._check)
-            )
-
-        def trace(around: Any, find: Any) -> Executable:
-            return Executable(self._step, leaves, spec, backend, around, find)
-
-        alike = [] if fits else [changes for (other, _), changes in self._executables.items() if other == setting]
         with Undo() as undo, undo:
-            (pause if fits else put_off)(undo)
-            executable = known.executable(trace, (self._step, *backend.models), alike)
-            self._latest = known
+            # Models of other threads are in reach as well, and their gradients come and go while these trace.
+            with session.tracing:
+                known = self._fitting(setting, self._parameters(backend))
+                fits = known is not None
+                if known is None:  # it may be that parameters were replaced
+                    self._seen = None
+                    key = setting, self._parameters(backend)
+                    known = self._fitting(*key) or self._executables.setdefault(
+                        key, Changes(self._name, self._refuse, self._check)
+                    )
+
+                def trace(around: Any, find: Any) -> Executable:
+                    return Executable(self._step, leaves, spec, backend, around, find)
+
+                alike = [] if fits else [c for (other, _), c in self._executables.items() if other == setting]
+                (pause if fits else put_off)(undo)
+                executable = known.executable(trace, (self._step, *backend.models), alike)
+                self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 
     def _fitting(self, setting: tuple, weights: tuple) -> Changes | None:
