@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss.lower import segments
+from firstloss.runtime.segmented import SegmentedStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
@@ -754,6 +756,44 @@ def test_memory_is_the_devices_again_when_nobody_holds_it(backend):
         run.step(run.x)
         assert run.model.big.data_ptr() == address == run.model.big.data.data_ptr()
         assert not run.model.small._store.resident.lent
+
+
+class Deep(nn.Module):
+    """So many alike layers that the step is cut into segments, whose first loss comes before the update."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48), nn.GELU()) for _ in range(24)])
+        self.double()  # float32 would carry what sums in another order make of it through all layers
+
+    def forward(self, x):
+        return (self.layers(torch.linspace(-1, 1, 48, dtype=torch.float64) * x) - 1).square().mean()
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_step_in_segments(backend, monkeypatch, lasting):
+    monkeypatch.setattr(segments, "_SAVED", 40)
+    monkeypatch.setattr(segments, "_SHARE", 0.1)
+
+    def program(backend):
+        run = Run(backend, lambda p: torch.optim.SGD(p, 0.1, 0.9), make=Deep)
+        held = [p.detach().numpy() for p in run.model.parameters()]
+        addresses = [p.data_ptr() for p in run.model.parameters()] if lasting else []
+        seen = []
+        for i in range(4):
+            loss = run.step(run.x)
+            seen += [array.copy() for array in held]  # before the loss is waited for
+            seen.append(np.array(loss.item()))
+            if i == 1:
+                for array in held[:7]:
+                    array *= 0.5
+        assert addresses in ([], [p.data_ptr() for p in run.model.parameters()])
+        return run, seen
+
+    (run, ours), (_, theirs) = program(backend), program(None)
+    assert isinstance(run.step._latest.latest()._compiled, SegmentedStep)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        close(a, b, f"value {i}")
 
 
 def test_memory_outlives_its_tensor(backend):
