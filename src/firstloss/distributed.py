@@ -9,29 +9,33 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .errors import BackendError
+from .settings import Settings
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Settings):
     """The devices of a run.
 
     Attributes:
         num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
-        num_workers_per_csx: processes that read data for each device; None leaves it to the loader.
+        num_workers_per_csx: None. The loader itself says how many processes read data, and anything else is an error.
 
     Raises:
-        BackendError: if `num_csx` is less than 1 or `num_workers_per_csx` less than 0.
+        BackendError: if `num_csx` is less than 1, or `num_workers_per_csx` is given.
     """
 
     num_csx: int = 1
     num_workers_per_csx: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_csx, int) or self.num_csx < 1:
+        if not isinstance(self.num_csx, int) or isinstance(self.num_csx, bool) or self.num_csx < 1:
             raise BackendError(f"num_csx={self.num_csx!r}: a run takes at least one device.")
         workers = self.num_workers_per_csx
-        if workers is not None and (not isinstance(workers, int) or workers < 0):
-            raise BackendError(f"num_workers_per_csx={workers!r}: give a number of processes, or None.")
+        if workers is not None:
+            raise BackendError(
+                f"num_workers_per_csx={workers!r}: there are no machines here that only read data. Leave it out, and "
+                f"let your loader say how many processes read: torch.utils.data.DataLoader(..., num_workers={workers})."
+            )
 
 
 def global_batch(batch: Any) -> Any:

@@ -99,6 +99,10 @@ class BackendError(FirstlossError, ValueError):
     """An unknown backend, or one that this machine cannot give."""
 
 
+class SettingError(FirstlossError, AttributeError):
+    """Something was set that does not exist, and so would have been ignored."""
+
+
 class MissingDependencyError(FirstlossError, ImportError):
     """An optional dependency is needed and is not installed."""
 

@@ -28,37 +28,57 @@ class GradScaler:
     Args:
         loss_scale: "dynamic", or a number, by which every loss is multiplied; then no step is left out. 1 by default.
         init_scale: where a dynamic scale begins; by default as large as it may become.
-        steps_per_increase: after so many steps without a change it is doubled.
-        min_loss_scale, max_loss_scale: its limits; at most 2^15 by default, with cbfloat16 2^31.
-        overflow_tolerance: it is halved when more than this part of the steps since its last change have overflown.
+        steps_per_increase: after so many steps without a change it is doubled; 2000 by default.
+        min_loss_scale, max_loss_scale: its limits; 2^-14 and 2^15 by default, with cbfloat16 2^31.
+        overflow_tolerance: it is halved when more than this part of the steps since its last change have overflown;
+            0 by default.
 
     Raises:
-        PrecisionError: for limits that leave it no room.
+        PrecisionError: for a scale that is no positive number, limits that leave it no room, or limits of a scale that
+            is not dynamic.
     """
 
     def __init__(
         self,
         loss_scale: str | float | None = None,
         init_scale: float | None = None,
-        steps_per_increase: int = 2000,
-        min_loss_scale: float = 2.0**-14,
+        steps_per_increase: int | None = None,
+        min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
-        overflow_tolerance: float = 0.0,
+        overflow_tolerance: float | None = None,
     ) -> None:
-        self.dynamic = loss_scale == "dynamic"
-        if isinstance(loss_scale, str) and not self.dynamic or isinstance(loss_scale, float) and not loss_scale > 0:
+        self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
+        if loss_scale is not None and not self.dynamic and not _is_positive(loss_scale):
             raise PrecisionError(f"loss_scale is 'dynamic' or a positive number, and not {loss_scale!r}.")
-        if max_loss_scale is None:
-            max_loss_scale = 2.0**31 if get_half_dtype() == "cbfloat16" else 2.0**15
-        if not 0 < min_loss_scale <= max_loss_scale or overflow_tolerance < 0 or steps_per_increase < 1:
+        given = {
+            "init_scale": init_scale,
+            "steps_per_increase": steps_per_increase,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "overflow_tolerance": overflow_tolerance,
+        }
+        if not self.dynamic:
+            dropped = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+            if dropped:
+                raise PrecisionError(
+                    f"{dropped[0]} is of a dynamic scale, and loss_scale={loss_scale!r} does not change. Leave it out, "
+                    "or write loss_scale='dynamic'."
+                )
+        least = 2.0**-14 if min_loss_scale is None else min_loss_scale
+        most = 2.0**31 if get_half_dtype() == "cbfloat16" else 2.0**15
+        most = most if max_loss_scale is None else max_loss_scale
+        patience = 2000 if steps_per_increase is None else steps_per_increase
+        tolerance = 0.0 if overflow_tolerance is None else overflow_tolerance
+        first = most if init_scale is None else init_scale
+        if not 0 < least <= first <= most < float("inf") or not 0 <= tolerance <= 1 or not patience >= 1:
             raise PrecisionError(
-                f"a dynamic scale needs room: min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}, "
-                f"overflow_tolerance={overflow_tolerance}, steps_per_increase={steps_per_increase}."
+                f"a dynamic scale needs room: min_loss_scale={least}, init_scale={first}, max_loss_scale={most}, which "
+                f"rise; overflow_tolerance={tolerance}, from 0 to 1; steps_per_increase={patience}, from 1 on."
             )
-        self._limits = (min_loss_scale, max_loss_scale)
-        self._steps_per_increase = steps_per_increase
-        self._overflow_tolerance = overflow_tolerance
-        begin = min(init_scale or max_loss_scale, max_loss_scale) if self.dynamic else float(loss_scale or 1.0)
+        self._limits = (least, most)
+        self._steps_per_increase = patience
+        self._overflow_tolerance = tolerance
+        begin = float(first if self.dynamic else 1.0 if loss_scale is None else loss_scale)  # type: ignore[arg-type]
         self._scale = torch.tensor(begin, dtype=torch.float32, device="cpu")
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._overflows = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -157,6 +177,11 @@ class GradScaler:
             raise PrecisionError(f"a GradScaler's state has {', '.join(_STATE)}, and this has no {', '.join(missing)}.")
         for key, tensor in self.state_dict().items():
             tensor.copy_(torch.as_tensor(state_dict[key]))
+
+
+def _is_positive(scale: Any) -> bool:
+    """Whether `scale` is a number, and neither 0, negative, infinite nor none."""
+    return isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
 
 
 _STATE = ("loss_scale", "steps_since_rescale", "overflows_since_rescale", "num_skipped_steps")

@@ -7,13 +7,14 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import CaptureError
+from ..errors import CaptureError, TraceError
 from . import session
 from .generators import is_ticket
 from .source import here
@@ -26,6 +27,8 @@ _original_get_rng_state = torch.random.get_rng_state
 _original_set_rng_state = torch.random.set_rng_state
 _original_manual_seed = torch.random.manual_seed
 _original_swap_tensors = torch.utils.swap_tensors
+_original_backward = torch.autograd.backward
+_original_grad = torch.autograd.grad
 
 
 def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -100,6 +103,39 @@ def swap_tensors(t1: Any, t2: Any) -> None:
                 tensor._store.tensors.append(weakref.ref(tensor))
 
 
+def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    """As `torch.autograd.backward`, which `Tensor.backward` calls; of a step's result, an error that says why not."""
+    _check_graph(tensors)
+    try:
+        _original_backward(tensors, *args, **kwargs)
+    except RuntimeError as error:
+        if "does not require grad" in str(error) and "firstloss.runtime.executable" in sys.modules:
+            error.add_note(f"Firstloss: {_NO_GRAPH}")
+        raise
+
+
+def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `torch.autograd.grad`, as above."""
+    _check_graph(outputs)
+    return _original_grad(outputs, *args, **kwargs)
+
+
+def _check_graph(outputs: Any) -> None:
+    if session.trace is not None or torch._C._are_functorch_transforms_active():
+        return
+    for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        if type(tensor) is DeferredTensor and tensor._store.resident is not None and not tensor.requires_grad:
+            raise TraceError(
+                f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}"
+            )
+
+
+_NO_GRAPH = (
+    "What a traced step returns has no graph, since its Python has run only while it was traced: call loss.backward() "
+    "in the step itself, and return the loss."
+)
+
+
 def _forget(tensor: Any) -> None:
     if type(tensor) is DeferredTensor:
         tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
@@ -138,6 +174,8 @@ def install() -> None:
         setattr(torch.linalg, name, _by_values_alone(name))
     UninitializedTensorMixin.materialize = materialize
     torch.utils.swap_tensors = swap_tensors
+    torch.autograd.backward = backward
+    torch.autograd.grad = grad
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
     for module in (torch, torch.random):

@@ -53,6 +53,7 @@ class StepTrace(recorder._Tracing):
         self.inputs: dict[Value, Store | torch.Tensor] = {}
         self._before: list[tuple[Store, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, Store]] = {}
+        self._geometries: list[tuple[torch.Tensor, tuple]] = []  # of real tensors, as they were met
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
@@ -89,7 +90,13 @@ class StepTrace(recorder._Tracing):
             store.trace = self
             self.inputs[value] = tensor
             known = self._real[id(tensor)] = (tensor, store)
+            self._geometries.append((tensor, _layout(tensor)))
         return known[1]
+
+    def laid_out_anew(self) -> bool:
+        """Whether a real tensor from outside has been resized since, or given other memory of another shape or dtype
+        (`resize_`, `set_`, `tensor.data = ...`): it is no input of this step any more."""
+        return any(layout != _layout(tensor) for tensor, layout in self._geometries)
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
@@ -196,6 +203,11 @@ class _Tracing:
 
 
 _TRACING = _Tracing()
+
+
+def _layout(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+
 
 aten = torch.ops.aten
 

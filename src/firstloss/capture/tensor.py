@@ -373,7 +373,7 @@ def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
     new = DeferredTensor.wrap(store, *geometry)
     if type(tensor) is DeferredTensor:
-        if tensor._store.resident is not None:
+        if tensor._store.resident is not None:  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1
         _set_data(tensor, new)
         tensor._store = store

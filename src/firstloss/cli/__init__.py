@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FirstlossError
-from . import demo, fit, init, inspect, stablehlo, validate, verify
+from . import demo, fit, init, inspect, output, stablehlo, validate, verify
 
 COMMANDS = (demo, inspect, init, verify, stablehlo, fit, validate)
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     args.overrides = overrides
     try:
-        return args.run(args)
+        with output.only_json(to_the_end=argv is None) if args.json else contextlib.nullcontext():
+            return args.run(args)
     except KeyboardInterrupt:
         return _fail(args.command, "interrupted", status=130)
     except BrokenPipeError:  # the reader of our output has left, as in `firstloss verify ... | head`

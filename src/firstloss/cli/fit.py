@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from . import output
+from . import output, target
 
 NAME = "fit"
 HELP = "train what a YAML file describes; --trainer.loop.max_steps=50 and the like override it"
@@ -23,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
     from . import config
 
     parser, read = config.read("fit", args.config, args.overrides)
-    given = config.instantiate("fit", parser, read)
+    with target.ending_only_itself("what the file describes"):
+        given = config.instantiate("fit", parser, read)
     if given.train_dataloader is None:
         raise ConfigError("train_dataloader is missing.")
     trainer = given.trainer
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         del read["config"]
         with written_aside(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
             file.write(parser.dump(read, skip_unset=False))
-    trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path)
+    with target.ending_only_itself("the run"):
+        trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json({"model_dir": trainer.model_dir, "checkpoint": trainer.folder.last(), **vars(trainer.state)})
     else:

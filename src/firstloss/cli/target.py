@@ -168,13 +168,26 @@ def _from_config(path: str, values: dict[str, Any]) -> Target:
 
 @contextmanager
 def _blamed_on(text: str, what: str, passing: type[Exception] = FirstlossError) -> Iterator[None]:
-    """Turn whatever the block raises into a TargetError with the line it came from."""
+    """Turn whatever the block raises into a TargetError with the line it came from; `sys.exit(0)` is no success."""
     try:
         yield
     except (FirstlossError, passing):
         raise
+    except SystemExit as error:
+        raise TargetError(f"TARGET {text!r}: {what} SystemExit: {error}, to end the process{_at(error)}") from error
     except Exception as error:
         raise TargetError(f"TARGET {text!r}: {what} {type(error).__name__}: {error}{_at(error)}") from error
+
+
+@contextmanager
+def ending_only_itself(what: str) -> Iterator[None]:
+    """Within the block `sys.exit(0)` of the user's code is an error: the command is not done, and must not say so."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise TargetError(f"{what} called sys.exit({error.code!r}){_at(error)}, before it was done") from error
 
 
 def _at(error: BaseException) -> str:

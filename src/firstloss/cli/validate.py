@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import output
+from . import output, target
 
 NAME = "validate"
 HELP = "validate the last checkpoint of the run that a YAML file describes, or the one given by --ckpt_path"
@@ -20,10 +20,13 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import ConfigError
     from . import config
 
-    given = config.instantiate("validate", *config.read("validate", args.config, args.overrides))
+    parser, read = config.read("validate", args.config, args.overrides)
+    with target.ending_only_itself("what the file describes"):
+        given = config.instantiate("validate", parser, read)
     if given.val_dataloader is None:
         raise ConfigError("val_dataloader is missing.")
-    found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
+    with target.ending_only_itself("the run"):
+        found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json(found)
     else:

@@ -219,8 +219,8 @@ class CosineAnnealingWarmRestartsLR(Schedule):
         eta_min: float = 0.0,
         **where: Any,
     ) -> None:
-        if T_mult < 1 or T_mult != int(T_mult):
-            raise ScheduleError(f"T_mult is a whole number of at least 1, and not {T_mult}.")
+        if T_mult < 1 or T_mult != int(T_mult) or T_0 != int(T_0):
+            raise ScheduleError(f"T_0 and T_mult are whole numbers of at least 1, and not {T_0} and {T_mult}.")
         self.initial_learning_rate = initial_learning_rate
         self.T_0 = int(positive("T_0", T_0))
         self.T_mult = int(T_mult)

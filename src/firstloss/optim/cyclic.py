@@ -21,7 +21,9 @@ class CyclicLR(Schedule):
         step_size_up, step_size_down: how many steps up and down; down as up, if it is not given.
         mode: "triangular", always as high; "triangular2", half as high in each cycle as in the one before;
             "exp_range", gamma^x as high, where x is the step or, by `scale_mode`, the cycle.
-        scale_mode: "cycle" or "iterations". The modes have their own, as in PyTorch: "exp_range" counts iterations.
+        gamma: of "exp_range" only.
+        scale_mode: "cycle" or "iterations". The modes have their own, as in PyTorch: "exp_range" counts iterations, and
+            the others cycles; another one is an error.
     """
 
     def __init__(
@@ -33,20 +35,25 @@ class CyclicLR(Schedule):
         step_size_down: int | None = None,
         mode: str = "triangular",
         gamma: float = 1.0,
-        scale_mode: str = "cycle",
+        scale_mode: str | None = None,
         **where: Any,
     ) -> None:
         if mode not in ("triangular", "triangular2", "exp_range"):
             raise ScheduleError(f"CyclicLR has the modes triangular, triangular2 and exp_range, and not {mode!r}.")
-        if scale_mode not in ("cycle", "iterations"):
-            raise ScheduleError(f"scale_mode is 'cycle' or 'iterations', and not {scale_mode!r}.")
+        own = "iterations" if mode == "exp_range" else "cycle"
+        if scale_mode not in (None, own):
+            raise ScheduleError(f"CyclicLR's mode {mode!r} counts by {own!r}, and not by scale_mode={scale_mode!r}.")
+        if gamma != 1.0 and mode != "exp_range":
+            raise ScheduleError(f"gamma={gamma!r} is of CyclicLR's mode 'exp_range', and the mode is {mode!r}.")
         self.base_lr = self.initial_learning_rate = base_lr
         self.max_lr = max_lr
         self.step_size_up = positive("step_size_up", step_size_up)
-        self.step_size_down = positive("step_size_down", step_size_down or step_size_up)
+        self.step_size_down = positive(
+            "step_size_down", step_size_up if step_size_down is None else step_size_down
+        )
         self.mode = mode
         self.gamma = gamma
-        self.scale_mode = "iterations" if mode == "exp_range" else "cycle"
+        self.scale_mode = own
         super().__init__(optimizer, **where)
 
     def value(self, step: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .. import heap, timeline
 from ..capture.deferred import deferred
 from ..dependencies import require_jax
 from ..errors import BackendError
+from ..settings import Settings, check_name
 from .at_once import moved_at_once
 from .keys import Keys
 
@@ -24,20 +25,29 @@ if TYPE_CHECKING:
 _XLA_NAMES = ("XLA", "CSX")
 _EAGER = {"CPU": "cpu", "GPU": "cuda"}
 
+ARTIFACTS = "./artifacts"
+
 _current: Backend | None = None
 
 
 @dataclass
-class DeviceConfig:
+class DeviceConfig(Settings):
     """How weights come to the device.
 
     Attributes:
         lazy_initialization: capture constructors under `with backend.device`, and materialize beside the compile.
             False: constructors run eagerly, and each weight is moved as soon as its module is made, so that host memory
-            holds those of one module at a time.
+            holds those of one module at a time. On the eager backends they always run eagerly.
+
+    Raises:
+        BackendError: if it is neither True nor False.
     """
 
     lazy_initialization: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lazy_initialization, bool):
+            raise BackendError(f"lazy_initialization={self.lazy_initialization!r}: write True or False.")
 
 
 class Device:
@@ -47,6 +57,12 @@ class Device:
         self._backend = backend
         self.config = DeviceConfig()
         self._open: list[AbstractContextManager] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_name(self, name, ("_backend", "config", "_open"))
+        if name == "config" and not isinstance(value, DeviceConfig):
+            raise BackendError(f"device.config is a DeviceConfig, not an object of type {type(value).__name__}.")
+        object.__setattr__(self, name, value)
 
     def __enter__(self) -> Device:
         if self._backend.is_xla:
@@ -78,6 +94,14 @@ class Backend:
         self.models: list[torch.nn.Module] = []
         self.keys = Keys()
         self.mesh = mesh
+        self._made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_made" in self.__dict__:
+            check_name(self, name, self.__dict__)
+            if name in ("name", "is_xla", "torch_device", "mesh", "artifact_dir"):
+                raise BackendError(f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...).")
+        object.__setattr__(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides weights and optimizers for the same random numbers: plain data."""
@@ -111,7 +135,7 @@ def backend(
     *,
     mesh: Any = None,
     cluster_config: ClusterConfig | None = None,
-    artifact_dir: str | os.PathLike = "./artifacts",
+    artifact_dir: str | os.PathLike = ARTIFACTS,
 ) -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
@@ -130,6 +154,13 @@ def backend(
         ShardingError: if `mesh` is none.
     """
     global _current
+    given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir}
+    dropped = [word for word, value in given.items() if value is not None and value is not ARTIFACTS]
+    if (name is None or isinstance(name, Backend)) and dropped:
+        raise BackendError(
+            f"{dropped[0]}={given[dropped[0]]!r} belongs to a backend that is made, and this one is there already. "
+            f'Make another: firstloss.backend("XLA", {dropped[0]}=...).'
+        )
     if name is None:
         if _current is None:
             raise BackendError('there is no backend yet. Make one first: firstloss.backend("XLA").')
@@ -137,6 +168,15 @@ def backend(
     if isinstance(name, Backend):
         _current = name
         return name
+    if not isinstance(name, str):
+        raise BackendError(f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.')
+    if cluster_config is not None and not hasattr(cluster_config, "num_csx"):
+        raise BackendError(
+            "cluster_config is a firstloss.distributed.ClusterConfig(num_csx=...), not an object of type "
+            f"{type(cluster_config).__name__}."
+        )
+    if mesh is not None and cluster_config is not None:
+        raise BackendError("mesh and cluster_config both say which devices there are. Pass one of them.")
     kind = name.upper()
     if kind in _XLA_NAMES:
         heap.map_arrays()

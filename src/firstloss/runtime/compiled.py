@@ -2,29 +2,121 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..capture.deferred import named_tensors
-from ..errors import TraceError
+from ..errors import BackendError, TraceError
 from .backend import Backend, current_backend
+
+# Special methods that are the wrapper's own, or that Python's object protocol gives every object anew.
+_OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}
+# Methods of a module that return the module, so that `compiled = compiled.eval()` is to go on with the wrapper.
+_RETURNING_SELF = ("train", "eval", "requires_grad_", "apply", "to", "to_empty", "type", "float", "double", "half",
+                   "bfloat16", "cpu", "cuda", "xpu", "mtia", "ipu", "share_memory")  # fmt: skip
 
 
 class CompiledModel:
-    """Callable like the model, whose weights live on the backend. Inside a traced step its calls are traced."""
+    """Callable like the model, whose weights live on the backend. Inside a traced step its calls are traced.
+
+    It stands for the model: every attribute that is read, set or deleted is the model's, `len`, iteration and indexing
+    are, and `isinstance(compiled, type(model))` holds. A copy is a copy of the model, compiled for the same backend.
+    """
+
+    def __new__(cls, model: torch.nn.Module, backend: Backend) -> CompiledModel:
+        kind = type(model)
+        names = {name for base in kind.__mro__ for name in vars(base) if name.startswith("__") and name.endswith("__")}
+        own = names - _OWN_SPECIAL - vars(CompiledModel).keys()
+        return object.__new__(_with_special(frozenset(name for name in own if callable(getattr(kind, name, None)))))
 
     def __init__(self, model: torch.nn.Module, backend: Backend) -> None:
-        self.model = model
-        self.backend = backend
-        functools.update_wrapper(self, model, updated=())
+        self.__dict__.update(_model=model, _backend=backend, __wrapped__=model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self._model(*args, **kwargs)
+
+    # -- the model's attributes --
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model"], name)
+        own = self.__dict__
+        if "_model" not in own:  # while it is made
+            raise AttributeError(name)
+        try:
+            return getattr(own["_model"], name)
+        except AttributeError:
+            if name in ("model", "backend"):  # the model has none: what is wrapped
+                return own[f"_{name}"]
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._model, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._model)
+
+    def __repr__(self) -> str:
+        return repr(self._model)
+
+    @property
+    def __class__(self) -> type:
+        """The model's, as `isinstance` asks."""
+        return type(self.__dict__["_model"]) if "_model" in self.__dict__ else CompiledModel
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        self._model.__class__ = cls
+
+    # -- copies --
+
+    def __copy__(self) -> CompiledModel:
+        return compile(copy.copy(self._model), self._backend)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        return compile(copy.deepcopy(self._model, memo), self._backend)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is the model; unpickled, it is compiled for the backend that is current then."""
+        return compile, (self._model,)
+
+
+def _through(name: str) -> Callable[..., Any]:
+    """The method `name` of the model; what returns the model returns the wrapper."""
+
+    def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._model, name)(*args, **kwargs)
+        return self if found is self._model else found
+
+    method.__name__ = name
+    method.__doc__ = getattr(torch.nn.Module, name, method).__doc__
+    return method
+
+
+for _name in _RETURNING_SELF:
+    setattr(CompiledModel, _name, _through(_name))
+
+
+@functools.cache
+def _with_special(names: frozenset[str]) -> type[CompiledModel]:
+    """The wrapper's class for models with these special methods, which Python looks up in the class alone
+    (`len(compiled)`, `compiled[0]`, `for layer in compiled`)."""
+
+    def special(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(self._model, name)(*args, **kwargs)
+
+    table = {name: special(name) for name in names}
+    return type("CompiledModel", (CompiledModel,), {**table, "__module__": __name__, "__doc__": CompiledModel.__doc__})
+
+
+def module_of(compiled: CompiledModel) -> torch.nn.Module:
+    """The model that `compiled` stands for."""
+    return compiled.__dict__["_model"]
 
 
 def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledModel:
@@ -33,9 +125,26 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
     On the XLA backend its parameters and buffers live on the device from here on: deferred ones are materialized there
     in the background, starting now, while the step is traced and compiled; real ones are moved. They stay the Python
     objects they were, so an optimizer may be made before or after.
+
+    Raises:
+        TraceError: if `model` is no module.
+        BackendError: if `backend` is no backend, be it a backend's name.
     """
+    if isinstance(model, CompiledModel):
+        model = module_of(model)
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise TraceError(f"compile takes a module, not the class {model.__name__}. Write compile({model.__name__}(...)).")
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"compile takes an nn.Module, not an object of type {type(model).__name__}.")
+    if isinstance(backend, str):
+        raise BackendError(
+            f"compile takes a backend, and not its name {backend!r}. Make one first, backend = "
+            f"firstloss.backend({backend!r}), and write compile(model, backend); or leave it out for the current one."
+        )
+    if backend is not None and not isinstance(backend, Backend):
+        raise BackendError(
+            f"compile takes a backend, as firstloss.backend(...) makes it, not an object of type {type(backend).__name__}."
+        )
     backend = backend or current_backend()
     if backend.is_xla:
         backend.claim(tensor for _, tensor, _ in named_tensors(model))

@@ -106,24 +106,25 @@ class Executable:
     def _trace(self, step: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
         """Run the step's Python once on tensors without values; returns what it returns."""
         traced = list(leaves)
-        arguments: list[DeferredTensor] = []
+        arguments: dict[DeferredTensor, torch.Size] = {}
         with self._tracing.active(), self._optimizers.watched():
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     made = self._tracing.new_input(leaf, f"batch{i}")
                     self._batch[made._store.value] = i
                     traced[i] = made.requires_grad_(True) if leaf.requires_grad else made
-                    arguments.append(made)
+                    arguments[made] = made.shape
             args, kwargs = pytree.tree_unflatten(traced, spec)
             result = step(*args, **kwargs)
             self._optimizers.carry()
             if self._around is not None:
                 self._around.carry()
-        for argument in arguments:
+        for argument, shape in arguments.items():
             node = argument._store.value.node
-            if node is not None:
+            if node is not None or argument.shape != shape:
+                where = f"{node.source}: the step edits" if node is not None else f"{self._name} resizes"
                 raise TraceError(
-                    f"{node.source}: the step edits its argument in place, and the caller's tensor would not see it. "
+                    f"{where} its argument in place, and the caller's tensor would not see it. "
                     "Edit a clone of it, or return it."
                 )
         if self._backend.mesh is not None:
@@ -219,7 +220,7 @@ class Executable:
         its Python has read has been changed since."""
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
             return True
-        if any(read.outdated() for read in self._tracing.read.values()):
+        if any(read.outdated() for read in self._tracing.read.values()) or self._tracing.laid_out_anew():
             return True
         return self._optimizers.outdated() or not self._gradients.fit()
 

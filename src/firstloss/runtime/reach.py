@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import contents
-from .compiled import CompiledModel
+from .compiled import CompiledModel, module_of
 
 # Code here reads no state of the user's.
 _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safetensors"}
@@ -80,7 +80,7 @@ class Reach:
         elif isinstance(what, types.MethodType):
             self._todo += [what.__func__, what.__self__]
         elif isinstance(what, CompiledModel):
-            self._todo.append(what.model)
+            self._todo.append(module_of(what))
         elif isinstance(what, functools.partial):
             self._todo += [what.func, *what.args, *what.keywords.values()]
         elif isinstance(what, property):
@@ -132,7 +132,7 @@ class Reach:
     def _follow(self, what: Any) -> None:
         """Visit a value that the code mentions, if there may be something behind it."""
         if isinstance(what, CompiledModel):
-            what = what.model
+            what = module_of(what)
         callables = (types.FunctionType, types.MethodType, type, functools.partial)
         if isinstance(what, callables) or _holds_state(what) or contents.holds(what):
             self._todo.append(what)

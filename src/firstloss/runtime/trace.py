@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +45,12 @@ def trace(
         check: trace again now and then (at the second call, and for less than 1% of the time after that), to find
             changes that cannot be seen from outside, which are a `GraphChangedError`.
 
+    Called inside another traced step it is a part of that one. It may be stacked with `staticmethod` and `classmethod`
+    in either order.
+
     Raises:
-        TraceError: for options that are none of these.
+        TraceError: for options that are none of these, and for a step that cannot be called, or is a generator or a
+            coroutine.
     """
     if changes not in ("recompile", "refuse"):
         raise TraceError(f"changes={changes!r}: write 'recompile' or 'refuse'.")
@@ -62,8 +69,13 @@ class TracedStep:
         changes: str = "recompile",
         check: bool = True,
     ) -> None:
+        self._kind = type(step) if isinstance(step, (staticmethod, classmethod)) else None
+        if isinstance(step, (staticmethod, classmethod)):
+            step = step.__func__
+        _check_step(step)
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
+        self._policy = shapes
         self._shapes = Shapes(self._name, shapes)
         self._refuse = changes == "refuse"
         self._check = check
@@ -75,12 +87,20 @@ class TracedStep:
         functools.update_wrapper(self, step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """In a class, a step is a method."""
-        return self if instance is None else functools.partial(self.__call__, instance)
+        """In a class, a step is a method; of a class method or a static one, what that would be."""
+        if self._kind is classmethod:
+            return types.MethodType(self, type(instance) if owner is None else owner)
+        return self if instance is None or self._kind is staticmethod else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep:
+        """A step of the copied function, traced anew."""
+        step = copy.deepcopy(self._step, memo)
+        changes = "refuse" if self._refuse else "recompile"
+        return type(self)(step if self._kind is None else self._kind(step), self._policy, changes, self._check)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = current_backend()
-        if not backend.is_xla:
+        if not backend.is_xla or session.trace is not None:  # within another step it is a part of that one
             return self._step(*args, **kwargs)
         from .executable import Executable  # here, because it brings JAX
 
@@ -139,3 +159,19 @@ class TracedStep:
         if self._latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
         return self._latest.latest().program
+
+
+def _check_step(step: Any) -> None:
+    if not callable(step):
+        hint = " Options have names: @fl.trace(shapes=...)." if isinstance(step, str) else ""
+        raise TraceError(f"trace takes a function, and not an object of type {type(step).__name__}.{hint}")
+    for test, kind in (
+        (inspect.isgeneratorfunction, "a generator, which runs when it is iterated over"),
+        (inspect.iscoroutinefunction, "a coroutine, which runs when it is awaited"),
+        (inspect.isasyncgenfunction, "a generator, which runs when it is iterated over"),
+    ):
+        if test(step):
+            raise TraceError(
+                f"{getattr(step, '__qualname__', step)} makes {kind}, so that calling it computes nothing. Trace a "
+                "function that computes, and call that in it."
+            )

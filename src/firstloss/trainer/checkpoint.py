@@ -16,6 +16,7 @@ import firstloss as fl
 
 from ..errors import NaNLossError, TrainerError
 from ..files import written_aside
+from ..settings import Settings
 from . import storage
 from .randomness import random_state, set_random_state
 
@@ -27,7 +28,7 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Settings):
     """When to save, what to keep, and whether to go on from the last one. The end of a run is always saved.
 
     Attributes:

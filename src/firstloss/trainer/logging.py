@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import TrainerError
+from ..settings import Settings
 
 
 @dataclass
-class Logging:
+class Logging(Settings):
     """How often numbers go to the loggers.
 
     Attributes:

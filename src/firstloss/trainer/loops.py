@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import TrainerError
+from ..settings import Settings
 
 
 @dataclass
-class ValidationLoop:
+class ValidationLoop(Settings):
     """One pass over the validation loader.
 
     Attributes:
@@ -39,7 +40,7 @@ class ValidationLoop:
 
 
 @dataclass
-class TrainingLoop:
+class TrainingLoop(Settings):
     """How long to train, how often to validate, and what a step is.
 
     Attributes:

@@ -76,7 +76,7 @@ class Steps:
 
         @fl.trace
         def nan_weights() -> torch.Tensor:
-            floats = [p.detach() for p in model.model.parameters() if p.is_floating_point()]
+            floats = [p.detach() for p in model.parameters() if p.is_floating_point()]
             return torch.stack([torch.isnan(p).any() for p in floats])
 
         self.accumulate, self.update, self.evaluate = accumulate, update, evaluate
@@ -96,7 +96,7 @@ class Steps:
                 f"given the batch whole, and failed: {error}. A model is given all that its loss needs, and returns "
                 "the loss: def forward(self, x, y): return cross_entropy(self.net(x), y)."
             ) from error
-        return loss_of(outputs, type(self._model.model).__name__), outputs
+        return loss_of(outputs, self._model.__class__.__name__), outputs
 
 
 def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str, Any]]:

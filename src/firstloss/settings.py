@@ -1,0 +1,48 @@
+"""Settings objects in which a misspelt name is an error: nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from .errors import SettingError
+
+
+def check_name(owner: Any, name: str, known: Any) -> None:
+    """Refuse to set `name` in `owner`, unless it is `known`.
+
+    Raises:
+        SettingError: with the names that there are, and the one that may have been meant.
+    """
+    if name in known:
+        return
+    shown = sorted(n for n in known if not n.startswith("_"))
+    near = difflib.get_close_matches(name, shown, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise SettingError(
+        f"{type(owner).__name__} has no setting {name!r}, so setting it would do nothing.{hint} It has "
+        f"{', '.join(shown)}."
+    )
+
+
+class Settings:
+    """A base of dataclasses. What is set later is checked as what is given to the constructor is: its name, and by
+    `__post_init__` its value. A subclass of a user's may have attributes of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = type(self).__module__.partition(".")[0] == __package__
+        if own:
+            check_name(self, name, self.__dataclass_fields__)  # type: ignore[attr-defined]
+        there = len(self.__dict__) >= len(self.__dataclass_fields__)  # type: ignore[attr-defined]
+        before = self.__dict__.get(name)
+        object.__setattr__(self, name, value)
+        if not there or not own or name.startswith("_"):
+            return
+        try:
+            self.__post_init__()
+        except BaseException:
+            object.__setattr__(self, name, before)
+            raise
+
+    def __post_init__(self) -> None:
+        """Check the values."""
