@@ -78,7 +78,7 @@ class GradScaler:
         self._limits = (least, most)
         self._steps_per_increase = patience
         self._overflow_tolerance = tolerance
-        begin = float(first if self.dynamic else 1.0 if loss_scale is None else loss_scale)  # type: ignore[arg-type]
+        begin = float(first if self.dynamic else 1.0 if loss_scale is None else loss_scale)
         self._scale = torch.tensor(begin, dtype=torch.float32, device="cpu")
         self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
         self._overflows = torch.zeros((), dtype=torch.int64, device="cpu")

@@ -125,9 +125,7 @@ def _check_graph(outputs: Any) -> None:
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         if type(tensor) is DeferredTensor and tensor._store.resident is not None and not tensor.requires_grad:
-            raise TraceError(
-                f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}"
-            )
+            raise TraceError(f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}")
 
 
 _NO_GRAPH = (

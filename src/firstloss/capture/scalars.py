@@ -126,25 +126,40 @@ class Number:
 class Hyperparameter(Number):
     """A number in an optimizer's parameter group that changes from step to step.
 
-    Against zero it compares as a positive number does: PyTorch's optimizers leave out what a zero makes vanish
-    (`if weight_decay != 0`), and computing it is right for zero, too.
+    It can be compared with zero, as PyTorch's optimizers do to leave out what a zero makes vanish
+    (`if weight_decay != 0`): by its sign. Where that is not known (it is None), it compares as a positive number does;
+    whoever makes such a one sees to what then is wrong for zero.
     """
 
+    def __init__(self, what: Tensor, sign: int | None = None) -> None:
+        super().__init__(what)
+        self.sign = sign
+
     def bool_(self) -> bool:
-        return True
+        return self.sign != 0
 
     def ne(self, other: Number) -> Number:
-        return self._against_zero(other, True)
-
-    gt = ge = ne
+        return self._against_zero(operator.ne, other)
 
     def eq(self, other: Number) -> Number:
-        return self._against_zero(other, False)
+        return self._against_zero(operator.eq, other)
 
-    lt = le = eq
+    def gt(self, other: Number) -> Number:
+        return self._against_zero(operator.gt, other)
 
-    def _against_zero(self, other: Number, answer: bool) -> Number:
-        return Known(answer) if isinstance(other.what, (int, float)) and other.what == 0 else self._refuse()
+    def ge(self, other: Number) -> Number:
+        return self._against_zero(operator.ge, other)
+
+    def lt(self, other: Number) -> Number:
+        return self._against_zero(operator.lt, other)
+
+    def le(self, other: Number) -> Number:
+        return self._against_zero(operator.le, other)
+
+    def _against_zero(self, compare: Callable[[int, int], bool], other: Number) -> Number:
+        if not isinstance(other.what, (int, float)) or other.what != 0:
+            return self._refuse()
+        return Known(compare(1 if self.sign is None else self.sign, 0))
 
 
 class Known(Number):

@@ -93,6 +93,11 @@ class StepTrace(recorder._Tracing):
             self._geometries.append((tensor, _layout(tensor)))
         return known[1]
 
+    def unwritten(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has not written to a real tensor from outside."""
+        known = self._real.get(id(tensor))
+        return known is None or known[1].value is known[1].first
+
     def laid_out_anew(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory of another shape or dtype
         (`resize_`, `set_`, `tensor.data = ...`): it is no input of this step any more."""
@@ -242,11 +247,19 @@ def find_new_state(
         FirstStepDiffers: if the state starts from a weight's or a gradient's value; `optimizer.state` is as before.
     """
     had = {p: dict(entries) for p, entries in optimizer.state.items()}
+    numbers = _python_state(optimizer)
     rehearsal = StepTrace()
     try:
         with rehearsal.active():
             step()
+        made = _python_state(optimizer)
+        _refuse_changes(optimizer, numbers, made)
         found = _new_state(optimizer, had, rehearsal)
+        if made.keys() - numbers.keys():  # constants, if another step leaves them as they are
+            with StepTrace().active():
+                step()
+            _refuse_changes(optimizer, made, _python_state(optimizer))
+            _put_back(optimizer, found)
     except BaseException:
         for parameter, entries in list(optimizer.state.items()):
             entries.clear()
@@ -266,16 +279,18 @@ def _new_state(
     for parameter, entries in optimizer.state.items():
         before = had.get(parameter, {})
         for key, entry in list(entries.items()):
-            if isinstance(entry, (int, float)) and not isinstance(entry, bool) and before.get(key) != entry:
+            if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
                 raise TraceError(
-                    f"{type(optimizer).__name__} keeps state[{key!r}] as a Python number and changes it in step(): "
-                    "a compiled step would see the same number for ever. Keep it as a tensor: "
-                    f"state[{key!r}] = torch.tensor(0.0)."
+                    f"{here()}: {type(optimizer).__name__} makes tensors in its first step() and keeps them in "
+                    f"state[{key!r}], a {type(entry).__name__}. Keep each under a key of its own: "
+                    f"state['{key}_0'] = torch.zeros(...)."
                 )
             if key in before:
                 entries[key] = before[key]  # which the rehearsal may have bound to another tensor
                 continue
             if not is_traced(entry, rehearsal):
+                if isinstance(entry, torch.Tensor):  # a gradient or a weight itself, which there is in the step alone
+                    raise FirstStepDiffers
                 continue
             store = entry._store
             if not _reads_inputs(store.first, rehearsal):
@@ -286,6 +301,51 @@ def _new_state(
                 raise FirstStepDiffers
             found[parameter, key] = entry
     return found
+
+
+def _parts(entry: Any) -> Iterator[Any]:
+    """What an entry of an optimizer's state holds, through lists, tuples and dicts."""
+    if isinstance(entry, (list, tuple)):
+        for part in entry:
+            yield from _parts(part)
+    elif isinstance(entry, dict):
+        for part in entry.values():
+            yield from _parts(part)
+    else:
+        yield entry
+
+
+def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], list[Any]]:
+    """What an optimizer's state holds that is no tensor, by weight and key."""
+    found = {}
+    for parameter, entries in optimizer.state.items():
+        for key, entry in entries.items():
+            plain = [part for part in _parts(entry) if not isinstance(part, torch.Tensor)]
+            if plain:
+                found[parameter, key] = plain
+    return found
+
+
+def _refuse_changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> None:
+    """A step must not change Python values in its optimizer's state: a compiled one runs no Python."""
+    for (parameter, key), now in after.items():
+        was = before.get((parameter, key))
+        if was is not None and (
+            len(was) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(was, now, strict=True))
+        ):
+            kind = type(now[0]).__name__
+            kind = "number" if kind in ("int", "float") else kind
+            raise TraceError(
+                f"{here()}: {type(optimizer).__name__} keeps state[{key!r}] as a Python {kind} and changes it in "
+                "step(): a compiled step would see the same one for ever. Keep it as a tensor: "
+                f"state[{key!r}] = torch.tensor(0.0)."
+            )
+
+
+def _put_back(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
+    """After another rehearsal: the state is what the first has found."""
+    for (parameter, key), entry in found.items():
+        optimizer.state[parameter][key] = entry
 
 
 def _reads_inputs(value: Value, trace: StepTrace) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import _adafactor
 
+from ..capture.scalars import is_symbolic, tensor_of
 from ..undo import Undo
 
 Tensor = torch.Tensor
@@ -60,7 +61,8 @@ def update(
         least = torch.finfo(p.dtype).eps if eps1 is None else eps1
         grad = -grad if maximize else grad
         step.add_(1)
-        fading = step**beta2_decay
+        decay: Any = beta2_decay
+        fading = step ** (tensor_of(decay).to(step.dtype) if is_symbolic(decay) else decay)
         rate = torch.minimum(step.rsqrt(), torch.as_tensor(lr, dtype=step.dtype))
         rate = rate * (p.norm(2) / p.numel() ** 0.5).clamp(min=eps2)
         if weight_decay != 0:

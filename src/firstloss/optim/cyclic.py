@@ -48,9 +48,7 @@ class CyclicLR(Schedule):
         self.base_lr = self.initial_learning_rate = base_lr
         self.max_lr = max_lr
         self.step_size_up = positive("step_size_up", step_size_up)
-        self.step_size_down = positive(
-            "step_size_down", step_size_up if step_size_down is None else step_size_down
-        )
+        self.step_size_down = positive("step_size_down", step_size_up if step_size_down is None else step_size_down)
         self.mode = mode
         self.gamma = gamma
         self.scale_mode = own

@@ -100,7 +100,9 @@ class Backend:
         if "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
             if name in ("name", "is_xla", "torch_device", "mesh", "artifact_dir"):
-                raise BackendError(f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...).")
+                raise BackendError(
+                    f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...)."
+                )
         object.__setattr__(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +171,9 @@ def backend(
         _current = name
         return name
     if not isinstance(name, str):
-        raise BackendError(f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.')
+        raise BackendError(
+            f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.'
+        )
     if cluster_config is not None and not hasattr(cluster_config, "num_csx"):
         raise BackendError(
             "cluster_config is a firstloss.distributed.ClusterConfig(num_csx=...), not an object of type "

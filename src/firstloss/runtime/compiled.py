@@ -133,7 +133,9 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
     if isinstance(model, CompiledModel):
         model = module_of(model)
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
-        raise TraceError(f"compile takes a module, not the class {model.__name__}. Write compile({model.__name__}(...)).")
+        raise TraceError(
+            f"compile takes a module, not the class {model.__name__}. Write compile({model.__name__}(...))."
+        )
     if not isinstance(model, torch.nn.Module):
         raise TraceError(f"compile takes an nn.Module, not an object of type {type(model).__name__}.")
     if isinstance(backend, str):
@@ -143,7 +145,8 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         )
     if backend is not None and not isinstance(backend, Backend):
         raise BackendError(
-            f"compile takes a backend, as firstloss.backend(...) makes it, not an object of type {type(backend).__name__}."
+            "compile takes a backend, as firstloss.backend(...) makes it, and not an object of type "
+            f"{type(backend).__name__}."
         )
     backend = backend or current_backend()
     if backend.is_xla:

@@ -192,7 +192,8 @@ class Executable:
     def reads_other_tensors(self, other: Executable) -> bool:
         """Whether `other`, which has the same signature, reads other tensors from off the backend: it was given
         another batch by something that is no argument."""
-        return any(_differ(a, b) for a, b in zip(self._from_outside(), other._from_outside(), strict=True))
+        ours, theirs = self._from_outside(), other._from_outside()
+        return any(_differ(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None)
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors` goes in, or its gradient."""
@@ -200,9 +201,10 @@ class Executable:
         stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(home) in theirs or id(home) in stores for home in self._tracing.inputs.values())
 
-    def _from_outside(self) -> list[Store | torch.Tensor]:
-        given = (*self._batch, *self._optimizers.hyperparameters, *self._gradients.read)
-        return [home for value, home in self._tracing.inputs.items() if value not in given]
+    def _from_outside(self) -> list[Store | torch.Tensor | None]:
+        """What goes in, in the signature's order; None for what each call is given anew."""
+        given = {*self._batch, *self._optimizers.hyperparameters, *self._gradients.read}
+        return [None if v in given else self._tracing.inputs[v] for v in (*self._changed, *self._read)]
 
     def _undo(self) -> None:
         """A step that could not be traced leaves nothing behind."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import session
 from ..capture.recorder import DeferredTensor
+from ..capture.running_averages import without_counts
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
+from ..capture.scalars import tensor_of
 from ..capture.source import here
 from ..capture.step import FirstStepDiffers, StepTrace, find_new_state
 from ..errors import TraceError
@@ -46,6 +48,14 @@ class Hyperparameter(NamedTuple):
         value = self.group[self.key]
         return float(value if self.place is None else value[self.place])
 
+    def premise(self) -> Any:
+        """What the trace takes for granted of it: that it is a number, or so many, and but for a rate, its sign, by
+        which optimizers branch."""
+        value = self.group.get(self.key)
+        if not _is_number(value) and not (isinstance(value, tuple) and all(map(_is_number, value))):
+            return None
+        return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
+
 
 class Optimizers:
     """The optimizers that step inside one trace.
@@ -69,7 +79,10 @@ class Optimizers:
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._rehearsing = False
         self._handles: list[Any] = []
-        self._baked: dict[tuple[int, int, str], Any] = {}
+        self._baked: dict[Any, Any] = {}
+        self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
+        self._params: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
         self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of state, before the step's own changes
         self._state: list[StateOf] = []
 
@@ -83,8 +96,9 @@ class Optimizers:
             undo(self._handles.clear)
             undo(lambda: [handle.remove() for handle in self._handles])
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+            self._handles.append(register_optimizer_step_post_hook(self._after_step))
             torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
-            with without_reads(), _without_torchs_scaler():
+            with without_reads(), without_counts(), _without_torchs_scaler(), _without_torchs_schedulers():
                 yield
         if changed:
             raise TraceError(
@@ -113,14 +127,36 @@ class Optimizers:
     def outdated(self) -> bool:
         """Whether the executable is right no longer: a number baked into it has been changed since. What changes once
         may change again, so it will be an input of the next one."""
-        if any(state.replaced() for state in self._state):
+        if any(state.replaced() for state in self._state) or self._regrouped():
+            return True
+        if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
             return True
         now = self._constants()
-        for place, value in now.items():
-            number, group, key = place
-            if self._baked.get(place) != value and _may_vary(self.seen[number], value):
-                _varying.setdefault(self.seen[number], set()).add((group, key))
-        return now != self._baked
+        found = now != self._baked
+        for number, optimizer in enumerate(self.seen):
+            varying = _varying.get(optimizer, set())
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    place = number, i, key
+                    if place not in self._baked or not _may_vary(optimizer, value):
+                        continue
+                    if self._baked[place] != now[place]:
+                        if not varying:
+                            varying = _varying.setdefault(optimizer, varying)
+                        varying.add((i, key))
+                    found |= (i, key) in varying  # an input of a later executable, which does for this value too
+        return found
+
+    def _regrouped(self) -> bool:
+        """Whether the groups, or the weights in them, are others or in another order."""
+        groups = [group for optimizer in self.seen for group in optimizer.param_groups]
+        if len(groups) != len(self._params):
+            return True
+        for group, (before, weights) in zip(groups, self._params, strict=True):
+            now = group["params"]
+            if group is not before or len(now) != len(weights) or not all(map(operator.is_, now, weights)):
+                return True
+        return False
 
     def carry(self) -> None:
         """At the end of the traced step: state that `step()` has bound to another tensor stays in the one it was in.
@@ -137,23 +173,48 @@ class Optimizers:
     def settled(self) -> None:
         """The trace has ended: the state that there is now is what the executable works on."""
         self._state = [StateOf(optimizer) for optimizer in self.seen]
+        self._params = [(group, list(group["params"])) for o in self.seen for group in o.param_groups]
 
-    def _constants(self) -> dict[tuple[int, int, str], Any]:
-        """What is baked into the trace: all in the groups but the weights and the inputs. A tensor that the step reads
-        is known by which it is; one that a step itself puts there is not compared."""
+    def _constants(self) -> dict[Any, Any]:
+        """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it
+        takes for granted. A tensor that the step reads is known by which it is; one that a step itself puts there is
+        not compared."""
         inputs = {(id(h.group), h.key) for h in self.hyperparameters.values()}
-        found: dict[tuple[int, int, str], Any] = {}
+        found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.hyperparameters.values())}
         for number, optimizer in enumerate(self.seen):
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key == "params" or (id(group), key) in inputs or _is_dead(value):
                         continue
-                    found[number, i, key] = id(value) if isinstance(value, torch.Tensor) else value
+                    plain = type(value) in _PLAIN
+                    found[number, i, key] = value if plain else _frozen(value)
         return found
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if session.trace is None or self._rehearsing or any(seen is optimizer for seen in self.seen):
+        if session.trace is None or self._rehearsing:
             return
+        if not any(seen is optimizer for seen in self.seen):
+            self._first_step(optimizer, args, kwargs)
+        for group in optimizer.param_groups:
+            momentum = group.get("momentum")
+            if _sign_unknown(momentum):
+                for p in group["params"]:
+                    buffer = optimizer.state.get(p, {}).get("momentum_buffer")
+                    if p.grad is not None and isinstance(buffer, torch.Tensor):
+                        self._momenta.append((buffer, buffer.clone(), tensor_of(momentum) != 0))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """With a momentum of zero SGD and RMSprop leave their buffers as they are, which is not what multiplying by
+        zero makes of them. What a schedule sets is known on the device alone, so this is decided there."""
+        if session.trace is None or self._rehearsing:
+            return
+        with torch.no_grad():
+            for buffer, before, moves in self._momenta:
+                buffer.copy_(torch.where(moves, buffer, before))
+        self._momenta.clear()
+
+    def _first_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Prepare an optimizer that has not stepped in this trace yet."""
         name = type(optimizer).__name__
         if name in _REFUSED:
             raise TraceError(f"{name} cannot be traced: it {_REFUSED[name]}.")
@@ -172,17 +233,23 @@ class Optimizers:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             for key, value in (("capturable", True), ("foreach", True), ("fused", False)):
-                if key in group and not group.get("differentiable"):
+                if key in group and (key == "capturable" or not group.get("differentiable")):
                     self._set(group, key, value)
         for group in optimizer.param_groups:
             for key, value in list(group.items()):
                 if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
-                    self._make_symbolic(group, key, value)
+                    self._make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
         try:
             self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer)).values())
         except FirstStepDiffers:
             self.first_step_only = True
+            if any(_sign_unknown(group.get("momentum")) for group in optimizer.param_groups):
+                raise TraceError(
+                    f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its momentum begins as "
+                    "the first gradient, undamped, in the first step in which it is not zero, which only the device "
+                    "knows. Leave dampening out, or change the momentum between steps, as a number."
+                ) from None
         finally:
             self._rehearsing = False
         for i, group in enumerate(optimizer.param_groups):
@@ -193,12 +260,28 @@ class Optimizers:
                 (entries, key, value) for key, value in entries.items() if isinstance(value, torch.Tensor)
             ]
 
-    def _make_symbolic(self, group: dict[str, Any], key: str, value: Any) -> None:
-        """A schedule's tensor stands where the optimizer expects a number."""
-        if isinstance(value, torch.Tensor):
-            self._set(group, key, _symbolic(value))
-        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            self._set(group, key, tuple(map(_symbolic, value)))
+    def _make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
+        """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
+        schedules = [schedule._value for schedule in schedules_of(optimizer)]
+
+        def symbolic(part: Any) -> Any:
+            if not isinstance(part, torch.Tensor) or part.numel() != 1 or part.dtype.is_complex:
+                return part
+            if any(part is value for value in schedules):
+                return _symbolic(part)
+            if not _is_known(optimizer) or key not in optimizer.defaults:
+                return part  # the optimizer's own code takes the tensor as it is
+            sign = None
+            if type(part) is not DeferredTensor and self._trace.unwritten(part):
+                with torch._C._DisableTorchDispatch():
+                    sign = _sign(float(part))
+                self._signs.append((part, sign))
+            with torch.no_grad():
+                return _symbolic(part.detach().reshape(()).double(), sign)
+
+        made = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
+        if made is not value and (not isinstance(value, tuple) or not all(map(operator.is_, made, value))):
+            self._set(group, key, made)
 
     def _make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
         """The learning rate, and what changes besides, is read anew at each step."""
@@ -207,15 +290,16 @@ class Optimizers:
         if key == "lr" and _is_number(value):
             self._set(group, key, self._input(group, key))
         elif (index, key) in _varying.get(optimizer, ()):
-            if _is_number(value) or isinstance(value, torch.Tensor):
-                self._set(group, key, _symbolic(self._input(group, key)))
-            else:
-                self._set(group, key, tuple(_symbolic(self._input(group, key, i)) for i in range(len(value))))
+            if _is_number(value):
+                self._set(group, key, _symbolic(self._input(group, key), _sign(value)))
+            elif isinstance(value, tuple) and all(map(_is_number, value)):
+                made = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
+                self._set(group, key, tuple(made))
         elif "max_momentum" in group and _may_vary(optimizer, value):  # OneCycleLR and CyclicLR leave it there
             if key == "momentum":
-                self._set(group, key, _symbolic(self._input(group, key)))
+                self._set(group, key, _symbolic(self._input(group, key), _sign(value)))
             elif key == "betas":
-                self._set(group, key, (_symbolic(self._input(group, key, 0)), *value[1:]))
+                self._set(group, key, (_symbolic(self._input(group, key, 0), _sign(value[0])), *value[1:]))
 
     def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.hyperparameters)}"
@@ -279,6 +363,31 @@ def _without_torchs_scaler() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_torchs_schedulers() -> Iterator[None]:
+    """Inside, PyTorch's schedulers, which count in Python, are an error that says where they belong."""
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if session.trace is None:  # another thread's
+                return original(self, *args, **kwargs)
+            raise TraceError(
+                f"{here()}: {type(self).__name__} counts its steps in Python and sets numbers in a parameter group, "
+                "which in a traced step happens only once, while it is traced. Call a scheduler's step() outside of "
+                "the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function of a step "
+                "tensor."
+            )
+
+        return step
+
+    with Undo() as undo, undo:
+        for kind in vars(torch.optim.lr_scheduler).values():
+            if isinstance(kind, type) and "step" in vars(kind):
+                undo(setattr, kind, "step", vars(kind)["step"])
+                kind.step = refusing(vars(kind)["step"])  # type: ignore[attr-defined]
+        yield
+
+
 def _first_step(optimizer: torch.optim.Optimizer) -> None:
     own = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
     if own and not any(optimizer.state.values()):
@@ -286,18 +395,60 @@ def _first_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _symbolic(number: Any) -> Any:
-    return torch.SymFloat(TracedHyperparameter(number)) if isinstance(number, torch.Tensor) else number
+def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
+    return torch.SymFloat(TracedHyperparameter(number, sign))
+
+
+def _sign_unknown(number: Any) -> bool:
+    return type(number) is torch.SymFloat and type(number.node) is TracedHyperparameter and number.node.sign is None
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+_PLAIN = (float, bool, int, str, type(None))
+
+
+class _Same:
+    """Equal to another that holds the same object."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _Same and other._held is self._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _frozen(value: Any) -> Any:
+    """`value`, to compare with what it is later: tensors by identity, lists as they are now."""
+    if isinstance(value, torch.Tensor):
+        return _Same(value)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_frozen, value)
+    if isinstance(value, dict):
+        return "dict", *((key, _frozen(entry)) for key, entry in value.items())
+    return value if isinstance(value, _HASHABLE) else _Same(value)
+
+
+_HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is PyTorch's or Firstloss's."""
+    return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
+
+
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
     """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
     a zero makes vanish; what others do is not known, and they are traced anew."""
-    if not type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim")):
+    if not _is_known(optimizer):
         return False
     return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(_is_number, value))
 

@@ -1,0 +1,95 @@
+"""PyTorch's running averages by a count, without reading the count: it is a tensor, and in a traced step has no value.
+
+`BatchNorm(momentum=None)` weighs a batch with one over the number of batches, which it fetches as a Python number.
+`AveragedModel.update_parameters` asks whether anything has been averaged yet. Here tensors decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+from ..undo import Undo
+from . import session
+
+_before: dict[tuple[type, str], Callable[..., Any]] = {}
+
+
+@contextmanager
+def without_counts() -> Iterator[None]:
+    """Inside, in the thread that traces, they compute by the functions below."""
+    with Undo() as undo, undo:
+        for (owner, name), replacement in _REPLACED.items():
+            original = _before[owner, name] = getattr(owner, name)
+            undo(setattr, owner, name, original)
+            setattr(owner, name, replacement)
+        yield
+
+
+def batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """As `_BatchNorm.forward`."""
+    return _normalized(self, x, _before[_BatchNorm, "forward"])
+
+
+def sync_batch_norm(self: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """As `SyncBatchNorm.forward`, in one process: a traced step has the batch of all."""
+    return _normalized(self, x, _before[SyncBatchNorm, "forward"])
+
+
+def _normalized(self: Any, x: torch.Tensor, original: Callable[..., torch.Tensor]) -> torch.Tensor:
+    cumulative = self.momentum is None and self.training and self.track_running_stats
+    if session.trace is None or not cumulative or self.num_batches_tracked is None or self.running_mean is None:
+        return original(self, x)
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    out = torch.nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        part = 1.0 / self.num_batches_tracked.double()
+        for running, batch in ((self.running_mean, mean), (self.running_var, var)):
+            running.copy_(batch * part + running * (1.0 - part))
+    return out
+
+
+@torch.no_grad()
+def update_parameters(self: AveragedModel, model: Any) -> None:
+    """As `AveragedModel.update_parameters`: the average is computed the first time too, and the model's own weights are
+    taken instead."""
+    if session.trace is None:
+        return _before[AveragedModel, "update_parameters"](self, model)
+    ours = chain(self.module.parameters(), self.module.buffers()) if self.use_buffers else self.parameters()
+    theirs = chain(model.parameters(), model.buffers()) if self.use_buffers else model.parameters()
+    pairs = [(a.detach(), p.detach().to(a.device)) for a, p in zip(ours, theirs, strict=False)]
+    count = self.n_averaged
+    first = count == 0
+    before = [a.clone() for a, _ in pairs]
+    if self.multi_avg_fn is not None:
+        kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for a, p in pairs:
+            kinds.setdefault((a.device, a.dtype), []).append((a, p))
+        for (device, _), alike in kinds.items():
+            self.multi_avg_fn([a for a, _ in alike], [p for _, p in alike], count.to(device))
+    else:
+        average = self.avg_fn or get_swa_avg_fn()
+        for (a, p), old in zip(pairs, before, strict=True):
+            a.copy_(average(old, p, count.to(a.device)))
+    for a, p in pairs:
+        a.copy_(torch.where(first, p, a))
+    if not self.use_buffers:
+        for buffer, their in zip(self.module.buffers(), model.buffers(), strict=True):
+            buffer.detach().copy_(their.detach().to(buffer.device))
+    self.n_averaged += 1
+    return None
+
+
+_REPLACED: dict[tuple[type, str], Callable[..., Any]] = {
+    (_BatchNorm, "forward"): batch_norm,
+    (SyncBatchNorm, "forward"): sync_batch_norm,
+    (AveragedModel, "update_parameters"): update_parameters,
+}
