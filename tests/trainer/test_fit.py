@@ -77,7 +77,12 @@ def test_the_numbers_are_those_of_a_loop_by_hand(options, backend, tmp_path):
 def test_gradients_are_clipped_in_mixed_precision(dtype, clip, backend, tmp_path):
     """After the loss scale, here a power of two, is taken out again: it leaves no trace."""
     batches = [list(batch) for batch in loader(count=64, shuffle=False)]
-    mixed = {"precision": Precision(dtype, loss_scale=256.0 if dtype == "float16" else None), "grad_accum_steps": 2, "max_steps": 4, **clip}
+    mixed = {
+        "precision": Precision(dtype, loss_scale=256.0 if dtype == "float16" else None),
+        "grad_accum_steps": 2,
+        "max_steps": 4,
+        **clip,
+    }
     run = trainer(tmp_path, backend, model=lambda: Net(dropout=0), optimizer=sgd, **mixed)
     run.fit(batches)
     model, _ = by_hand(4, batches, clip.get("clip_grad_norm"), 2, clip.get("clip_grad_value"), getattr(torch, dtype))

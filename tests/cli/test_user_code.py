@@ -1,0 +1,75 @@
+"""What the user's constructor does to the process: its prints are not the command's output, its exit no success."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from firstloss import cli
+from firstloss.cli import output
+
+HERE = Path(__file__).parent
+COMMANDS = {
+    "inspect": ["inspect"],
+    "verify": ["verify"],
+    "init": ["init", "-o", "weights"],
+    "stablehlo": ["stablehlo", "-o", "module.mlir"],
+}
+
+
+def arguments(command, target, tmp_path):
+    first, *rest = COMMANDS[command]
+    return [first, target, *(str(tmp_path / a) if a in ("weights", "module.mlir") else a for a in rest)]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
+    """Those of C, of other processes and at the end too."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert isinstance(json.loads(ran.stdout), dict)
+    for line in ("a line from the constructor", "and another", "past Python", "from a process", "from a thread"):
+        assert line in ran.stderr
+    assert "at the end" in ran.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
+    stdout = sys.stdout
+    assert cli.main([*arguments(command, "odd_target:printing", tmp_path), "--json"]) == 0
+    assert sys.stdout is stdout
+    captured = capsys.readouterr()
+    assert isinstance(json.loads(captured.out), dict)
+    assert "a line from the constructor" in captured.err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("target", ["leaving", "leaving_without_a_word"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ending_the_process_is_no_success(command, target, as_json, tmp_path, capsys):
+    options = ["--json"] if as_json else []
+    assert cli.main([*arguments(command, f"odd_target:{target}", tmp_path), *options]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "SystemExit" in captured.err and "odd_target.py:" in captured.err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_json_has_no_nan(capsys):
+    output.print_json({"loss": float("nan"), "best": [float("inf"), 1.0], "steps": 3})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "loss": None,
+        "best": [None, 1.0],
+        "steps": 3,
+    }
