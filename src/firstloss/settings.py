@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from typing import Any
 
@@ -33,7 +34,7 @@ class Settings:
         own = type(self).__module__.partition(".")[0] == __package__
         if own:
             check_name(self, name, self.__dataclass_fields__)  # type: ignore[attr-defined]
-        there = len(self.__dict__) >= len(self.__dataclass_fields__)  # type: ignore[attr-defined]
+        there = all(field.name in self.__dict__ for field in dataclasses.fields(self) if field.init)  # type: ignore[arg-type]
         before = self.__dict__.get(name)
         object.__setattr__(self, name, value)
         if not there or not own or name.startswith("_"):

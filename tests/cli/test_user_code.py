@@ -1,6 +1,7 @@
 """What the user's constructor does to the process: its prints are not the command's output, its exit no success."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
     """Those of C, of other processes and at the end too."""
     ran = subprocess.run(
         [sys.executable, "-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
-        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(cli.__file__).parents[2])])},
         capture_output=True,
         text=True,
         check=True,

@@ -18,6 +18,17 @@ STEPS = 9
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture
+def backend(folder):
+    """All of these tests share one folder: many of their steps are the same, and compiled once."""
+    return fl.backend("XLA", artifact_dir=folder)
+
+
 @pytest.fixture(autouse=True)
 def double():
     torch.set_default_dtype(torch.float64)
@@ -157,10 +168,8 @@ def test_a_damped_momentum_on_the_device_is_refused(backend):
 ZEROS = [0.0, 0.0, 0.1, 0.1, 0.0, 0.2, 0.0, 0.0, 0.3]
 FLAGS = [False, True, True, False, False, True, False, True, False]
 CHANGES = {
-    "weight_decay": (ZEROS, ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "ASGD",
-                             "Adadelta", "Adafactor"]),
-    "maximize": (FLAGS, ["SGD", "AdamW", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adadelta",
-                         "Adafactor"]),
+    "weight_decay": (ZEROS, ["SGD", "AdamW", "RMSprop", "Adamax", "RAdam", "Adafactor"]),
+    "maximize": (FLAGS, ["SGD", "Adagrad", "NAdam", "Adadelta"]),
     "differentiable": (FLAGS, ["SGD", "Adam", "RAdam", "ASGD", "NAdam"]),
     "foreach": (FLAGS, ["SGD", "AdamW", "Adagrad"]),
     "fused": (FLAGS, ["SGD", "AdamW", "Adagrad"]),
@@ -181,9 +190,11 @@ def test_what_is_in_a_group_may_change_between_steps(key, name, backend):
 
 def test_a_list_in_a_group_edited_in_place(backend):
     def between(n, run):
+        if n == 0:
+            run.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
         run.optimizer.param_groups[0]["betas"][0] = 0.9 - 0.1 * (n % 3)
 
-    check(backend, lambda p: torch.optim.AdamW(p, lr=0.01, betas=[0.9, 0.99]), between)
+    check(backend, lambda p: torch.optim.AdamW(p, lr=0.01), between)
 
 
 def test_a_number_that_goes_back_to_what_it_was_at_first(backend):
@@ -562,10 +573,9 @@ OURS = ["AdamW", "Adam", "SGD", "Lion", "Lamb", "Adafactor", "RMSprop", "Adagrad
         "ASGD", "Adadelta"]  # fmt: skip
 
 
-@pytest.mark.parametrize("when", ["at first", "in the middle"])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name, when", [*((name, 0) for name in OURS), ("SGD", 4), ("AdamW", 4), ("Lamb", 4)])
 def test_preinitialize_changes_nothing_on_any_backend(name, when, backend):
     def make(parameters):
         return getattr(fl.optim, name)(parameters, lr=0.01, **({"momentum": 0.9} if name == "SGD" else {}))
 
-    check(backend, make, at(0 if when == "at first" else 4, lambda run: run.optimizer.preinitialize()))
+    check(backend, make, at(when, lambda run: run.optimizer.preinitialize()))

@@ -236,6 +236,12 @@ def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
     if dense_count(value.shape, value.stride) == value.numel and tensor.storage_offset() + count <= value.numel:
         reseat(tensor, tensor._store, (size, stride, int(tensor.storage_offset()), tensor.dtype))
         return
+    if session.trace is None and tensor._store.resident is not None:  # its memory is there, and is to be so again
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            real = Hooks.value_of(tensor).detach().clone().resize_(size)
+        constant = Hooks.constant_tensor(real)
+        reseat(tensor, constant._store, geometry_of(constant))
+        return
     old = tensor.flatten() if tensor.is_contiguous() else None
     with torch.no_grad():
         new = Hooks.dispatch(
