@@ -17,7 +17,8 @@ def printing():
     thread = threading.Thread(target=print, args=("from a thread",))
     thread.start()
     thread.join()
-    atexit.register(print, "at the end")
+    if "pytest" not in sys.modules:
+        atexit.register(print, "at the end")
     return nn.Linear(2, 3)
 
 
