@@ -26,15 +26,19 @@ def check_name(owner: Any, name: str, known: Any) -> None:
     )
 
 
+@dataclasses.dataclass
 class Settings:
     """A base of dataclasses. What is set later is checked as what is given to the constructor is: its name, and by
-    `__post_init__` its value. A subclass of a user's may have attributes of its own."""
+    `__post_init__` its value. A subclass of a user's may have attributes of its own.
+
+    Itself one, without fields: what reads a configuration takes a dataclass apart only if its bases are dataclasses.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = type(self).__module__.partition(".")[0] == __package__
         if own:
-            check_name(self, name, self.__dataclass_fields__)  # type: ignore[attr-defined]
-        there = all(field.name in self.__dict__ for field in dataclasses.fields(self) if field.init)  # type: ignore[arg-type]
+            check_name(self, name, self.__dataclass_fields__)
+        there = all(field.name in self.__dict__ for field in dataclasses.fields(self) if field.init)
         before = self.__dict__.get(name)
         object.__setattr__(self, name, value)
         if not there or not own or name.startswith("_"):
