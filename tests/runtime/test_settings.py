@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.trainer import Checkpoint, Logging, Precision, TrainingLoop, ValidationLoop
+from firstloss.trainer import Checkpoint, Logging, Precision, Trainer, TrainingLoop, ValidationLoop
 
 SETTINGS = [
     lambda backend: backend.device.config,
@@ -149,3 +149,45 @@ def test_arguments_of_schedules_that_would_be_dropped(name):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(fl.errors.ScheduleError, match=name):
         SCHEDULES[name](optimizer)
+
+
+def _made():
+    return fl.deferred_init(nn.Linear, 4, 3)
+
+
+ARGUMENTS = {
+    "num_threads=0": lambda: fl.materialize_module(_made(), num_threads=0),
+    "num_threads='2'": lambda: fl.materialize_module(_made(), num_threads="2"),
+    "buffers_only='yes'": lambda: fl.materialize_module(_made(), buffers_only="yes"),
+    "check_fn=3": lambda: fl.materialize_module(_made(), check_fn=3),
+    "takes a module": lambda: fl.materialize_module(3),
+    "pads with numbers": lambda: fl.Pad(value="x"),
+    "values=3": lambda: fl.Pad(values=3),
+    "multiple_of=True": lambda: fl.Pad(multiple_of=True),
+    "enabled=.*bfloat16": lambda: fl.amp.autocast(torch.bfloat16),
+    "total_iters": lambda: fl.optim.lr_scheduler.ConstantLR(_adam(), 0.1, total_iters=-1),
+    "element 5 of 'betas', which has 2": lambda: fl.optim.lr_scheduler.ConstantLR(
+        _adam(), 0.1, param_group_key=("betas", 5)
+    ),
+    "log_steps=2.5": lambda: Logging(log_steps=2.5),
+    "steps=2.5": lambda: Checkpoint(steps=2.5),
+    "best=3": lambda: Checkpoint(best=3),
+    'mode="max" would do nothing': lambda: Checkpoint(mode="max"),
+    "strict='no'": lambda: Checkpoint(strict="no"),
+    "autoload_last=0": lambda: Checkpoint(autoload_last=0),
+    "validation=3": lambda: TrainingLoop(max_steps=1, validation=3),
+    "metrics=3": lambda: ValidationLoop(metrics=3),
+    "metric_inputs=3": lambda: ValidationLoop(metric_inputs=3),
+    "seed='x'": lambda: Trainer(model=nn.Identity, seed="x"),
+    "backend is an object of type int": lambda: Trainer(model=nn.Identity, backend=3),
+}
+
+
+def _adam():
+    return torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize("says", ARGUMENTS)
+def test_arguments_that_would_be_dropped_or_taken_for_others(says, backend):
+    with pytest.raises(fl.errors.FirstlossError, match=says):
+        ARGUMENTS[says]()

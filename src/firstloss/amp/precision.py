@@ -55,10 +55,15 @@ class autocast(contextlib.ContextDecorator):
         enabled: False: nothing is cast in the region.
 
     Raises:
-        PrecisionError: on entering with cbfloat16 anywhere but in a traced step: it is emulated by XLA.
+        PrecisionError: if `enabled` is neither; on entering with cbfloat16 anywhere but in a traced step: it is
+            emulated by XLA.
     """
 
     def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise PrecisionError(
+                f"autocast(enabled=...) is True or False, and not {enabled!r}. A dtype is chosen by set_half_dtype."
+            )
         self._enabled = enabled
         self._open: list[torch.autocast] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,17 @@ def _pending(tensor: torch.Tensor) -> list[Store]:
     return [part._store for part in parts if part._store.resident is None]
 
 
+def _check_arguments(module: Any, buffers_only: Any, check_fn: Any, num_threads: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise MaterializeError(f"materialize_module takes a module, not an object of type {type(module).__name__}.")
+    if not isinstance(buffers_only, bool):
+        raise MaterializeError(f"buffers_only={buffers_only!r}: write True or False.")
+    if check_fn is not None and not callable(check_fn):
+        raise MaterializeError(f"check_fn={check_fn!r} is not a function of a module.")
+    if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
+        raise MaterializeError(f"num_threads={num_threads!r}: give a whole number from 1 on, or None for all cores.")
+
+
 def materialize_module(
     module: Module,
     buffers_only: bool = False,
@@ -75,6 +86,7 @@ def materialize_module(
             deferred ones they are left alone, with a `MetaTensorsWarning`.)
         ConstantChangedError: if a tensor from outside that a recipe reads has been edited since.
     """
+    _check_arguments(module, buffers_only, check_fn, num_threads)
     modules = dict(module.named_modules()) if check_fn is not None else {}
     chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
     stores: dict[int, Store] = {}

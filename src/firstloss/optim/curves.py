@@ -32,7 +32,7 @@ class ConstantLR(Schedule):
         self, optimizer: torch.optim.Optimizer, learning_rate: float, total_iters: int | None = None, **where: Any
     ) -> None:
         self.learning_rate = learning_rate
-        self.total_iters = total_iters
+        self.total_iters = None if total_iters is None else positive("total_iters", total_iters)
         super().__init__(optimizer, **where)
 
     @property

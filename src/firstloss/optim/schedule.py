@@ -65,6 +65,13 @@ class Schedule:
         self._in_tensors = False
         if not any(True for _ in self._groups()):
             raise ScheduleError(self._nothing_to_set())
+        if not isinstance(self.param_group_key, str):
+            key, place = self.param_group_key
+            lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 0 for group in self._groups()}
+            if not 0 <= place < min(lengths):
+                raise ScheduleError(
+                    f"{type(self).__name__} is to set element {place} of {key!r}, which has {min(lengths)} in a group."
+                )
         self._value.copy_(self.value(self.last_epoch))
         self._attach()
         self._put()

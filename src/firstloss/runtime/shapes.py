@@ -35,7 +35,12 @@ class Pad:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.multiple_of, int) or self.multiple_of < 1:
+        if not isinstance(self.values, Mapping):
+            raise ShapeError(f"Pad(values={self.values!r}): give a dict of numbers by name, as {{'labels': -100}}.")
+        for value in (self.value, *self.values.values()):
+            if not isinstance(value, (int, float)):
+                raise ShapeError(f"Pad pads with numbers, and not with {value!r}.")
+        if not isinstance(self.multiple_of, int) or isinstance(self.multiple_of, bool) or self.multiple_of < 1:
             raise ShapeError(f"Pad(multiple_of={self.multiple_of!r}): give a whole number from 1 on.")
 
 

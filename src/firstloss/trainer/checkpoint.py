@@ -52,8 +52,17 @@ class Checkpoint(Settings):
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise TrainerError(f'Checkpoint: mode={self.mode!r} is not a direction. Write "min" or "max".')
+        if self.best is not None and not isinstance(self.best, str):
+            raise TrainerError(f'Checkpoint: best={self.best!r} is not the name of a metric, such as "val_loss".')
+        if self.mode == "max" and self.best is None:
+            raise TrainerError('Checkpoint: mode="max" would do nothing without best=..., the metric that it is about.')
+        for name in ("autoload_last", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise TrainerError(f"Checkpoint: {name}={getattr(self, name)!r}: write True or False.")
         for name in ("steps", "epochs", "keep_last"):
             value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TrainerError(f"Checkpoint: {name}={value!r} is not a whole number.")
             if value is not None and value < 1:
                 raise TrainerError(f"Checkpoint: {name}={value!r} is not above 0. Write None to do without.")
 

@@ -162,6 +162,8 @@ def make_backend(backend: Any, device: str | None) -> Any:
         raise TrainerError("device and backend say the same thing twice. Pass one of them.")
     if backend is None or isinstance(backend, str):
         return fl.backend(backend or device or "XLA")
+    if not hasattr(backend, "is_xla"):
+        raise TrainerError(f'backend is {_kind(backend)}. Write backend=firstloss.backend("XLA"), or the name alone.')
     return backend
 
 

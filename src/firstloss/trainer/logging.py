@@ -22,6 +22,8 @@ class Logging(Settings):
     log_steps: int = 10
 
     def __post_init__(self) -> None:
+        if not isinstance(self.log_steps, int) or isinstance(self.log_steps, bool):
+            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not a whole number.")
         if self.log_steps < 1:
             raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not above 0.")
 

@@ -28,6 +28,12 @@ class ValidationLoop(Settings):
 
     def __post_init__(self) -> None:
         _positive(self, "max_batches")
+        if not isinstance(self.metrics, Mapping):
+            raise TrainerError(f"ValidationLoop: metrics={self.metrics!r} is not a dict of metrics by name.")
+        if self.metric_inputs is not None and not callable(self.metric_inputs):
+            raise TrainerError(
+                f"ValidationLoop: metric_inputs={self.metric_inputs!r} is not a function of a batch and the outputs."
+            )
         for name, metric in self.metrics.items():
             if isinstance(metric, type) or not all(hasattr(metric, part) for part in ("update", "compute", "reset")):
                 kind = (
@@ -67,6 +73,8 @@ class TrainingLoop(Settings):
         names = ("max_steps", "max_epochs", "eval_every_steps", "eval_every_epochs", "grad_accum_steps")
         for name in (*names, "clip_grad_norm", "clip_grad_value"):
             _positive(self, name)
+        if not isinstance(self.validation, ValidationLoop):
+            raise TrainerError(f"TrainingLoop: validation={self.validation!r}. Write validation=ValidationLoop(...).")
         if self.max_steps is None and self.max_epochs is None:
             raise TrainerError("TrainingLoop does not know when to stop. Give max_steps=... or max_epochs=....")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:

@@ -83,6 +83,8 @@ class Trainer:
     ) -> None:
         construct.check_mix(model, optimizer, schedulers)
         construct.check_settings(loop, checkpoint, logging, callbacks, loggers)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise TrainerError(f"seed={seed!r} is not a whole number.")
         self._given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
