@@ -31,6 +31,10 @@ class MetaTensorsWarning(UserWarning):
     """A module that is made real has tensors on the meta device too, which have no values and no recipes."""
 
 
+class NotMaterializedWarning(UserWarning):
+    """A module that is still deferred was used; all of it is made now, at a moment that nobody chose."""
+
+
 class SaveError(FirstlossError, OSError):
     """Weights could not be written to disk."""
 

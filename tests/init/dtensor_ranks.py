@@ -407,21 +407,25 @@ def real_tensors_still_travel():
 def collectives_are_refused():
     from torch.distributed._functional_collectives import all_reduce
 
-    tensor = fl.deferred_init(lambda: torch.rand(5))
     calls = [
-        lambda: dist.broadcast(tensor, 0),
-        lambda: dist.all_reduce(tensor),
-        lambda: dist.all_gather([torch.empty(5), torch.empty(5)], tensor),
-        lambda: dist.send(tensor, 1 - dist.get_rank()),
-        lambda: all_reduce(tensor, "sum", dist.group.WORLD),
+        lambda tensor: dist.broadcast(tensor, 0),
+        lambda tensor: dist.all_reduce(tensor),
+        lambda tensor: dist.all_gather([torch.empty(5), torch.empty(5)], tensor),
+        lambda tensor: dist.send(tensor, 1 - dist.get_rank()),
+        lambda tensor: all_reduce(tensor, "sum", dist.group.WORLD),
     ]
-    for call in calls:
-        try:
-            call()
-        except fl.errors.CaptureError as error:
-            assert "dtensor_ranks.py" in str(error) and "materialize_tensor" in str(error), error
-        else:
-            raise AssertionError("nothing was said")
+    with fl.deferred():
+        tensor = torch.rand(5)
+        for call in calls:
+            try:
+                call(tensor)
+            except fl.errors.CaptureError as error:
+                assert "dtensor_ranks.py" in str(error) and "materialize_module" in str(error), error
+            else:
+                raise AssertionError("nothing was said")
+    tensor = fl.deferred_init(lambda: torch.ones(5))
+    dist.all_reduce(tensor)  # outside of a capture its value is needed
+    assert not fl.is_deferred(tensor) and tensor.tolist() == [2.0] * 5
     with fl.deferred():  # real tensors may travel meanwhile
         mine = fl.materialize_tensor(torch.ones(3))
         dist.all_reduce(mine)

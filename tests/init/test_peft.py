@@ -48,7 +48,8 @@ def test_adapters(name, inside):
     else:
         deferred = adapt(fl.deferred_init(make), options)
     assert torch.equal(torch.get_rng_state(), state)
-    assert fl.is_deferred(deferred.base_model.model.model.embed_tokens.weight)
+    if inside or name != "dora":  # which computes norms of weights and real tensors together: a use, outside a capture
+        assert fl.is_deferred(deferred.base_model.model.model.embed_tokens.weight)
     fl.materialize_module(deferred)
     for (a_name, a), (b_name, b) in zip(eager.named_parameters(), deferred.named_parameters(), strict=True):
         assert a_name == b_name and a.requires_grad == b.requires_grad

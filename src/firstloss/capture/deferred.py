@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
 from ..uncollected import uncollected
-from . import patches as _patches  # noqa: F401 - in place before the first capture
-from . import recorder, session
+from . import first_use, recorder, session
+from . import patches as _patches  # in place before the first capture
 from . import regions as _regions  # noqa: F401 - likewise
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
 from . import storages as _storages  # noqa: F401 - likewise
@@ -60,18 +60,19 @@ def deferred(rng: str | None = None) -> AbstractContextManager[None]:
         CaptureError: if there is no such policy, if the block is inside one of another, or if the default device is
             meta.
     """
-    return _deferred(_policy(rng))
-
-
-@contextmanager
-def _deferred(policy: str) -> Iterator[None]:
     if torch.get_default_device().type == "meta":
         raise CaptureError(
             f"{here()}: the default device is meta, on which nothing is ever initialised, so there would be nothing to "
             "defer. Leave out torch.device('meta') around the constructor, and torch.set_default_device('meta'): a "
             "deferred constructor computes nothing either, and remembers what the weights shall hold."
         )
+    return _deferred(_policy(rng))
+
+
+@contextmanager
+def _deferred(policy: str) -> Iterator[None]:
     session.enter(policy)
+    first_use.close_door()
     try:
         with timeline.span("capture"), uncollected(), _Capture():
             yield
@@ -80,6 +81,9 @@ def _deferred(policy: str) -> Iterator[None]:
         raise
     finally:
         session.leave()
+        _patches.teach_dynamo()
+        if not session.depth and session.trace is None:
+            first_use.open_door()
 
 
 def _explain_no_cuda(error: Exception) -> None:
@@ -205,4 +209,4 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
-    return any(type(t) is DeferredTensor and t._store.resident is None for t in tensors)
+    return any(type(t) is DeferredTensor and t._store.resident is None and not t._store.is_made for t in tensors)

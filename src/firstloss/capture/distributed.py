@@ -30,7 +30,7 @@ def refuse(op: Any) -> NoReturn:
     raise CaptureError(
         f"{here()}: {op} sends a deferred tensor to other ranks, and there is nothing to send yet. Every rank that "
         "runs the same constructor from the same seed makes the same values: leave the call out, or call "
-        "firstloss.materialize_tensor(tensor) before it."
+        "firstloss.materialize_tensor(tensor), or firstloss.materialize_module(model), before it."
     )
 
 

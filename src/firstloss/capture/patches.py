@@ -16,6 +16,7 @@ import torch
 
 from ..errors import CaptureError, TraceError
 from . import session
+from .distributed import parts_of
 from .generators import is_ticket
 from .source import here
 from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, mine, reseat
@@ -166,6 +167,66 @@ def _by_values_alone(name: str) -> Callable:
     return at_once
 
 
+_BUILDER = "torch._dynamo.variables.builder"
+_original_compile = torch.compile
+_original_to_empty = torch.nn.Module.to_empty
+
+
+@functools.wraps(_original_compile)
+def compile(*args: Any, **kwargs: Any) -> Any:
+    """As `torch.compile`, which imports Dynamo."""
+    compiled = _original_compile(*args, **kwargs)
+    teach_dynamo()
+    return compiled
+
+
+def teach_dynamo() -> None:
+    """Let Dynamo, once it has been imported, see ordinary tensors: what it compiles needs values."""
+    builder = getattr(sys.modules.get(_BUILDER), "VariableBuilder", None)
+    original = None if builder is None else vars(builder).get("__call__")
+    if builder is None or original is None or hasattr(original, "_firstloss"):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any, value: Any) -> Any:
+        if type(value) is DeferredTensor and value._store.resident is None and not session.depth:
+            value = Hooks.materialize_all(value)
+        return original(self, value)
+
+    build._firstloss = True  # type: ignore[attr-defined]
+    builder.__call__ = build
+
+
+def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in held if tensor is not None]
+
+
+def _is_pending(tensor: torch.Tensor) -> bool:
+    return type(tensor) is DeferredTensor and tensor._store.resident is None
+
+
+def _is_alone(tensor: Any) -> bool:
+    """Whether it may keep its storage where eager PyTorch gives it one of its own: nobody shares it."""
+    return tensor._ref().whole and len(tensor._store.alive()) == 1
+
+
+def to_empty(self: torch.nn.Module, *, device: Any, recurse: bool = True) -> torch.nn.Module:
+    """As `Module.to_empty`; but of a deferred module what has a recipe, or a value already, keeps it, on `device`."""
+    on_meta = device is not None and torch.device(device).type == "meta"
+    tensors = [t for module in (self.modules() if recurse else [self]) for t in _own_tensors(module)]
+    if on_meta or not any(_is_pending(part) for tensor in tensors for part in parts_of(tensor)):
+        return _original_to_empty(self, device=device, recurse=recurse)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        parts = list(parts_of(tensor))
+        if any(part.is_meta for part in parts) or any(_is_pending(part) and not _is_alone(part) for part in parts):
+            return torch.empty_like(tensor, device=device)  # of a deferred one: memory of its own, with the same recipe
+        return tensor if device is None else tensor.to(device)
+
+    return self._apply(empty, recurse=recurse)
+
+
 def install() -> None:
     """Put the replacements in place."""
     for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm"):
@@ -174,6 +235,9 @@ def install() -> None:
     torch.utils.swap_tensors = swap_tensors
     torch.autograd.backward = backward
     torch.autograd.grad = grad
+    torch.compile = compile
+    teach_dynamo()
+    torch.nn.Module.to_empty = to_empty  # type: ignore[assignment, method-assign]
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment]
     torch.Tensor.__new__ = staticmethod(_new)  # type: ignore[assignment, method-assign]
     for module in (torch, torch.random):

@@ -7,6 +7,7 @@ written Stores their new Values. Nothing is computed.
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 
 from ..errors import CaptureError
 from ..rng.stream import Position
-from . import distributed, session
+from . import distributed, first_use, session
 from .call import Call
 from .constants import look_of, ref_of, store_of
 from .drawing import draws_at_all, record_draw
@@ -68,7 +69,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     if how.replacement is not None:
         return _instead_of_lazy_view(op, how.replacement, args, kwargs)
     call = Call(op, how, args, kwargs)
-    if op.namespace in distributed.COLLECTIVES and call.deferred:
+    if op.namespace in distributed.COLLECTIVES and call.deferred and (session.depth or session.trace is not None):
         distributed.refuse(op)
     if session.trace is None:
         for tensor in call.deferred:
@@ -78,6 +79,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             return run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
+        if not session.depth and first_use.needs_values(call):
+            return first_use.run(call)
         if any(map(is_unusual, call.real)) or (how.opaque and not how.view):
             return run_to_find_out(call)
         if call.deferred and not session.depth and not how.view and all(map(is_in_file, call.deferred)):
@@ -88,6 +91,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 Hooks.dispatch = dispatch
+Hooks.materialize_all = first_use.materialize  # type: ignore[method-assign]
 
 
 def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -97,6 +101,7 @@ def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, 
     out = dispatch(replacement, args, kwargs)
     if type(out) is DeferredTensor:
         out._store.computed = True
+        args[0]._store.lazy.append(weakref.ref(out._store))
     return out
 
 
@@ -205,6 +210,14 @@ def _write(store: Store, ref: Ref, node: Node) -> Value:
             "shows has been computed apart. Write to the tensor itself, or call .resolve_conj() or .resolve_neg() "
             "first."
         )
+    if store.lazy:
+        store.lazy = [child for child in store.lazy if (shown := child()) is not None and shown.alive()]
+        if store.lazy and session.trace is None:
+            raise CaptureError(
+                f"{node.source}: {node.op} writes to a deferred tensor of which a conjugated or negated view is kept, "
+                "and what that shows has been computed apart. Write first, or keep view.resolve_conj() or "
+                "view.resolve_neg(), which is a copy in eager PyTorch too."
+            )
     old = ref.value
     new = Value(old.shape, old.stride, old.dtype, old.device, node)
     store.value = new

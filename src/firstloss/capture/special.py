@@ -16,7 +16,7 @@ from .known import known
 from .program import dense_count
 from .scalars import number_of
 from .shapes import infer
-from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat
+from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat, share_memory
 from .traits import traits
 from .validations import validated
 from .values import run_for_real, value_of
@@ -115,7 +115,9 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     call = Call(op, traits(op), args, kwargs)
-    pending = any(t._store.resident is None and not is_in_file(t) for t in call.deferred)
+    pending = any(t._store.resident is None and not t._store.is_made and not is_in_file(t) for t in call.deferred)
+    if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
+        return _keep_recipe(args[0], kwargs)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
         return run_for_real(call)
     ((size, stride, _, dtype),) = infer(call).geometry
@@ -125,6 +127,20 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if fill is not None:
         Hooks.dispatch(fill[0], (out, *fill[1:]), {})
     return out
+
+
+def _keep_recipe(tensor: Tensor, kwargs: dict) -> Any:
+    """`torch.empty_like` of a tensor that has a recipe: one that has it too.
+
+    Scripts for the meta device write it (`Module.to_empty` does), to give weights memory that their constructor has yet
+    to fill. Here it has been called, so what it would leave there is known; where it is filled, this is never computed.
+    """
+    dtype = kwargs.get("dtype") or tensor.dtype
+    chosen = {name: kwargs[name] for name in ("device", "memory_format") if kwargs.get(name) is not None}
+    with torch.no_grad():
+        if dtype.is_complex != tensor.is_complex():
+            tensor = Hooks.dispatch(aten.zeros_like.default, (tensor,), {})  # nobody has this in mind
+        return Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype, **chosen})
 
 
 # Factories that write their numbers into `out`: in its dtype, which only the twin without `out` can be told.
@@ -201,6 +217,12 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             return op(*args, **kwargs)
     if type(source) is not DeferredTensor:
         on_backend = session.trace is None and type(tensor) is DeferredTensor and tensor._store.resident is not None
+        if session.trace is None and not on_backend and op is not aten.set_.source_Storage:  # C++ may hold that one
+            with torch._C._DisableTorchDispatch(), torch.no_grad():
+                shown = torch.empty(0, dtype=source.dtype, device=source.device)
+                op(shown, *args[1:], **kwargs)
+            share_memory(tensor, shown)
+            return tensor
         source = Hooks.home(source) if on_backend else constant_tensor(source)
     shape = geometry_of(source)
     if geometry:
@@ -223,7 +245,7 @@ def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         if deferred and op is aten.set_.source_Storage_storage_offset:
             become(tensor, real)  # C++ that makes a tensor of a storage, and holds what it made, gives no geometry
             return tensor
-    return _set_tensor(aten.set_.source_Tensor, (tensor, real), {})
+    return _set_tensor(aten.set_.source_Storage, (tensor, real), {})
 
 
 def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:

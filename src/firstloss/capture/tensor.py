@@ -40,6 +40,23 @@ class Hooks:
     home: Callable[[Tensor], DeferredTensor]  # on the backend, with a real tensor's memory for its home
 
     @staticmethod
+    def make(stores: list[Store]) -> None:
+        """Computes what they hold; their tensors stay deferred."""
+        importlib.import_module("firstloss.init.materialize")  # puts its own in this one's place
+        Hooks.make(stores)
+
+    @staticmethod
+    def materialize_stores(stores: list[Store]) -> None:
+        """Makes all that looks at them real, in place."""
+        importlib.import_module("firstloss.init.materialize")  # likewise
+        Hooks.materialize_stores(stores)
+
+    @staticmethod
+    def materialize_all(tensor: Tensor) -> Tensor:
+        """As `materialize`, with the module that the tensor belongs to."""
+        raise NotImplementedError  # `first_use.py` has it
+
+    @staticmethod
     def assert_later(condition: Tensor, message: str = "") -> None:
         """Checks `condition` whenever the step under way has run. (The runtime does so.)"""
         importlib.import_module("firstloss.runtime.closures")  # puts its own in this one's place
@@ -55,7 +72,7 @@ class Hooks:
 class Store:
     """What stands for one storage: the Value it holds now, and the deferred tensors that share it."""
 
-    __slots__ = ("value", "tensors", "fills", "resident", "trace", "first", "computed", "__weakref__")
+    __slots__ = ("value", "tensors", "fills", "resident", "trace", "first", "computed", "lazy", "made", "__weakref__")
 
     def __init__(self, value: Value) -> None:
         self.value = value
@@ -64,7 +81,14 @@ class Store:
         self.fills = 0  # whole fills so far: all but the last are dead
         self.resident: Any = None  # on a backend: its cell, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
+        self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
+        self.lazy: list[weakref.ref[Store]] = []  # those that are so of this one
         self.computed = False  # eager PyTorch would have a lazy view here, and this holds what it shows
+
+    @property
+    def is_made(self) -> bool:
+        """Whether what it holds now has been computed, for good."""
+        return self.made is not None and self.made[0] is self.value and self.resident is None
 
     def alive(self) -> list[DeferredTensor]:
         """The tensors that share this storage and still exist, each once."""
@@ -261,17 +285,18 @@ def has_strangers(types: Iterable[type]) -> bool:
     return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
 
 
-def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False) -> Tensor:
+def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, alone: bool = False) -> Tensor:
     """`tensor` made real, in place; on a backend, a real tensor on the memory that is its content's.
 
     Args:
         lasting: whoever asks goes on to use the address.
         writable: whoever asks could write to it, and not be told that it is a copy.
+        alone: somebody reads this one. Else, outside of a capture, all of the module that it belongs to is made.
     """
     if session.trace is not None:  # an error there
         return Hooks.value_of(tensor)
     if tensor._store.resident is None:
-        return Hooks.materialize(tensor)
+        return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
     if writable and not tensor._store.resident.at_home:
         raise ElsewhereError(
             f"{here()}: the memory of this tensor is on another device, or in parts on a mesh, so nobody can be given "
@@ -286,10 +311,10 @@ def _elsewhere(tensor: DeferredTensor) -> bool:
     return session.trace is None and tensor._store.resident is not None and not tensor._store.resident.at_home
 
 
-def mine(tensor: DeferredTensor) -> Tensor:
+def mine(tensor: DeferredTensor, alone: bool = False) -> Tensor:
     """As `made`; where the memory is elsewhere, a copy in memory of the caller's own."""
     if not _elsewhere(tensor):
-        return made(tensor)
+        return made(tensor, alone=alone)
     real = Hooks.value_of(tensor)
     return real.requires_grad_() if tensor.requires_grad else real
 
@@ -297,7 +322,7 @@ def mine(tensor: DeferredTensor) -> Tensor:
 def _numpy(tensor: DeferredTensor) -> Any:
     """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
     elsewhere = _elsewhere(tensor)
-    real = mine(tensor)
+    real = mine(tensor, alone=True)
     with torch._C._DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
         array = real.numpy()
     if elsewhere:
@@ -393,9 +418,22 @@ def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
     store.tensors.append(weakref.ref(tensor))
 
 
+def share_memory(tensor: Tensor, real: Tensor) -> None:
+    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        shown: Tensor = real.detach()
+        if getattr(tensor, "_is_param", False):
+            shown = torch.nn.Parameter(shown, tensor.requires_grad)
+        become(tensor, shown)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
     requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+    hooks = [(name, getattr(tensor, name)) for name in _HOOKS] if tensor.is_leaf and requires_grad else []
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
@@ -414,6 +452,9 @@ def become(tensor: Tensor, other: Tensor) -> None:
         had["_store"].tensors.append(weakref.ref(other))
     if grad is not None:
         tensor.grad = Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad
+    for name, registered in hooks:
+        if registered:
+            setattr(tensor, name, registered)  # what is below the Python object has to know them, too
 
 
 # -- Tensor.data -----------------------------------------------------------------------------------------------------
@@ -450,11 +491,8 @@ def _assign_data(self: Tensor, other: Any) -> None:
             self.copy_(other)
         return
     if type(other) is not DeferredTensor:
-        if session.trace is None and not other.untyped_storage().resizable():
-            # Memory that PyTorch was lent, by numpy or from a file: others may edit it, so this tensor has to show it.
-            with torch._C._DisableTorchDispatch():
-                real = other.detach()
-                become(self, torch.nn.Parameter(real, False) if getattr(self, "_is_param", False) else real)
+        if session.trace is None and type(other) in (Tensor, torch.nn.Parameter):
+            share_memory(self, other)
             return
         other = Hooks.constant_tensor(other)
     reseat(self, other._store, geometry_of(other))

@@ -33,6 +33,8 @@ def value_of(tensor: DeferredTensor) -> Tensor:
     if store.resident is not None:
         return look_resident(tensor).clone()
     check_kept(tensor)
+    if store.is_made:
+        return content(tensor).clone()
     with torch._C._DisableTorchDispatch():
         return replay.compute([tensor._ref()])[0]
 
@@ -82,6 +84,17 @@ def read_and_run(call: Call) -> Any:
     return _call(call, call.args, call.kwargs)
 
 
+def call_with_content(call: Call) -> Any:
+    """What `call` returns on the very memory of its tensors; those that it writes to are real."""
+
+    def real(arg: Any) -> Any:
+        if type(arg) is DeferredTensor:
+            return content(arg)
+        return [real(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+    return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
+
+
 def run_to_find_out(call: Call) -> Any:
     """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
     args, kwargs = _real_arguments(call)
@@ -117,7 +130,8 @@ def _take_over(target: DeferredTensor, new: Tensor) -> None:
         return
     store = target._store
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        base = replay.compute([Ref.of(store.value)])[0]
+        made = store.made[1].clone() if store.is_made and store.made is not None else None
+        base = replay.compute([Ref.of(store.value)])[0] if made is None else made
         replay.look(base, target._ref()).copy_(new)
     store.value = constant(base, copy=False)
 
@@ -174,6 +188,10 @@ def content(tensor: Tensor) -> Tensor:
         return look_resident(tensor)
     check_kept(tensor)
     ref = tensor._ref()
+    if tensor._store.is_made:
+        assert tensor._store.made is not None
+        with torch._C._DisableTorchDispatch():
+            return replay.look(tensor._store.made[1], ref)
     with torch._C._DisableTorchDispatch():
         return replay.look(ref.value.real, ref) if ref.value.real is not None else replay.compute([ref])[0]
 
@@ -188,12 +206,14 @@ def _call(call: Call, args: Any, kwargs: dict) -> Any:
 
 
 def _real_arguments(call: Call) -> tuple[Any, dict[str, Any]]:
-    refs: list[Ref] = [t._ref() for t in call.deferred if t._store.resident is None]
+    refs: list[Ref] = [t._ref() for t in call.deferred if t._store.resident is None and not t._store.is_made]
     with torch._C._DisableTorchDispatch():
         real = iter(replay.compute(refs)) if refs else iter(())
 
         def made(arg: Any) -> Any:
             if type(arg) is DeferredTensor:
+                if arg._store.is_made:
+                    return value_of(arg)
                 return look_resident(arg) if arg._store.resident is not None else next(real)
             if type(arg) in (list, tuple):
                 return [made(a) for a in arg]

@@ -13,6 +13,7 @@ from .. import timeline
 from ..capture import replay
 from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
+from ..capture.first_use import close_door
 from ..capture.program import Value
 from ..capture.source import here
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
@@ -135,6 +136,7 @@ def materialize_stores(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Make the content of `stores`, then turn every tensor that looks at one of them into a real tensor."""
+    close_door()
     if not stores:
         return
     if device is not None:
@@ -146,10 +148,21 @@ def materialize_stores(
         for some in [stores] if device is None and dtype is None else _batches(stores):
             if progress is not None:
                 told = partial(_tell, progress, before, total)
-            made = run_recipes([store.value for store in some], num_threads, told)
+            made = run_recipes([store.value for store in some if not store.is_made], num_threads, told)
             for store in some:
-                _turn_real(store, made.pop(store.value), device, dtype)
+                buffer = store.made[1] if store.is_made and store.made is not None else made.pop(store.value)
+                store.made = None
+                _turn_real(store, buffer, device, dtype)
                 before += store.value.nbytes
+
+
+def make(stores: list[Store]) -> None:
+    """Compute what `stores` hold, and keep it there; their tensors stay deferred."""
+    stores = [store for store in stores if not store.is_made]
+    with timeline.span("materialize"):
+        made = run_recipes([store.value for store in stores])
+    for store in stores:
+        store.made = store.value, made.pop(store.value)
 
 
 def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
@@ -238,13 +251,21 @@ def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> No
     """Make `tensor`, the Python object, a real view of `buffer`."""
     real = _view(buffer, tensor, value)
     if getattr(tensor, "_is_param", False):
-        real = torch.nn.Parameter(real.detach(), tensor.requires_grad)
+        is_computed = _has_history(tensor)
+        lost = without_history(real.detach(), _line(value)) if is_computed else None
+        real = torch.nn.Parameter(real.detach(), tensor.requires_grad and not is_computed)
+        if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
+            with torch.enable_grad():
+                real.copy_(lost)
     else:
         real = real.detach()
         if _has_history(tensor):
-            node = value.node
-            real = without_history(real, str(node.source) if node is not None else "a constructor")
+            real = without_history(real, _line(value))
     become(tensor, real)
+
+
+def _line(value: Value) -> str:
+    return str(value.node.source) if value.node is not None else "a constructor"
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
@@ -278,3 +299,5 @@ def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
 
 
 Hooks.materialize = materialize_tensor  # type: ignore[method-assign]
+Hooks.make = make  # type: ignore[method-assign]
+Hooks.materialize_stores = materialize_stores  # type: ignore[method-assign]

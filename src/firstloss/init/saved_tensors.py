@@ -39,6 +39,8 @@ def tensors_to_save(module: torch.nn.Module) -> tuple[list[Saved], dict[str, str
         _check(name, tensor)
     left_out = _ties(state, _declared_ties(module))
     for name in left_out:
+        if name == "format":  # the metadata say there which names are left out, and what wrote the file
+            raise _misnamed(name)
         del state[name]
     state = _as_on_the_hub(module, state)
     return [Saved(name, _row_by_row(tensor)) for name, tensor in state.items()], left_out
@@ -63,7 +65,16 @@ def config_names(folder: str) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.endswith(".json") and ".safetensors." not in name)
 
 
+def _misnamed(name: str) -> SaveError:
+    return SaveError(
+        f"a safetensors file cannot hold a tensor of the name {name!r}, which means something else there. Give the "
+        "weight another name, or materialize the module and save it with torch.save or firstloss.save."
+    )
+
+
 def _check(name: str, tensor: Any) -> None:
+    if name == "__metadata__":
+        raise _misnamed(name)
     if not isinstance(tensor, torch.Tensor):
         raise SaveError(
             f"{name} of the state dict is of type {type(tensor).__name__}, and a safetensors file holds tensors only. "

@@ -24,7 +24,7 @@ from .. import timeline
 from ..errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ..files import sync_folder, written_aside
 from . import checkpoint_foreign as foreign
-from .checkpoint_file import TensorFile, write
+from .checkpoint_file import RESERVED, TensorFile, write
 from .checkpoint_sources import Sources, on_host
 from .checkpoint_tensors import Tensors
 from .checkpoint_tree import Encoder, decode
@@ -61,6 +61,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             if processes().index == 0:
                 with written_aside(target) as file:
                     torch.save(on_host(obj), file)
+                    file.flush()
+                    _check_data(file.name, target)
             return
         sources = Sources()
         tree = Encoder(sources.store).encode(obj)
@@ -235,6 +237,18 @@ def _load_folder(target: str) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def _check_data(written: str, target: str) -> None:
+    """An error if a file of `torch.save` holds what nobody loads without running code; no tensor is read."""
+    try:
+        foreign.load_torch(written, lazily=True)
+    except CheckpointError as error:
+        raise UnsavableError(
+            f"{target}: a file of torch.save is to hold tensors, numbers, strings, None, and dicts, lists and tuples "
+            f"of them. In this object is what torch.load refuses ({error.__cause__ or error}). Save it in a folder: "
+            "leave out the ending."
+        ) from error
+
+
 # -- a file ------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +263,12 @@ def _save_single(tree: Any, sources: Sources, target: str) -> None:
     if processes().index != 0:
         return
     ties = {name: value["$tensor"] for name, value in flat.items() if value["$tensor"] != name}
+    for name, kept in ties.items():
+        if kept not in flat or name in RESERVED:
+            raise UnsavableError(
+                f"{target}: a safetensors file cannot hold a tensor of the name {name!r}. Give it another, or save in "
+                "a folder: leave out the ending '.safetensors'."
+            )
     parent, name = os.path.split(target)
     aside = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:12]}.part")
     try:

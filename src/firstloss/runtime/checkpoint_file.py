@@ -27,6 +27,7 @@ from ..init.shards import layout
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
 _CRC, _PARTS = "firstloss.crc32", "firstloss.parts"
+RESERVED = ("__metadata__", "format", _CRC, _PARTS)  # names that mean something in the metadata
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
 

@@ -71,7 +71,7 @@ def load_file(path: str) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointMissingError(f"there is no checkpoint at {path}") from None
     if start[:2] == b"PK" or start[:1] == b"\x80":
-        return _load_torch(path, lazily=start[:2] == b"PK")
+        return load_torch(path, lazily=start[:2] == b"PK")
     return _load_safetensors(path)
 
 
@@ -80,14 +80,15 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
     tensors = Tensors([file])
     out = {name: tensors.get(name) for name in tensors.names()}
     # Names left out as ties are in the metadata, as safetensors' `save_model` and `save_initialized` write them.
-    out.update({tied: out[kept] for tied, kept in file.metadata.items() if kept in out and tied not in out})
+    ties = {tied: kept for tied, kept in file.metadata.items() if kept in out and tied not in out and tied != "format"}
+    out.update({tied: out[kept] for tied, kept in ties.items()})
     return out
 
 
 # -- torch.save --------------------------------------------------------------------------------------------------------
 
 
-def _load_torch(path: str, lazily: bool) -> Any:
+def load_torch(path: str, lazily: bool) -> Any:
     """Data only: torch's own reader refuses whatever would run code. Tensors are left in the file where it is a zip."""
     try:
         if not lazily:
@@ -136,6 +137,10 @@ class _Archive:
             fake_dtype = fake.dtype
             value = FileValue(shape, stride, fake.dtype, read, f"{name} in {self._path}")
             store = self._stores[offset] = Store(value)
+        if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
+            real = look(store.value.real, Ref(store.value, *ref_geometry))  # type: ignore[arg-type]
+            real = real.conj() if fake.is_conj() else real
+            return torch._neg_view(real) if fake.is_neg() else real
         if nbytes <= SMALL_BYTES:
             return look(store.value.real, Ref(store.value, *ref_geometry))  # type: ignore[arg-type]
         return DeferredTensor.wrap(store, *ref_geometry)

@@ -164,7 +164,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _as_tensor(array: np.ndarray, where: str) -> torch.Tensor:
     try:
-        return torch.from_numpy(np.ascontiguousarray(array).copy())
+        return torch.from_numpy(array.copy(order="C"))
     except TypeError:
         raise UnsavableError(f"{where or 'the array'} is a numpy array of {array.dtype}, unknown to torch.") from None
 

@@ -13,6 +13,7 @@ import jax
 import torch
 
 from .. import timeline
+from ..capture.first_use import close_door
 from ..capture.program import Value, dense_count
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.replay import allocate as allocate_host
@@ -84,6 +85,7 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
     Args:
         behind: these are not needed for the first loss; what is, comes before them.
     """
+    close_door()
     pending: list[Store] = []
     real: list[torch.Tensor] = []
     for tensor in tensors:

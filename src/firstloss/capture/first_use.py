@@ -1,0 +1,217 @@
+"""Deferred tensors that are used for real, outside of every capture: somebody has forgotten to materialize.
+
+A forward pass, a collective, an optimizer's step or a state dict that is written needs values. All of the module that
+the tensor belongs to is made then, once and with a warning, rather than what each operation happens to need, again and
+again. What only initialises (fills, copies, arithmetic among deferred tensors) is recorded as in a capture, and who
+reads a value (`item()`, `print`, `numpy()`) gets that one.
+
+Autograd notes its tensors before an operation arrives at the dispatcher, and would send gradients to what they were, so
+they are turned into ordinary ones before that: between a capture and its materialization PyTorch's functions are called
+through `_front_door`, which calls a function once more when it turns out to need values. Where an operation comes by
+another way (from C++), the tensors are *made*: their values are there, and they stay as they are until an operation
+without gradients, as an optimizer's step, can turn them into ordinary ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import NotMaterializedWarning
+from . import distributed, session
+from .call import Call
+from .file_value import is_in_file
+from .source import here
+from .tensor import DeferredTensor, Hooks, Store
+from .values import call_with_content, run_to_find_out
+
+_COLLECTIVES = distributed.COLLECTIVES
+
+
+def needs_values(call: Call) -> bool:
+    """Whether a call, outside of every capture, is more than initialisation."""
+    if not call.deferred or call.traits.view or call.on_meta or all(map(is_in_file, call.deferred)):
+        return False
+    if any(t._store.is_made for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
+        return True
+    written = call.written()
+    if any(type(t) is not DeferredTensor for t in written):
+        return True
+    if call.traits.fill:  # as a weight that is loaded
+        return False
+    if _in_backward():
+        return True
+    return any(t.dim() > 0 and not t.is_meta for t in call.real)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_tracked(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in call.deferred)
+
+
+def run(call: Call) -> Any:
+    """What `call` returns, all of the modules that its tensors belong to having been made."""
+    if getattr(_own, "door", False):
+        raise _NeedsValues([t._store for t in call.deferred], str(call.op))
+    held = _is_tracked(call) or _in_backward()
+    whole = _materialize_modules([t._store for t in call.deferred], str(call.op), keep=held)
+    if held:
+        Hooks.make(whole)
+        return run_to_find_out(call) if call.written() else call_with_content(call)
+    for tensor in call.deferred:
+        Hooks.materialize(tensor)
+    return call_with_content(call)
+
+
+def materialize(tensor: Any) -> torch.Tensor:
+    """`tensor` made real, in place, with the module that it belongs to: somebody wants the memory itself."""
+    if not is_in_file(tensor):
+        _materialize_modules([tensor._store], "its memory", keep=False)
+    return Hooks.materialize(tensor)
+
+
+class _NeedsValues(Exception):
+    """A function that was called through the front door needs what `stores` hold."""
+
+    def __init__(self, stores: list[Store], what: str) -> None:
+        super().__init__(what)
+        self.stores = stores
+        self.what = what
+
+
+_own = threading.local()  # `door`: whether this thread has come through the front door
+_CLOSED = DeferredTensor.__torch_function__
+
+
+def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """`func(*args, **kwargs)`; if it needs values, they are there before autograd sees the tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        kwargs = kwargs or {}
+        plain = (
+            isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
+        )
+        if plain or getattr(_own, "door", False):
+            return func(*args, **kwargs)
+        tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
+        # What was computed from weights has a history, which it would lose by turning into an ordinary tensor.
+        if not tracked or any(not t.is_leaf and t._base is None for t in tracked):
+            return func(*args, **kwargs)
+        state = torch.default_generator.get_state()
+        _own.door = True
+        try:
+            return func(*args, **kwargs)
+        except _NeedsValues as need:
+            needed = need
+        finally:
+            _own.door = False
+        torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
+        _materialize_modules(needed.stores, needed.what, keep=False)
+        return _front_door(cls, func, types, args, kwargs)
+
+
+_ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+
+
+def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
+    for arg in args.values() if isinstance(args, dict) else args:
+        if type(arg) is DeferredTensor:
+            if arg._store.resident is None:
+                yield arg
+        elif isinstance(arg, (list, tuple, dict)):
+            yield from _deferred_in(arg)
+
+
+def open_door() -> None:
+    """A capture has ended: what it has made may be used."""
+    DeferredTensor.__torch_function__ = classmethod(_front_door)  # type: ignore[assignment]
+
+
+def close_door() -> None:
+    """Nobody expects deferred tensors to be used: they are made, or in a capture. What comes now is seen by `run`."""
+    DeferredTensor.__torch_function__ = _CLOSED
+
+
+def _materialize_modules(stores: list[Store], what: str, keep: bool) -> list[Store]:
+    """Make the modules that `stores` belong to, with a warning; returns what is to be made in all.
+
+    Args:
+        what: what needs the values.
+        keep: leave the tensors deferred.
+    """
+    pending = [store for store in dict.fromkeys(stores) if store.resident is None and not store.is_made]
+    whole = list(pending)
+    for module in _modules_of(pending):
+        named = list(_tensors_below(module))
+        mine = list(dict.fromkeys(t._store for t in named if t._store.resident is None))
+        nbytes = sum(store.value.nbytes for store in mine)
+        warnings.warn(
+            f"{here()}: {what} needs values of a {type(module).__name__} that is still deferred. All {len(mine)} "
+            f"weights and buffers of it ({nbytes:,} bytes) are made now. Call "
+            "firstloss.materialize_module(model) before the model is used, where its weights are to live.",
+            NotMaterializedWarning,
+            stacklevel=2,
+        )
+        whole.extend(mine)
+    whole = list(dict.fromkeys(whole))
+    if not keep:
+        Hooks.materialize_stores(whole)
+    return whole
+
+
+def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
+    for sub in module.modules():
+        for held in (*sub._parameters.values(), *sub._buffers.values(), *vars(sub).values()):
+            if isinstance(held, torch.Tensor):
+                for part in distributed.parts_of(held):
+                    if type(part) is DeferredTensor:
+                        yield part
+
+
+_looked: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
+
+
+def _modules_of(stores: list[Store]) -> list[torch.nn.Module]:
+    """The outermost modules that hold what is in `stores`, or what it is computed from."""
+    global _looked
+    begin = time.monotonic()
+    is_weight = any(getattr(t, "_is_param", False) for store in stores for t in store.alive())
+    if not stores or not is_weight and begin < _looked[0] + 10 * _looked[1]:
+        return []  # a tensor by itself: one search for each would take long
+    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    children = {id(child) for module in modules for child in _children(module)}
+    wanted = _sources(stores)
+    roots = [module for module in modules if id(module) not in children and _is_whole(module)]
+    found = [module for module in roots if any(t._store.value in wanted for t in _tensors_below(module))]
+    if not found:
+        _looked = time.monotonic(), time.monotonic() - begin
+    return found
+
+
+def _is_whole(module: torch.nn.Module) -> bool:
+    """Whether its constructor has run: one that is under way, or was made without, has no tables yet."""
+    return all(name in module.__dict__ for name in ("_parameters", "_buffers", "_modules"))
+
+
+def _children(module: torch.nn.Module) -> Iterable[Any]:
+    return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
+
+
+def _sources(stores: list[Store]) -> set[Any]:
+    """The Values of `stores`, and those that they are computed from."""
+    found, todo = set(), [store.value for store in stores]
+    while todo:
+        value = todo.pop()
+        if value not in found:
+            found.add(value)
+            if value.node is not None:
+                todo.extend(ref.value for ref in (*value.node.refs(), *value.node.writes))
+    return found
