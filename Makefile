@@ -45,7 +45,7 @@ $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
 	@touch $@
 
 # The editable install builds the optional C kernels beside their source, where there is a compiler.
-$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/rng/*.c)
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/rng/*.c src/firstloss/runtime/guards/*.c)
 	$(PIP) -c requirements/torch.txt -r requirements/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -63,5 +63,5 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
 
 clean:
 	rm -rf $(VENV) build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf src/*.egg-info src/firstloss/rng/*.so
+	rm -rf src/*.egg-info src/firstloss/rng/*.so src/firstloss/runtime/guards/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: optional libraries in C. Where they cannot be compiled, the package goes without.
+"""What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without.
 
-They are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in place for an
-editable install and puts them into wheels. To build them in a source tree: python setup.py build_ext --inplace
+Those of rng are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in place for
+an editable install and puts them into wheels. To build them in a source tree: python setup.py build_ext --inplace
 """
 
 from setuptools import Extension, setup
@@ -26,5 +26,8 @@ setup(
             optional=True,
         )
         for name in ("_counter", "_fill", "_jump")
+    ]
+    + [
+        Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
     ]
 )

@@ -346,7 +346,7 @@ def test_a_weight_that_wants_no_gradient_any_more_makes_another_step(backend):
 # -- what changes and does not matter ---------------------------------------------------------------------------------
 
 
-def test_a_counter_that_decides_nothing_costs_nothing(backend):
+def test_a_counter_that_decides_nothing_counts_and_costs_nothing(backend, traced):
     calls, log = 0, []
 
     class Counting(nn.Module):
@@ -366,10 +366,11 @@ def test_a_counter_that_decides_nothing_costs_nothing(backend):
         return model(x)
 
     quiet(step, X, count=5)
-    assert calls == len(log) == model.count == 1
+    assert len(traced) == 2  # the first call finds `count` in the class, and makes one of the instance's
+    assert calls == len(log) == model.count == 5
 
 
-def test_a_number_that_is_made_by_the_first_step_settles(backend):
+def test_a_number_that_is_made_by_the_first_step_settles(backend, traced):
     class Lazy(nn.Module):
         size = None
 
@@ -379,15 +380,13 @@ def test_a_number_that_is_made_by_the_first_step_settles(backend):
             return x * self.size
 
     model = Lazy()
-    runs = []
 
     @fl.trace(check=False)
     def step(x):
-        runs.append(1)
         return model(x)
 
     assert quiet(step, X, count=5) == [[2.0, 4.0]] * 5
-    assert len(runs) == 2
+    assert len(traced) == 2
 
 
 # -- tensors that are bound anew --------------------------------------------------------------------------------------
@@ -481,20 +480,31 @@ def test_a_tensor_that_grows_is_traced_anew(backend):
 # -- what cannot be seen ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_found_at_the_second_call():
-    numbers = io.StringIO("1\n2\n")
+def test_an_open_file_that_the_step_holds_is_read_at_each_call():
+    numbers = io.StringIO("1\n2\n3\n4\n")
     step = fl.trace(lambda x: x * float(next(numbers)))
+    with pytest.warns(GraphChangeWarning, match="traced at each call.*the variable numbers.*StringIO"):
+        assert values(step, X, count=4) == [[n, 2 * n] for n in (1.0, 2.0, 3.0, 4.0)]
+
+
+def test_a_file_is_found_at_the_second_call(tmp_path):
+    file = tmp_path / "number"
+    file.write_text("1")
+    step = fl.trace(lambda x: x * float(file.read_text()))
     assert quiet(step, X) == [[1.0, 2.0]]
+    file.write_text("2")
     with pytest.raises(GraphChangedError, match=r"aten.mul.* before, aten.mul.* now.*torch.where"):
         step(X)
 
 
-def test_and_later_as_time_permits(monkeypatch):
-    flags = io.StringIO("0\n" * 2 + "1\n" * 9)
-    step = fl.trace(lambda x: -x if int(next(flags)) else x)
+def test_and_later_as_time_permits(monkeypatch, tmp_path):
+    flag = tmp_path / "flag"
+    flag.write_text("0")
+    step = fl.trace(lambda x: -x if int(flag.read_text()) else x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
     from firstloss.runtime import changes
 
+    flag.write_text("1")
     monkeypatch.setattr(changes, "_CHECKING", 1e9)  # all the time there is
     with pytest.raises(GraphChangedError, match="4 steps ago"):
         step(X)

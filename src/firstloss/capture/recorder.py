@@ -174,6 +174,8 @@ def _record(call: Call) -> Any:
             value = Value(size, stride, dtype, device, node)
             store = Store(value)
             store.trace = trace
+            if trace is not None:
+                trace.made.append(weakref.ref(store))
             made.append(DeferredTensor.wrap(store, size, stride, offset, dtype))
             outputs.append(value)
     node.outputs = tuple(outputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ class Tracing:
 
     cbfloat16 = False  # what is float16 in the step is cbfloat16
     latest: Value | None = None  # what the last recorded operation made
+    made: list[weakref.ref[Store]]  # the storages of what recorded operations made
 
     def adopt(self, store: Store) -> None: ...
 

@@ -8,6 +8,7 @@ backward pass and the optimizer are captured like everything else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
@@ -22,7 +23,7 @@ from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
 from .deferred import _Capture
-from .program import Draw, Node, Value
+from .program import Draw, Node, Value, dense_count
 from .recorder import DeferredTensor, Store
 from .source import here, raised_at
 from .tensor import geometry_of
@@ -46,14 +47,16 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
+        made: the storages of what the step's operations have made.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
     """
 
     def __init__(self) -> None:
         self.inputs: dict[Value, Store | torch.Tensor] = {}
+        self.made: list[weakref.ref[Store]] = []
         self._before: list[tuple[Store, Value, Any]] = []
-        self._real: dict[int, tuple[torch.Tensor, Store]] = {}
-        self._geometries: list[tuple[torch.Tensor, tuple]] = []  # of real tensors, as they were met
+        self._real: dict[int, tuple[torch.Tensor, Store]] = {}  # by their storages
+        self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with how they looked at which storage
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
@@ -80,33 +83,41 @@ class StepTrace(recorder._Tracing):
         store.trace = self
 
     def adopt_real(self, tensor: torch.Tensor) -> Store:
-        """A real tensor from outside: an input that is read anew at each step."""
-        known = self._real.get(id(tensor))
+        """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
+        one input."""
+        key = _storage_key(tensor)
+        known = self._real.get(key)
         if known is None:
-            value = Value(
-                tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, label=f"in{len(self.inputs)}"
-            )
+            home = _whole(tensor)
+            value = Value(tuple(home.shape), home.stride(), home.dtype, home.device, label=f"in{len(self.inputs)}")
             store = Store(value)
             store.trace = self
-            self.inputs[value] = tensor
-            known = self._real[id(tensor)] = (tensor, store)
-            self._geometries.append((tensor, _layout(tensor)))
+            self.inputs[value] = home
+            known = self._real[key] = (home, store)
+        self.outside[id(tensor)] = (tensor, geometry_of(tensor), key)
         return known[1]
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
         """Whether the step has not written to a real tensor from outside."""
-        known = self._real.get(id(tensor))
+        known = self._real.get(_storage_key(tensor))
         return known is None or known[1].value is known[1].first
 
     def laid_out_anew(self) -> bool:
-        """Whether a real tensor from outside has been resized since, or given other memory of another shape or dtype
-        (`resize_`, `set_`, `tensor.data = ...`): it is no input of this step any more."""
-        return any(layout != _layout(tensor) for tensor, layout in self._geometries)
+        """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
+        `tensor.data = ...`): it is no input of this step any more."""
+        for tensor, geometry, key in self.outside.values():
+            if geometry_of(tensor) != geometry or type(tensor) is not DeferredTensor and _storage_key(tensor) != key:
+                return True
+        return False
+
+    def real_home(self, store: Store) -> torch.Tensor | None:
+        """The real tensor from outside, all of its storage, that `store` stands for."""
+        return next((home for home, known in self._real.values() if known is store), None)
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
         written to it."""
-        known = self._real.get(id(tensor))
+        known = self._real.get(_storage_key(tensor))
         if known is not None and known[1].value is not known[1].first:
             return DeferredTensor.wrap(known[1], *geometry_of(tensor))
         with torch._C._DisableTorchDispatch():
@@ -210,11 +221,40 @@ class _Tracing:
 _TRACING = _Tracing()
 
 
-def _layout(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
-
-
 aten = torch.ops.aten
+
+# A view of a larger storage is refused: all of it would be copied at each call.
+_MOST_BYTES = 1 << 28
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that share a storage."""
+    with torch._C._DisableTorchDispatch():
+        try:
+            return tensor.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):  # it has none
+            return id(tensor)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is all of the storage of `tensor`: itself, where it is."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return tensor
+        size = tensor.numel() * tensor.itemsize
+        if storage.nbytes() == size and dense_count(tuple(tensor.shape), tensor.stride()) == tensor.numel():
+            return tensor
+        if tensor.is_conj() or tensor.is_neg() or storage.nbytes() == 0:
+            return tensor
+        if storage.nbytes() > max(_MOST_BYTES, 2 * size):
+            raise TraceError(
+                f"{here()}: the step reads a view, made outside of it, of a tensor of {storage.nbytes():,} bytes, "
+                "which would be copied whole at each call. Pass the view as an argument, or read a clone of it."
+            )
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
 def dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

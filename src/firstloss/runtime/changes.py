@@ -2,10 +2,10 @@
 
 A compiled step repeats what its Python did when it was traced. Two things watch over that:
 
-- At each call the Python values that the step may read are compared with those that it was traced with (`watch.py`,
-  about 0.2 ms for a transformer of 24 layers). Where one has changed that code of the step reads, the step is traced
-  again, which takes a fraction of a second, and the two Programs are compared. The same Program: nothing is compiled.
-  Another one: it is compiled, and a `GraphChangeWarning` names what has changed and where the Programs part.
+- At each call all that its Python has read is compared with what it was (`guards/`, some 0.1 ms for a transformer of
+  24 layers). Where something has changed the step is traced again, which takes a fraction of a second, and the two
+  Programs are compared. The same Program: nothing is compiled. Another one: it is compiled, and a `GraphChangeWarning`
+  names what has changed and where the Programs part.
 - What cannot be seen so (the time, a file) is found by tracing again at the second call, while the device
   runs the first, and later as often as takes less than 1% of the time. Where the Programs part then, steps may have
   been run that should have been others, and that is a `GraphChangedError`.
@@ -13,12 +13,10 @@ A compiled step repeats what its Python did when it was traced. Two things watch
 
 from __future__ import annotations
 
-import sys
 import time
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,44 +24,83 @@ import torch
 from ..capture.compare import Parting, parting
 from ..capture.source import here
 from ..errors import GraphChangedError, GraphChangeWarning
-from .watch import Watch
+from .guards import Change, Effects, GuardSet, Left, Recording, Snapshot
+from .guards.guard_set import generators
+from .guards.recording import functions_of
 
 # Of the time that passes, this part at most is spent on checking for changes that cannot be seen.
 _CHECKING = 0.01
 
 
-class Known:
-    """An executable, and the Python values with which it was traced."""
+class Surroundings:
+    """The Python around one trace of a step: what was there before, what the step reads, and what it leaves."""
 
-    def __init__(self, executable: Any, watch: Watch, seconds: float) -> None:
+    def __init__(self, name: str, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
+        """
+        Args:
+            roots: where to begin to look for what the step's Python can reach.
+            functions: that an earlier trace has met.
+            profile: note which code runs.
+        """
+        self._name = name
+        self._generators = generators()
+        self.snapshot = Snapshot(roots, functions)
+        self.recording = Recording(self.snapshot.classes, profile)
+        self.guards: GuardSet | None = None
+
+    def effects(self, left: Left, weights: set[int]) -> Effects:
+        """What the step has changed in Python; from here on there are guards.
+
+        Args:
+            weights: the ids of the backend's weights.
+        """
+        self.guards = GuardSet(self.snapshot, self.recording, self._name)
+        effects = Effects(self.snapshot, self.guards, left)
+        self.guards.finish(self._generators, weights)
+        self.recording.forget()
+        return effects
+
+    def restore(self, left: Left) -> None:
+        """A step that could not be traced leaves nothing behind."""
+        Effects(self.snapshot, None, left).undo()
+
+
+class Known:
+    """An executable, and the guards of the trace that it came from."""
+
+    def __init__(self, executable: Any, around: Surroundings, seconds: float) -> None:
+        assert around.guards is not None
         self.executable = executable
-        self.watch = watch
-        self.state = watch.before
-        self.forgotten: list[Any] = []
+        self.guards = around.guards
+        self.modules = around.snapshot.modules
+        self.optimizers = around.snapshot.optimizers
         self.uses = 0
+        self.again = 0  # how often it was traced again for what it has changed itself
         self.seconds = seconds  # that a trace takes
         self._checked = time.perf_counter()
 
-    def misfit(self) -> list[int]:
-        """The slots that hold something else than when it was traced."""
-        if self.watch.unchanged(self.state):
-            return []
-        return self.watch.changed(self.state, self.watch.read())
+    def changes(self) -> list[Change]:
+        """What has changed since it was traced, of what it reads."""
+        return self.guards.changes(self.executable.move)
 
-    def forget(self, slots: list[int]) -> None:
-        """Watch these no longer: the traced Python does not read them."""
-        self.forgotten += [self.watch.slots[i] for i in slots]
-        gone = {id(slot) for slot in self.forgotten}
-        kept = {id(s): v for s, v in zip(self.watch.slots, self.state, strict=True)}
-        self.watch.keep(lambda slot: id(slot) not in gone)
-        self.state = [kept[id(slot)] for slot in self.watch.slots]
+    @property
+    def traced_each_time(self) -> str | None:
+        """Why it has to be traced at each call, if so."""
+        if self.executable.why_not is not None:
+            return f"it leaves {self.executable.why_not}, which cannot be made anew at each call"
+        for held, what in self.guards.unwatchable.values():
+            kind = type(held).__qualname__
+            return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"
+        return None
+
+    def own(self, changes: list[Change]) -> list[Change]:
+        """Those of `changes` that the step itself has made."""
+        return [change for change in changes if change.place in self.executable.effects.places]
 
     def may_ask(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python can reach a module or an optimizer that holds one of these."""
-        held = [p for module in self.watch.reach.modules for p in module._parameters.values()]
-        for value in self.state:
-            if isinstance(value, torch.optim.Optimizer):
-                held += [p for group in value.param_groups for p in group["params"]]
+        held = [p for module in self.modules for p in module._parameters.values()]
+        held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return not set(map(id, held)).isdisjoint(map(id, parameters))
 
     def check_is_due(self) -> bool:
@@ -76,21 +113,28 @@ class Known:
 class Changes:
     """Keeps the executables of one step for one kind of batch, each with what it was traced with."""
 
-    def __init__(self, name: str, refuse: bool, check: bool) -> None:
+    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self._name = name
         self._refuse = refuse
-        self._check = check
+        self._check = bool(check)
+        self._always = check == "always"
         self._known: list[Known] = []
         self._fitting: Known | None = None
         self._told: set[str] = set()
+        self._functions: list[types.FunctionType] = []
 
     def fits(self) -> bool:
         """Whether there is an executable that does what the step's Python would do now."""
-        self._fitting = next(
-            (k for k in self._known if not k.executable.outdated() and not self._read_slots(k)),
-            None,
-        )
+        self._fitting = None
+        if not self._always:
+            self._fitting = next((known for known in self._known if self._does_fit(known)), None)
         return self._fitting is not None
+
+    @staticmethod
+    def _does_fit(known: Known) -> bool:
+        if known.executable.outdated() or known.guards.unknown or known.traced_each_time is not None:
+            return False
+        return not known.changes()
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of the executables reads or writes one of these, or its Python may ask something of them."""
@@ -100,7 +144,7 @@ class Changes:
         """The executable that does what the step's Python would do now; to be called after `fits`.
 
         Args:
-            trace: traces the step; called with the Watch and a function that finds an equal executable.
+            trace: traces the step; called with its Surroundings and a function that finds an equal executable.
             roots: where to begin to look for what the step's Python reads.
             alike: executables for the same kind of batch, traced with weights in another state.
         """
@@ -110,6 +154,8 @@ class Changes:
         elif self._check and known.check_is_due():
             known = self._verify(known, trace, roots)
         known.uses += 1
+        if known not in self._known:
+            return known.executable
         if known is not self._known[0]:
             self._known.remove(known)
             self._known.insert(0, known)
@@ -119,21 +165,11 @@ class Changes:
         """The executable used last."""
         return self._known[0].executable
 
-    def _read_slots(self, known: Known) -> list[int]:
-        """The slots that have changed, of those that code of the step reads; the others are forgotten."""
-        changed = known.misfit()
-        if not changed:
-            return changed
-        unread = known.watch.unread(changed)
-        if not unread:
-            return changed
-        known.forget(unread)
-        return known.misfit()
-
     def _trace(self, trace: Any, roots: tuple, alike: Iterable[Changes]) -> Known:
         """Trace the step, since no executable fits."""
         last = self._known[0] if self._known else None
-        why = [] if last is None or last.executable.outdated() else self._reasons(last)
+        outdated = last is not None and last.executable.outdated()
+        why = [] if last is None or outdated else last.changes()
         twin: list[Known] = []
 
         def find(traced: Any) -> Any:
@@ -141,30 +177,42 @@ class Changes:
                 if same_step(known.executable, traced):
                     twin.append(known)
                     return known.executable
-            if why and last is not None:
-                self._tell_parting(why, parting(last.executable.program, traced.program))
+            if last is not None and not outdated and not self._meant(why) and traced.raised is None:
+                where = parting(last.executable.program, traced.program)
+                self._tell_parting(self._reasons(last, why) or [last.traced_each_time or "it cannot be seen"], where)
             return None
 
-        with _executed(bool(self._known)) as codes:
-            known = _traced(trace, roots, find)
+        known = self._traced(trace, roots, find)
+        if known.executable.raised is not None:  # it may not be so the next time
+            return known
+        if last is not None and last.own(why):
+            known.again = last.again + 1
+            if known.again > 1:
+                self._tell_again(last, last.own(why))
         if twin:
-            known.uses = twin[0].uses
+            known.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._known:
             self._known[self._known.index(twin[0])] = known
-            if codes:
-                known.forget(known.watch.unread(known.misfit(), codes))
-                self._tell_again(known)
         else:
             self._known.insert(0, known)
         self._tell_unwatched(known)
         return known
 
+    @staticmethod
+    def _meant(why: list[Change]) -> bool:
+        """Whether all that has changed is a module's mode: train() and eval() are meant to make another step of it."""
+        return bool(why) and all(change.name == "training" for change in why)
+
     def _verify(self, known: Known, trace: Any, roots: tuple) -> Known:
         """Trace the step again; the same Program is expected."""
 
         def find(traced: Any) -> Any:
+            if traced.raised is not None:
+                return None
             if not same_step(known.executable, traced):
-                where = _place(known.executable, traced)
+                where: Any = parting(known.executable.program, traced.program)
+                if where is None or where.old is None and where.new is None:
+                    return None  # it computes the same, and somebody keeps more or less of it
             elif known.executable.reads_other_tensors(traced):
                 where = "the same operations on another tensor, which is no argument"
             else:
@@ -175,25 +223,35 @@ class Changes:
                 f"be seen from outside: the time, a file, a loader, a random number. {_ADVICE}"
             )
 
-        fresh = _traced(trace, roots, find)
+        fresh = self._traced(trace, roots, find)
+        if fresh.executable.raised is not None:
+            return fresh
         fresh.uses = known.uses
-        gone = {(id(s.table), s.key) for s in known.forgotten}
-        fresh.forget([i for i, s in enumerate(fresh.watch.slots) if (id(s.table), s.key) in gone])
         self._known[self._known.index(known)] = fresh
+        self._tell_unwatched(fresh)
         return fresh
+
+    def _traced(self, trace: Any, roots: tuple, find: Callable[[Any], Any]) -> Known:
+        # The code that runs is noted when there is no hurry: the first loss is there, or nobody checks it later.
+        around = Surroundings(self._name, roots, self._functions, bool(self._known) or not self._check)
+        begin = time.perf_counter()
+        executable = trace(around, find)
+        known = Known(executable, around, time.perf_counter() - begin)
+        if known.guards.unknown:
+            self._functions += functions_of(known.guards.unknown)
+            if len(self._functions) > _MOST_FUNCTIONS:
+                known.guards.unknown = []
+        return known
 
     # -- what is said --
 
-    def _reasons(self, known: Known) -> list[str]:
-        watch = known.watch
-        now = watch.read()
+    def _reasons(self, known: Known, changes: list[Change]) -> list[str]:
         reasons = []
-        for i in watch.changed(known.state, now):
-            slot = watch.slots[i]
-            if slot.name == "training":  # model.train() and model.eval() are meant to make another step of it
+        for change in changes:
+            if change.name == "training":
                 continue
-            reason = f"{slot.what} {_change(known.state[i], now[i])}"
-            read, written = watch.where_read(slot.name), watch.where_written(slot.name)
+            reason = f"{change.what} {_change(change.old, change.new)}"
+            read, written = known.guards.where_read(change.name), known.guards.where_written(change.name)
             places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
             reasons.append(reason + (f" ({', '.join(places)})" if places else ""))
         return reasons
@@ -204,22 +262,25 @@ class Changes:
             raise GraphChangedError(f"{text} {_ADVICE}")
         _warn(f"{text} It is compiled anew. {_ADVICE}")
 
-    def _tell_again(self, known: Known) -> None:
-        """What the step itself has changed while it was traced, so that it will have to be traced again."""
-        reasons = self._reasons(known)
-        fresh = [known.watch.slots[i].what for i in known.misfit()]
-        if not reasons or all(what in self._told for what in fresh):
+    def _tell_again(self, known: Known, own: list[Change]) -> None:
+        """What the step itself changes and reads, so that it has to be traced again."""
+        if all(change.what in self._told for change in own):
             return
-        self._told.update(fresh)
+        self._told.update(change.what for change in own)
         _warn(
-            f"{self._name} changes what it reads itself: {_some(reasons)}. A compiled step runs no Python, so "
-            f"this one is traced at each call ({known.seconds:.2f} s) to see whether it still does the same. {_ADVICE}"
+            f"{self._name} changes what it reads itself: {_some(self._reasons(known, own))}. A compiled step runs no "
+            f"Python, so this one is traced at each call ({known.seconds:.2f} s) to see whether it still does the "
+            f"same. {_ADVICE}"
         )
 
     def _tell_unwatched(self, known: Known) -> None:
-        """What the step reads that is too large to be compared at each call."""
-        for name, what in known.watch.unwatched:
-            line = known.watch.where_read(name, own=True)
+        """What the step reads that cannot be compared at each call."""
+        why = known.traced_each_time
+        if why is not None and why not in self._told:
+            self._told.add(why)
+            _warn(f"{self._name} is traced at each call ({known.seconds:.2f} s): {why}. {_ADVICE}")
+        for name, what in known.guards.unwatched:
+            line = known.guards.where_read(name, own=True)
             if line is not None and what not in self._told:
                 self._told.add(what)
                 _warn(
@@ -228,6 +289,9 @@ class Changes:
                     "than 1% of the time. Keep what decides in something smaller, or pass it as an argument."
                 )
 
+
+# Functions that are met anew at each trace are made by the step itself, or by a library that never ends.
+_MOST_FUNCTIONS = 10_000
 
 _ADVICE = (
     "A compiled step has one graph: keep what changes in a tensor, and choose with torch.where(condition, a, b) "
@@ -239,42 +303,6 @@ _ADVICE = (
 def same_step(known: Any, traced: Any) -> bool:
     """Whether two executables compute the same from the same."""
     return known.signature() == traced.signature() and parting(known.program, traced.program) is None
-
-
-def _traced(trace: Any, roots: tuple, find: Any) -> Known:
-    watch = Watch(*roots)
-    watch.begin()
-    begin = time.perf_counter()
-
-    def settled(traced: Any) -> Any:
-        watch.end()
-        return find(traced)
-
-    executable = trace(watch, settled)
-    return Known(executable, watch, time.perf_counter() - begin)
-
-
-@contextmanager
-def _executed(wanted: bool) -> Iterator[set[types.CodeType]]:
-    """The code that runs in the block; none if it is not `wanted`, or if somebody else is profiling."""
-    codes: set[types.CodeType] = set()
-
-    def note(frame: types.FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            codes.add(frame.f_code)
-
-    if not wanted or sys.getprofile() is not None:
-        yield codes
-        return
-    sys.setprofile(note)
-    try:
-        yield codes
-    finally:
-        sys.setprofile(None)
-
-
-def _place(known: Any, traced: Any) -> Any:
-    return parting(known.program, traced.program) or "other state is carried from step to step"
 
 
 def _change(old: Any, new: Any) -> str:

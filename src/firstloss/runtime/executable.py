@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -12,14 +13,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import timeline
-from ..capture import session
+from ..capture import numbers_in_memory, session
 from ..capture.compare import same_bytes
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
 from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.step import StepTrace, dense_stride, is_traced
-from ..errors import LoweringError, TraceError
+from ..capture.tensor import Geometry, geometry_of
+from ..errors import FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.segments import cut
@@ -29,6 +31,8 @@ from . import loop as loops
 from .backend import Backend
 from .cell import Cell
 from .gradients import Gradients
+from .guards import Effects, Env, Left
+from .guards.effects import Bind
 from .inputs import Inputs, keep
 from .jaxlib import compile_options, use_x64, x64
 from .modes import ModesLeft
@@ -38,17 +42,36 @@ from .segmented import SegmentedStep
 
 
 class Surroundings(Protocol):
-    """What an executable asks of the Python around a step; see `watch.py`."""
+    """What an executable asks of the Python around a step; see `changes.py`."""
 
-    def carry(self) -> None: ...
+    snapshot: Any
+    recording: Any
 
-    def tensors(self) -> Iterable[torch.Tensor]: ...
+    def effects(self, left: Left, weights: set[int]) -> Effects: ...
+
+    def restore(self, left: Left) -> None: ...
 
 
-class Kept(NamedTuple):
-    """A returned value that is no tensor: the same at each step."""
+class Outgoing(NamedTuple):
+    """A traced tensor that the step returns or leaves: the output that holds it, and how it looks at that."""
 
-    value: Any
+    output: str
+    geometry: Geometry | None  # None: it is all of the output
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaf: bool  # it is one that wants a gradient
+    attributes: dict[str, Any]
+
+
+class Call:
+    """One call of an executable: its arguments, and what it returns and binds once the step has been run."""
+
+    __slots__ = ("leaves", "result", "bindings")
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+        self.result: Any = None
+        self.bindings: list[Bind] | None = None
 
 
 class Executable:
@@ -64,19 +87,23 @@ class Executable:
         leaves: list[Any],
         spec: Any,
         backend: Backend,
-        around: Surroundings | None = None,
+        around: Surroundings,
         find: Callable[[Executable], Executable | None] = lambda traced: None,
     ) -> None:
         """Trace and compile `step`.
 
         Args:
-            around: the Python values that the step may read and rebind.
+            around: the Python around the step.
             find: given this, traced and not yet compiled, an earlier one that computes the same, whose compiled step
                 will do.
         """
         self._backend = backend
         self._around = around
         self._name = getattr(step, "__name__", "step")
+        self.raised: Exception | None = None  # by the step's Python
+        self.why_not: str | None = None  # why it has to be traced at each call, if so
+        self._stand_in: dict[int, torch.Tensor] = {}
+        self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
         self._tracing = StepTrace()
         self._optimizers = Optimizers(self._tracing)
         self._batch: dict[Value, int] = {}
@@ -85,15 +112,12 @@ class Executable:
             self._gradients = Gradients(backend.parameters())
             self._modes = ModesLeft()
             try:
-                result = self._trace(step, leaves, spec)
+                result = [self._trace(step, leaves, spec)]
                 self._modes.traced()
                 self._settle(result)
                 self._optimizers.settled()
-                self._gradients.traced(self._tracing.inputs)
                 same = find(self) if backend.mesh is None else None
-                # What the step leaves is left when it has been run.
-                self._gradients.undo()
-                self._modes.undo()
+                self._modes.undo()  # what the step leaves is left when it has been run
             except BaseException:
                 self._undo()
                 raise
@@ -106,22 +130,28 @@ class Executable:
     def _trace(self, step: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
         """Run the step's Python once on tensors without values; returns what it returns."""
         traced = list(leaves)
-        arguments: dict[DeferredTensor, torch.Size] = {}
-        with self._tracing.active(), self._optimizers.watched():
+        arguments: list[tuple[DeferredTensor, int]] = []
+        self._arguments_traced = arguments
+        with Undo() as undo, undo, self._tracing.active(), self._optimizers.watched():
+            self._around.recording.begin(undo)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
                     made = self._tracing.new_input(leaf, f"batch{i}")
                     self._batch[made._store.value] = i
                     traced[i] = made.requires_grad_(True) if leaf.requires_grad else made
-                    arguments[made] = made.shape
+                    arguments.append((made, i))
             args, kwargs = pytree.tree_unflatten(traced, spec)
-            result = step(*args, **kwargs)
-            self._optimizers.carry()
-            if self._around is not None:
-                self._around.carry()
-        for argument, shape in arguments.items():
+            try:
+                result = step(*args, **kwargs)
+            except FirstlossError:
+                raise
+            except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
+                if any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+                    raise
+                self.raised, result = error, None
+        for argument, i in arguments:
             node = argument._store.value.node
-            if node is not None or argument.shape != shape:
+            if node is not None or argument.shape != leaves[i].shape:
                 where = f"{node.source}: the step edits" if node is not None else f"{self._name} resizes"
                 raise TraceError(
                     f"{where} its argument in place, and the caller's tensor would not see it. "
@@ -133,20 +163,23 @@ class Executable:
         self._backend.claim(self._optimizers.new_state, behind=True)
         return result
 
-    def _settle(self, result: Any) -> None:
-        """What goes in and what comes out: results, changed state, and state that is new and can still be reached."""
+    def _settle(self, result: list[Any]) -> None:
+        """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
+        undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
         tracing = self._tracing
-        outputs: dict[str, Ref] = {}
-        leaves, self._result_spec = pytree.tree_flatten(result)
-        self._results: list[str | Kept] = []
-        for i, leaf in enumerate(leaves):
-            if is_traced(leaf, tracing):  # else it was there before, and is given back as it is then
-                outputs[f"out{i}"] = leaf._ref()
-                self._results.append(f"out{i}")
-            elif type(leaf) is DeferredTensor and not leaf.is_leaf:  # a view of a weight, which shows it as it will be
-                self._results.append(Kept(leaf.detach()))
-            else:
-                self._results.append(Kept(leaf))
+        left = Left(
+            lambda tensor: is_traced(tensor, tracing),
+            self._around.snapshot.holds,
+            {id(made): i for made, i in self._arguments_traced},
+        )
+        self._result = left.make(result.pop())
+        returned = len(left.tensors)
+        weights = {id(p) for p in self._backend.parameters()}
+        self.effects = self._around.effects(left, weights)
+        self._gradients.traced(tracing.inputs, self.effects, left)
+        self._optimizers.traced(self.effects, left, self.move)
+        self.effects.undo()
+        outputs = self._leave(left, returned)
         self._changed: dict[Value, Store | torch.Tensor] = {}
         for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = Ref.of(new)
@@ -156,12 +189,6 @@ class Executable:
                 self._backend.claim([home])
                 home = tracing.inputs[value] = home._store  # type: ignore[attr-defined]
             self._changed[value] = home._store if type(home) is DeferredTensor else home  # moved since, by claim
-        self._made: list[Store] = []
-        around = [] if self._around is None else self._around.tensors()
-        for tensor in (*_reachable(self._backend, self._optimizers.seen), *around):
-            if is_traced(tensor, tracing) and not any(store is tensor._store for store in self._made):
-                outputs[f"made{len(self._made)}"] = Ref.of(tensor._store.value)
-                self._made.append(tensor._store)
         for i, call in enumerate(tracing.closures):
             outputs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
         self._arguments = [name for name in outputs if name.startswith("closure")]
@@ -169,7 +196,7 @@ class Executable:
         if tracing.cbfloat16:
             from ..lower import cbfloat16
 
-            for kept in (*tracing.changes.values(), *(store.value for store in self._made)):
+            for kept in (*tracing.changes.values(), *(outputs[name].value for name in self._made)):
                 cbfloat16.refuse_state(kept)
             self.program = cbfloat16.in_place_of_float16(self.program)
         needed = {ref.value for ref in outputs.values()}
@@ -178,14 +205,79 @@ class Executable:
             needed.update(ref.value for ref in node.writes)
         self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
 
+    def _leave(self, left: Left, returned: int) -> dict[str, Ref]:
+        """Outputs for the traced tensors that are returned, or left in Python; for those that somebody else still holds
+        as well. Tensors of one storage are views of one output."""
+        tracing = self._tracing
+        tensors: list[DeferredTensor] = []
+        sharing: dict[int, list[int]] = {}
+        for number in range(len(left.tensors)):
+            sharing.setdefault(id(left.tensors[number]._store), []).append(number)
+        outputs: dict[str, Ref] = {}
+        found: dict[int, Outgoing] = {}
+        self._out: list[str] = []  # what the first loss may be among
+        self._made: list[str] = []  # what nobody waits for
+        self._made_where: dict[str, Any] = {}
+        for numbers in sharing.values():
+            names, kind = (self._out, "out") if numbers[0] < returned else (self._made, "made")
+            name = f"{kind}{len(names)}"
+            names.append(name)
+            tensors = [left.tensors[number] for number in numbers]
+            # What is only left stays as it lies (a gradient may be a product transposed), unless it is part of it.
+            whole = len(tensors) > 1 or kind == "made" and tensors[0]._ref().covers
+            if self._backend.mesh is not None and kind == "made":
+                store = tensors[0]._store
+                self._made_where[name] = self._backend.mesh.of_store(store) if whole else self._backend.mesh.whole
+            outputs[name] = Ref.of(tensors[0]._store.value) if whole else tensors[0]._ref()
+            for number in numbers:
+                tensor = left.tensors[number]
+                size, _, _, dtype = geometry = geometry_of(tensor)
+                leaf = tensor.requires_grad and tensor.is_leaf
+                attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
+                found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, attributes)
+                del tensor
+        self._outgoing = [found[number] for number in range(len(left.tensors))]
+        self.why_not = left.why_not
+        tensors.clear()
+        left.release()
+        self._held: dict[str, Store] = {}
+        expected = {id(t._store) for t in _reachable(self._backend, self._optimizers.seen) if is_traced(t, tracing)}
+        for store in self._survivors(expected):
+            name = f"made{len(self._made)}"
+            self._made.append(name)
+            if self._backend.mesh is not None:
+                self._made_where[name] = self._backend.mesh.of_store(store)
+            outputs[name] = Ref.of(store.value)
+            self._held[name] = store
+        # In the order in which they are asked for: results, what is left.
+        return {name: outputs[name] for name in (*self._out, *self._made)}
+
+    def _survivors(self, expected: set[int]) -> list[Store]:
+        """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
+
+        placeholders = {id(home._store) for home in self._tracing.inputs.values() if type(home) is DeferredTensor}
+
+        def alive() -> list[Store]:
+            stores = [store for made in self._tracing.made if (store := made()) is not None]
+            ours = [s for s in stores if s.trace is self._tracing and id(s) not in placeholders]
+            return [store for store in ours if store.alive()]
+
+        found = alive()
+        if any(id(store) not in expected for store in found):
+            gc.collect(0)  # nothing was collected while the step was traced
+            found = alive()
+        if self.why_not is None and any(id(store) not in expected for store in found):
+            self.why_not = "a tensor in a place that cannot be seen"
+        return found
+
     def signature(self) -> tuple:
         """What goes in and comes out, beside the Program: if both are the same, so is the compiled step."""
         order = {value: i for i, value in enumerate(self._tracing.inputs)}
         return (
             [order[v] for v in self._changed],
             [order[v] for v in self._read],
-            len(self._made),
-            [name for name in self._results if isinstance(name, str)],
+            self._out,
+            self._made,
             self._arguments,
         )
 
@@ -208,6 +300,10 @@ class Executable:
 
     def _undo(self) -> None:
         """A step that could not be traced leaves nothing behind."""
+        if hasattr(self, "effects"):
+            self.effects.undo()
+        else:
+            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds, {}))
         self._gradients.undo()
         self._modes.undo()
         new = self._optimizers.new_state
@@ -216,6 +312,48 @@ class Executable:
                 dead = [k for k, v in entries.items() if any(v is n for n in new) or is_traced(v, self._tracing)]
                 for key in dead:
                     del entries[key]
+
+    def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Of each pair, the second tensor stands now where the first did, and is like it: whether the step can go on
+        with that one."""
+        inputs = self._tracing.inputs
+        homes = {id(home): value for value, home in inputs.items()}
+        moved: list[tuple[Value, torch.Tensor]] = []
+        for old, new in pairs:
+            if id(self._origin(old)) in self._tracing.read or old is new:
+                return False
+            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+                return False
+            value = homes.get(id(old._store) if type(old) is DeferredTensor else id(old))
+            if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
+                return False
+            if value is None:
+                if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
+                    return False
+                continue
+            if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
+                return False
+            if id(_home(new)) in homes and homes[id(_home(new))] is not value:
+                if not any(_home(other) is _home(new) for other, _ in pairs):
+                    return False
+            moved.append((value, new))
+        stores = [id(_home(new)) for _, new in moved]
+        if len(set(stores)) != len(stores):
+            return False
+        for value, new in moved:
+            inputs[value] = _home(new)
+            if value in self._changed:
+                self._changed[value] = _home(new)
+        renamed = {id(new): self._origins.pop(id(old), id(old)) for old, new in pairs}
+        for _, new in pairs:
+            self._stand_in[renamed[id(new)]] = new
+        self._origins.update(renamed)
+        return True
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
+        """What was there when the step was traced."""
+        known = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
+        return tensor if known is None else known[0]
 
     def outdated(self) -> bool:
         """Whether it was for a first step, or a number baked in, a weight's memory or the value of a tensor that
@@ -239,8 +377,8 @@ class Executable:
                 "firstloss.register_lowering, or run on backend 'CPU'."
             )
         program, draws = self.program, self._tracing.draws
-        changed, read, made = list(self._changed), self._read, len(self._made)
-        names = [*(name for name in self._results if isinstance(name, str)), *self._arguments]
+        changed, read, made = list(self._changed), self._read, self._made
+        names = [*self._out, *self._arguments]
         mesh = self._backend.mesh
         where = self.inputs.lie((*changed, *read))
         with timeline.span("lower"):
@@ -248,7 +386,7 @@ class Executable:
             pieces = cut(program, first=names) if mesh is None else None
         if pieces is not None:
             new = [f"new{i}" for i in range(len(changed))]
-            return SegmentedStep(self._name, pieces, changed, read, (new, [f"made{i}" for i in range(made)], names))
+            return SegmentedStep(self._name, pieces, changed, read, (new, made, names))
 
         begin_behind()  # a step in one piece waits for all
 
@@ -258,7 +396,7 @@ class Executable:
             outputs = lowering.lower(program, values, key)
             return (
                 tuple(outputs[f"new{i}"] for i in range(len(changed))),
-                tuple(outputs[f"made{i}"] for i in range(made)),
+                tuple(outputs[name] for name in made),
                 tuple(outputs[name] for name in names),
             )
 
@@ -269,7 +407,7 @@ class Executable:
         ]
         options: dict[str, Any] = {}
         if mesh is not None:
-            made_where = tuple(mesh.of_store(store) for store in self._made)
+            made_where = tuple(self._made_where[name] for name in made)
             options["out_shardings"] = (tuple(where[v] for v in changed), made_where, mesh.of_results())
         with x64():
             with timeline.span("lower"):
@@ -284,19 +422,26 @@ class Executable:
 
     def _commit(
         self,
+        call: Call,
         cells: Sequence[Cell | None],
         key: np.ndarray | None,
         new: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """The step has been run: what it leaves in weights, state, gradients and modes. May be done twice."""
+        """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
         keep(self._changed.values(), cells, new)
-        for store, array in zip(self._made, made, strict=True):
+        arrays = dict(zip((*self._out, *self._arguments, *self._made), (*results, *made), strict=True))
+        for name, store in self._held.items():
             if store.resident is None:
-                store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(array)), None
-            store.resident.set(array)
-        self._gradients.leave()
+                store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(arrays[name])), None
+            store.resident.set(arrays[name])
+        if call.bindings is None:
+            env = Env(self._fresh(arrays), call.leaves, self._stand_in)
+            call.result = self._result(env)
+            call.bindings = self.effects.bindings(env)
+        for bind in call.bindings:
+            bind()
         self._modes.leave()
         if key is not None:
             self._backend.keys.taken(key)
@@ -333,7 +478,7 @@ class Executable:
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             dispatch.settled()
-            self._gradients.follow(self._tracing.inputs, self._changed)
+            self._gradients.follow(self._tracing.inputs, self._changed, self._stand_in)
             wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
             state, cells = self.inputs.state(self._changed, leaves, wait)
             rest = self.inputs.arrays(self._read, leaves, wait)
@@ -342,8 +487,10 @@ class Executable:
             begin = timeline.current().now()
             run = dispatch.begin(self._compiled, state, rest, seed)
 
+            call = Call(leaves)
+
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
-                self._commit(cells, key, *outputs)
+                self._commit(call, cells, key, *outputs)
 
             def lose(error: BaseException) -> None:
                 for cell in cells:
@@ -365,14 +512,42 @@ class Executable:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        arrays = iter(results)
-        out = [result.value if isinstance(result, Kept) else resident(next(arrays)) for result in self._results]
-        for call in self._tracing.closures:
-            call.after_step([next(arrays) for _ in call.refs])
+        arguments = dict(zip(self._arguments, results[len(self._out) :], strict=True))
+        for i, closure in enumerate(self._tracing.closures):
+            closure.after_step([arguments[f"closure{i}.{j}"] for j in range(len(closure.refs))])
         loop = loops.current()
         if loop is not None:
             loop.dispatched(results)
-        return pytree.tree_unflatten(out, self._result_spec)
+        if self.raised is not None:
+            raise self.raised
+        return call.result
+
+    def _fresh(self, arrays: dict[str, Any]) -> Callable[[int], torch.Tensor]:
+        """Gives the new tensors of one call by their numbers, each once."""
+        tensors: dict[int, torch.Tensor] = {}
+        stores: dict[str, Store] = {}
+
+        def fresh(number: int) -> torch.Tensor:
+            tensor = tensors.get(number)
+            if tensor is None:
+                output, geometry, shape, dtype, leaf, attributes = self._outgoing[number]
+                if geometry is None:
+                    tensor = resident(arrays[output], shape, dtype)
+                else:
+                    if output not in stores:
+                        stores[output] = _store_of(arrays[output], self._whole(output))
+                    tensor = DeferredTensor.wrap(stores[output], *geometry)
+                if attributes:
+                    tensor.__dict__.update(attributes)
+                if leaf:
+                    tensor.requires_grad_(True)
+                tensors[number] = tensor
+            return tensor
+
+        return fresh
+
+    def _whole(self, output: str) -> Value:
+        return self.program.outputs[output].value
 
 
 def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:
@@ -397,13 +572,23 @@ def _no_seed(on_device: bool) -> Any:
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)
 
 
-def resident(array: jax.Array) -> DeferredTensor:
-    """A tensor of the backend that holds `array`."""
-    shape = tuple(array.shape)
-    value = Value(shape, dense_stride(shape), to_torch(array.dtype), torch.device("cpu"))
+def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
+    """A tensor of the backend that holds `array`; or what `array` gives when it is called, of this shape and dtype."""
+    shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
+    value = Value(shape, dense_stride(shape), dtype, torch.device("cpu"))
+    return DeferredTensor.wrap(_store_of(array, value), shape, value.stride, 0, dtype)
+
+
+def _store_of(array: Any, like: Value) -> Store:
+    value = Value(like.shape, like.stride, like.dtype, like.device)
     store = Store(value)
-    store.resident = Cell(value, array=array, sharding=_mesh_sharding(array))
-    return DeferredTensor.wrap(store, shape, value.stride, 0, value.dtype)
+    store.resident = Cell(value, sharding=_mesh_sharding(array))
+    store.resident.set(array)
+    return store
+
+
+def _home(tensor: torch.Tensor) -> Store | torch.Tensor:
+    return tensor._store if type(tensor) is DeferredTensor else tensor
 
 
 def _mesh_sharding(array: jax.Array | Callable[[], jax.Array]) -> Any:

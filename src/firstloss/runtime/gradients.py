@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ..capture.program import Ref, Value
 from ..capture.tensor import DeferredTensor, Store
+from .guards import Effects, Env, Left
+from .guards.effects import Bind, Make
 
 Homes = dict[Value, Store | torch.Tensor]
 
@@ -19,14 +21,17 @@ class Gradients:
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
         """To be made before the step is traced."""
         self._before = {p: p.grad for p in weights}
+        self._left: list[torch.nn.Parameter] = []  # whose gradients it leaves or clears
         self._read: dict[Value, tuple[torch.nn.Parameter, Ref | None]] = {}  # how it looked at its memory
-        self._left: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
 
-    def traced(self, inputs: Homes) -> None:
-        """The step has been traced, and reads `inputs`."""
+    def traced(self, inputs: Homes, effects: Effects, left: Left) -> None:
+        """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
         whose = {id(_home(g)): (p, _view(g)) for p, g in self._before.items() if g is not None}
         self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
-        self._left = [(p, p.grad) for p, before in self._before.items() if p.grad is not before]
+        for parameter, before in self._before.items():
+            if parameter.grad is not before:
+                self._left.append(parameter)
+                effects.also(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
 
     def undo(self) -> None:
         """The step could not be traced."""
@@ -42,10 +47,11 @@ class Gradients:
         """The inputs that are gradients."""
         return self._read
 
-    def follow(self, inputs: Homes, changed: dict[Value, Any]) -> None:
+    def follow(self, inputs: Homes, changed: dict[Value, Any], stand_in: dict[int, Any]) -> None:
         """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead."""
         for value, (parameter, _) in self._read.items():
             home = _home(parameter.grad)
+            stand_in[id(self._before[parameter])] = parameter.grad
             if home is not inputs[value]:
                 inputs[value] = home
                 if value in changed:
@@ -53,17 +59,23 @@ class Gradients:
 
     def now(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
         """Those that a call will replace, for `back_to`."""
-        return [(parameter, parameter.grad) for parameter, _ in self._left]
+        return [(parameter, parameter.grad) for parameter in self._left]
 
     def back_to(self, before: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """A call has failed after `leave`: weights have the gradients again that were there `before`."""
+        """A call has failed: weights have the gradients again that were there `before`."""
         for parameter, gradient in before:
             parameter.grad = gradient
 
-    def leave(self) -> None:
-        """After a call: weights have the gradients that the step has left or cleared."""
-        for parameter, gradient in self._left:
-            parameter.grad = gradient
+
+def _setter(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> Callable[[], None]:
+    def put() -> None:
+        parameter.grad = gradient
+
+    return put
+
+
+def _maker(parameter: torch.nn.Parameter, make: Make) -> Callable[[Env], Bind]:
+    return lambda env: _setter(parameter, make(env))
 
 
 def _home(gradient: Any) -> Store | torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from ..optim.adafactor import without_reads
 from ..optim.optimizer import Optimizer
 from ..optim.schedule import schedules_of
 from ..undo import Undo
+from .guards import Effects, Env, Left, Snapshot
+from .guards.effects import Bind, Make
 from .reload import load_in_place
 
 # What these do cannot be one fixed computation on dense tensors.
@@ -158,17 +161,31 @@ class Optimizers:
                 return True
         return False
 
-    def carry(self) -> None:
-        """At the end of the traced step: state that `step()` has bound to another tensor stays in the one it was in.
+    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+        """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.
 
-        So `state["m"] = 0.9 * state["m"] + p.grad` is carried as `state["m"].mul_(0.9).add_(p.grad)` is.
+        Args:
+            move: tells the executable which tensor stands now where another did.
         """
-        moved = [(e, key, old, e[key]) for e, key, old in self._entries if e.get(key) is not old and key in e]
-        moved = [m for m in moved if isinstance(m[3], torch.Tensor) and m[3].shape == m[2].shape]
-        with torch.no_grad():
-            contents = [new.detach().clone() for *_, new in moved]
-            for (entries, key, old, _), content in zip(moved, contents, strict=True):
-                entries[key] = old.copy_(content)
+        for entries, key, old in self._entries:
+            new = entries.get(key)
+            if new is not old and isinstance(new, torch.Tensor):
+                effects.also(
+                    functools.partial(operator.setitem, entries, key, old),
+                    functools.partial(self._bind, entries, key, left.make(new), move),
+                )
+
+    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
+        new = make(env)
+
+        def bind() -> None:
+            old = entries[key]
+            entries[key] = new
+            if old is not new and old.shape == new.shape and old.dtype == new.dtype and move([(old, new)]):
+                for state in self._state:
+                    state.follow(entries, key, new)
+
+        return bind
 
     def settled(self) -> None:
         """The trace has ended: the state that there is now is what the executable works on."""
@@ -240,6 +257,7 @@ class Optimizers:
                 if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
                     self._make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
+        around = None if type(optimizer).__module__.startswith("torch.optim") else Snapshot([optimizer])
         try:
             self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer)).values())
         except FirstStepDiffers:
@@ -252,6 +270,8 @@ class Optimizers:
                 ) from None
         finally:
             self._rehearsing = False
+            if around is not None:  # what an optimizer of the user's counts, it has not counted
+                Effects(around, None, Left(lambda tensor: False, around.holds, {})).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self._make_input(optimizer, i, key)
@@ -323,6 +343,12 @@ class StateOf:
         self._tables = [entries for entries in self._entries for _ in entries]
         self._keys = [key for entries in self._entries for key in entries]
         self._values = [value for entries in self._entries for value in entries.values()]
+
+    def follow(self, entries: dict[str, Any], key: str, new: Any) -> None:
+        """The step itself has bound an entry to another object."""
+        for i, (table, name) in enumerate(zip(self._tables, self._keys, strict=True)):
+            if table is entries and name == key:
+                self._values[i] = new
 
     def replaced(self) -> bool:
         """Whether an entry is another object than it was."""

@@ -27,7 +27,7 @@ def trace(
     *,
     shapes: str | Pad = "recompile",
     changes: str = "recompile",
-    check: bool = True,
+    check: bool | str = True,
 ) -> Callable[..., Any]:
     """Make `step` a traced step: traced and compiled at its first call, executed at every call.
 
@@ -43,7 +43,9 @@ def trace(
         changes: what to do when the Python values that the step reads have changed so that it would do something else.
             "recompile": that, with a `GraphChangeWarning` that names values and lines; "refuse": a `GraphChangedError`.
         check: trace again now and then (at the second call, and for less than 1% of the time after that), to find
-            changes that cannot be seen from outside, which are a `GraphChangedError`.
+            changes that cannot be seen from outside, which are a `GraphChangedError`. "always": the step's Python runs
+            at every call, and what it does is compared with what was compiled: right by construction, and slow; for
+            tests, and to find out whether a step is traced rightly.
 
     Called inside another traced step it is a part of that one. It may be stacked with `staticmethod` and `classmethod`
     in either order.
@@ -54,6 +56,8 @@ def trace(
     """
     if changes not in ("recompile", "refuse"):
         raise TraceError(f"changes={changes!r}: write 'recompile' or 'refuse'.")
+    if check not in (True, False, "always"):
+        raise TraceError(f"check={check!r}: write True, False or 'always'.")
     if step is None:
         return lambda step: TracedStep(step, shapes, changes, check)
     return TracedStep(step, shapes, changes, check)
@@ -67,7 +71,7 @@ class TracedStep:
         step: Callable[..., Any],
         shapes: str | Pad = "recompile",
         changes: str = "recompile",
-        check: bool = True,
+        check: bool | str = True,
     ) -> None:
         self._kind = type(step) if isinstance(step, (staticmethod, classmethod)) else None
         if isinstance(step, (staticmethod, classmethod)):
@@ -121,9 +125,10 @@ class TracedStep:
                 def trace(around: Any, find: Any) -> Executable:
                     return Executable(self._step, leaves, spec, backend, around, find)
 
+                owned = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
                 alike = [] if fits else [c for (other, _), c in self._executables.items() if other == setting]
                 (pause if fits else put_off)(undo)
-                executable = known.executable(trace, (self._step, *backend.models), alike)
+                executable = known.executable(trace, (self._step, *owned, *backend.models), alike)
                 self._latest = known
             return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
 

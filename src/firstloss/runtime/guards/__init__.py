@@ -1,0 +1,14 @@
+"""Guards: what must still be as it was for a compiled step to be right, and what a step leaves in Python when it ends.
+
+- `snapshot.py` walks all that a step's Python can reach, and copies what can be changed there;
+- `recording.py` notes, while the step is traced, which code runs and which attributes it reads;
+- `guard_set.py` makes guards of the two, checks them at each call, and says what has changed;
+- `effects.py` compares the snapshot with what there is afterwards, and repeats the difference at later calls.
+"""
+
+from .effects import Effects, Env, Left
+from .guard_set import Change, GuardSet
+from .recording import Recording
+from .snapshot import Snapshot
+
+__all__ = ["Change", "Effects", "Env", "GuardSet", "Left", "Recording", "Snapshot"]

@@ -1,0 +1,152 @@
+"""What a piece of Python code does with a name, from its bytecode.
+
+Most uses are reads. Two are not, since nothing is decided by what they find: a number's own update (`n += 1`), and
+adding to a collection (`losses.append(loss)`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...capture.source import Source
+
+
+class Update(NamedTuple):
+    """`n += 1`: what is combined with the number, and how."""
+
+    combine: Callable[[Any, Any], Any]
+    constant: Any
+
+
+class Collect(NamedTuple):
+    """`losses.append(...)`."""
+
+    method: str
+
+
+Use = Update | Collect | None  # None: it is read
+
+_COMBINE = {"+": operator.add, "+=": operator.iadd, "-": operator.sub, "-=": operator.isub}
+_COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_LOADS = (*_GLOBALS, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_ATTR", "LOAD_METHOD",
+          "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD")  # fmt: skip
+_STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_DEREF")
+_NOISE = ("CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "KW_NAMES", "NOT_TAKEN")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+
+
+class Instruction(NamedTuple):
+    """One that does something."""
+
+    offset: int
+    name: str
+    argument: Any
+    shown: str  # the operator, of BINARY_OP
+    line: int
+
+
+@functools.lru_cache(maxsize=65536)
+def _instructions(code: types.CodeType) -> list[Instruction]:
+    found = []
+    line = code.co_firstlineno
+    for i in dis.get_instructions(code):
+        if i.positions is not None and i.positions.lineno is not None:
+            line = i.positions.lineno
+        if i.opname not in _NOISE:
+            found.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line))
+    return found
+
+
+def _use(steps: list[Instruction], i: int) -> Use:
+    """What becomes of the value that the `i`-th instruction loads."""
+    if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
+        return Collect(steps[i + 1].argument)
+    name, after = steps[i].argument, [s for s in steps[i + 1 : i + 5] if s.name != "SWAP"][:3]
+    if len(after) == 3:
+        constant, combine, store = after
+        how = _COMBINE.get(combine.shown) if combine.name == "BINARY_OP" else None
+        if how is not None and constant.name in _CONSTANTS and store.name in _STORES and store.argument == name:
+            if "DELETE" not in store.name and isinstance(constant.argument, (int, float)):
+                return Update(how, constant.argument)
+    return None
+
+
+@functools.lru_cache(maxsize=65536)
+def _uses(code: types.CodeType) -> dict[int, Use]:
+    """By its offset, what each instruction that loads a name is for."""
+    steps = _instructions(code)
+    return {step.offset: _use(steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
+
+
+def use_at(code: types.CodeType, offset: int) -> Use:
+    """What an attribute is looked up for by this instruction."""
+    return _uses(code).get(offset)
+
+
+@functools.lru_cache(maxsize=65536)
+def uses_of(code: types.CodeType, name: str) -> list[Use]:
+    """What `code` itself does each time that it loads a global or a variable of an enclosing function."""
+    uses = _uses(code)
+    steps = [s for s in _instructions(code) if s.name in _LOADS and "ATTR" not in s.name and "METHOD" not in s.name]
+    return [uses[step.offset] for step in steps if step.argument == name]
+
+
+@functools.lru_cache(maxsize=65536)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The globals that `code` itself loads."""
+    return frozenset(s.argument for s in _instructions(code) if s.name in _GLOBALS)
+
+
+@functools.lru_cache(maxsize=65536)
+def imports(code: types.CodeType) -> list[tuple[str, str]]:
+    """What `code` itself imports: modules, and names in them."""
+    found, module = [], ""
+    for step in _instructions(code):
+        if step.name == "IMPORT_NAME":
+            module = step.argument
+        elif step.name == "IMPORT_FROM":
+            found.append((module, step.argument))
+    return found
+
+
+def with_inner(code: types.CodeType) -> list[types.CodeType]:
+    """`code`, and that of the functions within it."""
+    out = [code]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            out += with_inner(constant)
+    return out
+
+
+class Lines(NamedTuple):
+    """Of one piece of code: by name, the first line that reads it, and the first that writes it."""
+
+    reads: dict[str, Source]
+    writes: dict[str, Source]
+
+
+@functools.lru_cache(maxsize=65536)
+def lines(code: types.CodeType) -> Lines:
+    """For people: where `code` reads and writes names; what is only updated is written."""
+    reads: dict[str, Source] = {}
+    writes: dict[str, Source] = {}
+    steps = _instructions(code)
+    for i, step in enumerate(steps):
+        place = Source(code.co_filename, step.line)
+        if step.name in _STORES and isinstance(step.argument, str):
+            writes.setdefault(step.argument, place)
+        elif step.name in _LOADS and isinstance(step.argument, str):
+            use = _use(steps, i)
+            if use is None:
+                reads.setdefault(step.argument, place)
+            elif isinstance(use, Collect):
+                writes.setdefault(step.argument, place)
+        elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
+            reads.setdefault(step.argument, place)  # getattr(self, "name")
+    return Lines(reads, writes)

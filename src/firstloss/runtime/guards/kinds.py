@@ -1,0 +1,218 @@
+"""What kind of thing an object is to the guards."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import enum
+import functools
+import os
+import random
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    from . import _guards  # type: ignore[attr-defined]
+except ImportError:  # where there was no compiler
+    _guards = None
+
+# Code here reads no state of the user's.
+_LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safetensors", "sympy", "mpmath",
+              "typing_extensions", "opt_einsum", "ml_dtypes", "triton", "packaging", "_pytest", "pytest"}  # fmt: skip
+_CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
+# Objects of these are not looked into: they are the runtime itself.
+_OURS = ("firstloss.", "jax.", "jaxlib.")
+_INSTALLED = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
+
+
+class Kind(Enum):
+    """What the walk does with an object."""
+
+    LEAF = auto()  # nothing can change in it
+    TENSOR = auto()
+    DICT = auto()
+    LIST = auto()
+    SET = auto()
+    DEQUE = auto()
+    TUPLE = auto()  # or a frozenset: nothing can change in it, but in what it holds
+    FUNCTION = auto()
+    CELL = auto()
+    BINDING = auto()  # a method, a partial, a property: it leads to others
+    CLASS = auto()
+    MODULE = auto()  # a Python module
+    OPAQUE = auto()  # its content is not in attributes or items, but `contents.py` can tell whether it has changed
+    INSTANCE = auto()
+    UNKNOWN = auto()  # an object of C: nobody can tell whether it has changed
+
+
+_LEAVES = (
+    int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, slice, types.CodeType,
+    types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
+    types.UnionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
+    np.ufunc, Enum, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.Generator, torch.Stream,
+    weakref.ProxyType, types.TracebackType, types.FrameType,
+)  # fmt: skip
+# Modules whose classes, in C, have objects in which nothing changes that decides anything.
+_HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "typing", "_operator", "operator",
+             "functools", "zoneinfo", "uuid", "_struct", "ast", "zlib", "_ctypes", "ctypes", "_asyncio", "logging",
+             "torch", "torch._C", "torch._ops", "torch._C._autograd", "torch._C._functions", "torch._C._profiler",
+             "torch._C._distributed_c10d", "torch.distributed.distributed_c10d", "pybind11_builtins", "types",
+             "collections", "tokenizers", "pathlib", "_abc", "_weakref", "weakref", "_hashlib",
+             "_contextvars"}  # fmt: skip
+
+
+def kind_of(cls: type) -> Kind:
+    """The kind of objects of a class; what is a container and has attributes as well is the former."""
+    kind = _kinds.get(cls)
+    if kind is None:
+        kind = _kinds[cls] = _kind_of(cls)
+    return kind
+
+
+_kinds: dict[type, Kind] = {}
+
+
+def _kind_of(cls: type) -> Kind:
+    if issubclass(cls, _LEAVES):
+        return Kind.LEAF
+    for kinds, kind in (
+        (torch.Tensor, Kind.TENSOR),
+        (dict, Kind.DICT),
+        (list, Kind.LIST),
+        (set, Kind.SET),
+        (collections.deque, Kind.DEQUE),
+        ((tuple, frozenset), Kind.TUPLE),
+        (types.FunctionType, Kind.FUNCTION),
+        (types.CellType, Kind.CELL),
+        ((types.MethodType, functools.partial, property, staticmethod, classmethod, functools.cached_property,
+          weakref.ref, types.MappingProxyType, functools._lru_cache_wrapper), Kind.BINDING),
+        (type, Kind.CLASS),
+        (types.ModuleType, Kind.MODULE),
+        ((np.ndarray, bytearray, array.array, contextvars.ContextVar, types.GeneratorType, random.Random,
+          np.random.Generator, np.random.RandomState), Kind.OPAQUE),
+    ):  # fmt: skip
+        if issubclass(cls, kinds):
+            return kind
+    if hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"):
+        return Kind.OPAQUE
+    if is_ours(cls.__module__) and not issubclass(cls, torch.optim.Optimizer) and cls.__name__ != "CompiledModel":
+        return Kind.LEAF
+    if issubclass(cls, threading.local):
+        return Kind.INSTANCE
+    if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
+        return Kind.UNKNOWN
+    if cls.__dictoffset__ or slots(cls):
+        return Kind.INSTANCE
+    return Kind.LEAF
+
+
+_HEAPTYPE = 1 << 9
+_MANAGED_DICT = 1 << 4  # a class made by Python, whose objects have a __dict__
+
+
+def is_of_python(cls: type) -> bool:
+    """Whether a class was made by Python code, so that there is nothing in its objects but attributes."""
+    return bool(cls.__flags__ & _MANAGED_DICT) or "__slots__" in vars(cls)
+
+
+def _is_harmless(cls: type) -> bool:
+    module = cls.__module__ or ""
+    if cls is object or issubclass(cls, (BaseException, types.SimpleNamespace, threading.local)):
+        return True
+    return module in _HARMLESS or module.partition(".")[0] in _HARMLESS
+
+
+def is_ours(module: str | None) -> bool:
+    """Whether a module is the runtime's own."""
+    return module is not None and f"{module}.".startswith(_OURS)
+
+
+def is_closed(module: str | None) -> bool:
+    """Whether the code of that module reads no state of the user's."""
+    return module is None or module.partition(".")[0] in _CLOSED and module != "__main__"
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a module is an installed package's, and not the user's own."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and os.path.realpath(file).startswith(_INSTALLED)
+
+
+def can_be_instrumented(cls: type) -> bool:
+    """Whether reads of its objects' attributes can be noted: a class made by Python, which says how they are looked
+    up."""
+    if cls is types.SimpleNamespace:
+        return _guards is not None
+    return (
+        bool(cls.__flags__ & _HEAPTYPE)
+        and not cls.__flags__ & (1 << 8)  # immutable
+        and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))
+        and (not is_ours(cls.__module__) or issubclass(cls, torch.optim.Optimizer))
+    )
+
+
+def slots(cls: type) -> tuple[str, ...]:
+    """The names in the `__slots__` of a class made by Python."""
+    names = _slots.get(cls)
+    if names is None:
+        bases = [base for base in cls.__mro__ if base.__flags__ & _HEAPTYPE and "__slots__" in vars(base)]
+        members = [(name, member) for base in bases for name, member in vars(base).items()]
+        names = _slots[cls] = tuple(n for n, member in members if isinstance(member, types.MemberDescriptorType))
+    return names
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def behind(binding: Any) -> Iterator[Any]:
+    """What a method, a partial, a property and their like lead to."""
+    if isinstance(binding, types.MethodType):
+        yield from (binding.__func__, binding.__self__)
+    elif isinstance(binding, functools.partial):
+        yield from (binding.func, *binding.args, *binding.keywords.values())
+    elif isinstance(binding, property):
+        yield from (f for f in (binding.fget, binding.fset, binding.fdel) if f is not None)
+    elif isinstance(binding, functools.cached_property):
+        yield binding.func
+    elif isinstance(binding, (staticmethod, classmethod)):
+        yield binding.__func__
+    elif isinstance(binding, weakref.ref):
+        yield binding()
+    elif isinstance(binding, types.MappingProxyType):
+        yield from binding.values()
+    elif isinstance(binding, functools._lru_cache_wrapper):
+        yield binding.__wrapped__
+
+
+def items_of(container: Any) -> list[Any]:
+    """A shallow copy of what is in a list, set, deque or tuple."""
+    return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))
+
+
+_PLAIN_ITERATION = {list.__iter__, set.__iter__, tuple.__iter__, frozenset.__iter__, collections.deque.__iter__}
+
+
+def _raw_iteration(container: Any) -> Iterator[Any]:
+    bases: tuple[Any, ...] = (list, set, tuple, frozenset, collections.deque)
+    return next((base.__iter__(container) for base in bases if isinstance(container, base)), iter(container))
+
+
+def table_of(table: dict) -> dict:
+    """A shallow copy of a dict, in its own order, whatever its class makes of it."""
+    if type(table) is dict:
+        return table.copy()
+    if isinstance(table, collections.OrderedDict):
+        return {key: dict.__getitem__(table, key) for key in collections.OrderedDict.__iter__(table)}
+    return dict(dict.items(table))

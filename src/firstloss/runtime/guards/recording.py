@@ -1,0 +1,145 @@
+"""What a step reads while it is traced: which code runs, and which attributes of which objects are looked up."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn.modules.module
+
+from ...undo import Undo
+from .kinds import _guards, can_be_instrumented, is_closed, is_ours
+
+Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_MODULES = torch.nn.modules.module.__file__  # nn.Module looks up its parameters and modules in its own __dict__
+
+
+class Recording:
+    """What runs and is read from `begin` on, by one thread.
+
+    Attributes:
+        reads: of each object (by id) and attribute, the object and the instructions that have read it.
+        codes: by its address, code that has run, with its globals; None if that is not known.
+        whole: globals that were asked for as a dict.
+    """
+
+    def __init__(self, classes: Iterable[type], profile: bool) -> None:
+        """
+        Args:
+            classes: of the objects whose reads are noted.
+            profile: note the code that runs as well. It costs some 15% of a trace.
+        """
+        self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
+        self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
+        self.whole: list[dict] = []
+        self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
+        self._profile = profile and sys.getprofile() is None  # somebody else is profiling
+
+    def begin(self, undo: Undo) -> None:
+        """Note what this thread reads and runs until `undo` is done."""
+        thread = threading.get_ident()
+        lookups = [(cls, cls.__dict__.get("__getattribute__"), cls.__getattribute__) for cls in self._classes]
+        for cls, own, lookup in lookups:
+            undo(_give_back, cls, own)
+            try:
+                cls.__getattribute__ = _noting(self.reads, lookup, thread)  # type: ignore[method-assign]
+            except (TypeError, AttributeError):  # a class that does not let itself be changed
+                continue
+        if _guards is not None:
+            undo(_guards.note_reads, types.SimpleNamespace, None)
+            _guards.note_reads(types.SimpleNamespace, _noter(self.reads, thread))
+        if self._profile:
+            self.codes = {}
+            undo(_stop)
+            if _guards is not None:
+                _guards.start(self.codes, self.whole)
+            else:
+                sys.setprofile(_profiler(self.codes, self.whole))
+
+    def forget(self) -> None:
+        """Let go of what was noted: objects that the step has made are among them."""
+        self.reads.clear()
+        self.codes = None
+        self.whole.clear()
+
+    def executed(self) -> list[tuple[types.CodeType, dict]] | None:
+        """The code that has run, and that is not a library's; None if that is not known."""
+        if self.codes is None:
+            return None
+        return [(code, table) for code, table in self.codes.values() if not is_closed_code(code, table)]
+
+
+def is_closed_code(code: types.CodeType, table: dict) -> bool:
+    """Whether a library's code, which reads no state of the user's."""
+    name = table.get("__name__")
+    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(_OURS)
+
+
+def _give_back(cls: type, own: Any) -> None:
+    """Let `cls` look its attributes up as before: by what it defines itself, if anything."""
+    if own is not None:
+        cls.__getattribute__ = own  # type: ignore[method-assign]
+    elif "__getattribute__" in cls.__dict__:
+        del cls.__getattribute__
+
+
+def _stop() -> None:
+    if _guards is not None:
+        _guards.stop()
+    else:
+        sys.setprofile(None)
+
+
+def _noting(reads: dict, lookup: Callable, thread: int) -> Callable:
+    """`lookup`, the `__getattribute__` of a class, that notes what is looked up."""
+    note = _noter(reads, thread, depth=2)
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        note(self, name)
+        return lookup(self, name)
+
+    return __getattribute__
+
+
+def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+    """Notes a look-up: of what, and by which instruction of the code `depth` calls up."""
+
+    def note(owner: Any, name: str) -> None:
+        frame = sys._getframe(depth)
+        code = frame.f_code
+        if name == "__class__" or name == "__dict__" and code.co_filename == _MODULES:
+            return
+        if threading.get_ident() != thread or code.co_filename.startswith(_OURS):
+            return
+        key = id(owner), name
+        if key not in reads:
+            reads[key] = (owner, {})
+        sites, site = reads[key][1], (code, frame.f_lasti)
+        sites[site] = sites.get(site, 0) + 1
+
+    return note
+
+
+def _profiler(codes: dict, whole: list) -> Callable:
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            codes[id(frame.f_code)] = (frame.f_code, frame.f_globals)
+        elif event == "c_call" and argument is globals:
+            whole.append(frame.f_globals)
+
+    return note
+
+
+def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
+    """The functions that are made of these pieces of code."""
+    wanted = list(codes)
+    if not wanted:
+        return []
+    known = set(map(id, wanted))
+    return [f for f in gc.get_referrers(*wanted) if type(f) is types.FunctionType and id(f.__code__) in known]

@@ -1,0 +1,319 @@
+"""All that a step's Python can reach, and what was there before the step ran.
+
+Found without running or tracing anything: from the step to its arguments, globals and closure variables, to the
+functions, classes and objects that these are, and to all that is in those. Modules of PyTorch, JAX, NumPy and of
+Python's own library are not entered; of installed packages' modules what the code mentions is.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import os
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compiled import CompiledModel, module_of
+from . import contents
+from .kinds import (
+    Kind,
+    behind,
+    can_be_instrumented,
+    is_closed,
+    is_installed,
+    is_ours,
+    items_of,
+    kind_of,
+    slots,
+    table_of,
+)
+
+MISSING: Any = object()
+# What holds more items than this is data: it is copied, but what is in it is not looked into.
+_MOST_ITEMS = contents.LARGEST
+# So many objects are no step's own: what lies beyond is not known, and the step is traced each time.
+_MOST_OBJECTS = 2_000_000
+
+
+class Table(NamedTuple):
+    """A dict that holds attributes, variables or items, and what it held."""
+
+    table: dict
+    before: dict
+    owner: Any  # whose attributes these are; the module's name for globals; None for a dict's own items
+    kind: str  # "attributes", "globals", "items"
+
+
+class Slotted(NamedTuple):
+    """An object that keeps attributes in `__slots__`, and what they were."""
+
+    owner: Any
+    names: tuple[str, ...]
+    before: tuple
+
+
+class Snapshot:
+    """What can be reached from `roots`, as it was when this was made.
+
+    Attributes:
+        tables: by the dict's id, dicts of attributes, globals and items.
+        sequences: by id, lists, sets and deques, each with its items.
+        cells: by id, variables of enclosing functions.
+        slotted: by id, objects with `__slots__`.
+        opaque: by id, objects whose content only `contents.py` can read: with a reader and what it gave.
+        functions: by their code, the functions that may run; `definitions` is what each was made of.
+        modules: the `nn.Module`s.
+        optimizers: the optimizers.
+        classes: the classes, made by Python, of the objects that were reached.
+        tensors: by id.
+        types: objects whose class may become another one.
+        unknown: by id, objects of which nobody can say whether they have changed.
+        groups: by the optimizer's id, what was in its parameter groups.
+    """
+
+    def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
+        self.tables: dict[int, Table] = {}
+        self.sequences: dict[int, tuple[Any, list]] = {}
+        self.cells: dict[int, tuple[types.CellType, Any]] = {}
+        self.slotted: dict[int, Slotted] = {}
+        self.opaque: dict[int, tuple[Any, Callable[[], Any], Any]] = {}
+        self.functions: dict[types.CodeType, list[types.FunctionType]] = {}
+        self.definitions: dict[int, tuple[types.FunctionType, tuple]] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.classes: set[type] = set()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.unknown: dict[int, Any] = {}
+        self.types: list[tuple[Any, type]] = []
+        self.groups: dict[int, list[dict[str, Any]]] = {}
+        self.seen: dict[int, Any] = {}
+        self.environment = tuple(os.environ._data.items())  # type: ignore[attr-defined]
+        self._mentioned: set[tuple[int, str]] = set()
+        todo = [*roots, *functions]
+        while todo and len(self.seen) < _MOST_OBJECTS:
+            self._visit(todo.pop(), todo)
+        self.complete = not todo
+
+    def holds(self, what: Any) -> bool:
+        """Whether an object was there before the step."""
+        return id(what) in self.seen
+
+    # -- the walk --
+
+    def _visit(self, what: Any, todo: list[Any]) -> None:
+        kind = kind_of(type(what))
+        if kind is Kind.LEAF:
+            return
+        if id(what) in self.seen:
+            return
+        self.seen[id(what)] = what
+        if kind is Kind.TENSOR:
+            self.tensors[id(what)] = what
+            self._tensor(what, todo)
+            return
+        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and len(what) > _MOST_ITEMS:
+            read = contents.reader(what)
+            assert read is not None
+            self.opaque[id(what)] = (what, read, read())
+        if kind is Kind.DICT:
+            self._table(what, None, "items", todo)
+        elif kind in (Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
+            items = items_of(what)
+            if kind is not Kind.TUPLE:
+                self.sequences[id(what)] = (what, items)
+            if len(items) <= _MOST_ITEMS:
+                todo += items
+        elif kind is Kind.FUNCTION:
+            self._function(what, todo)
+            return
+        elif kind is Kind.CELL:
+            content = cell_content(what)
+            self.cells[id(what)] = (what, content)
+            if content is not MISSING:
+                todo.append(content)
+            return
+        elif kind is Kind.BINDING:
+            todo.extend(behind(what))
+        elif kind is Kind.CLASS:
+            self._class(what, todo)
+            return
+        elif kind is Kind.MODULE:
+            self._module(what, todo)
+            return
+        elif kind is Kind.OPAQUE:
+            read = contents.reader(what)
+            if read is not None:
+                self.opaque[id(what)] = (what, read, read())
+            todo.extend(contents.inside(what))
+        elif kind is Kind.UNKNOWN:
+            self.unknown[id(what)] = what
+            return
+        self._instance(what, todo)
+
+    def _instance(self, what: Any, todo: list[Any]) -> None:
+        """The attributes of an object."""
+        cls = type(what)
+        if issubclass(cls, CompiledModel):
+            todo.append(module_of(what))
+            return
+        table = own_attributes(what)
+        if isinstance(what, torch.optim.Optimizer):  # its state and its groups are `optimizers.py`'s
+            self.optimizers.append(what)
+            self.groups[id(what)] = [dict(group) for group in what.param_groups]
+            assert table is not None
+            before = table_of(table)
+            self.tables[id(table)] = Table(table, before, what, "attributes")
+            self.seen[id(table)] = table
+            todo += [v for k, v in before.items() if not apart_in_optimizers(k)]
+            todo += [p for group in what.param_groups for p in group["params"]]
+        elif table is not None:
+            self._table(table, what, "attributes", todo)
+        names = slots(cls)
+        if names:
+            values = tuple(slot_value(what, name) for name in names)
+            self.slotted[id(what)] = Slotted(what, names, values)
+            todo += [value for value in values if value is not MISSING]
+        if cls.__flags__ & (1 << 9):
+            self.types.append((what, cls))
+            if cls not in self.classes:
+                self.classes.add(cls)
+                todo += [base for base in cls.__mro__ if not is_closed(base.__module__)]
+            if isinstance(what, torch.nn.Module):
+                self.modules.append(what)
+
+    def _table(self, table: dict, owner: Any, kind: str, todo: list[Any]) -> None:
+        before = table_of(table) if table else {}
+        self.tables[id(table)] = Table(table, before, owner, kind)
+        if kind == "attributes":
+            self.seen[id(table)] = table
+        if before and (kind == "attributes" or len(before) <= _MOST_ITEMS):
+            todo += before.values()
+
+    def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
+        if what.requires_grad and what.is_leaf and what.grad is not None:
+            todo.append(what.grad)
+        table = what.__dict__
+        if table and not table.keys() <= _OUR_ATTRIBUTES:
+            self._table(table, what, "attributes", todo)
+
+    def _function(self, what: types.FunctionType, todo: list[Any]) -> None:
+        code = what.__code__
+        generated = what.__module__ in (None, "builtins")  # Python code that was run by exec
+        if is_ours(what.__module__) or is_closed(what.__module__) and not generated:
+            if what.__closure__ and not is_ours(what.__module__):  # a decorator of a library around a user's function
+                todo += [content for cell in what.__closure__ if callable(content := cell_content(cell))]
+            return
+        if what.__dict__ or not is_installed(what.__module__):
+            self._table(what.__dict__, what, "attributes", todo)
+        self.functions.setdefault(code, []).append(what)
+        self.definitions[id(what)] = (what, definition(what))
+        self._globals(what.__globals__, set(names_in(code)), is_installed(what.__module__), todo)
+        todo.extend(what.__closure__ or ())
+        todo.extend(what.__defaults__ or ())
+        todo.extend((what.__kwdefaults__ or {}).values())
+
+    def _globals(self, table: dict, names: set[str], installed: bool, todo: list[Any]) -> None:
+        if id(table) not in self.tables:
+            self.tables[id(table)] = Table(table, table.copy(), table.get("__name__", "?"), "globals")
+        for name in names & table.keys():
+            place = (id(table), name)
+            if place not in self._mentioned:
+                self._mentioned.add(place)
+                if not (installed and is_container(table[name])):
+                    todo.append(table[name])
+
+    def _class(self, what: type, todo: list[Any]) -> None:
+        if is_closed(what.__module__):
+            return
+        table = class_table(what)
+        self.tables[id(table)] = Table(table, table.copy(), what, "attributes")
+        todo += [value for name, value in table.items() if name not in _NOT_THE_USERS]
+        todo += [base for base in what.__mro__[1:] if not is_closed(base.__module__)]
+
+    def _module(self, what: types.ModuleType, todo: list[Any]) -> None:
+        if is_closed(what.__name__) or is_installed(what.__name__):
+            return
+        table = vars(what)
+        self.tables[id(table)] = Table(table, table.copy(), what.__name__, "globals")
+        todo += [v for v in table.values() if kind_of(type(v)) is not Kind.MODULE]
+
+
+_OUR_ATTRIBUTES = {"_store", "_is_param"}
+_NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
+                  "_abc_impl", "__dataclass_fields__", "__getattribute__"}  # fmt: skip
+
+
+def is_container(what: Any) -> bool:
+    """Whether it is one of Python's own containers. Those of installed packages are their tables, and lead
+    everywhere."""
+    return type(what) in (dict, list, set, tuple, frozenset, collections.OrderedDict, collections.defaultdict)
+
+
+def apart_in_optimizers(name: str) -> bool:
+    """Whether an attribute of optimizers is watched by `optimizers.py`, or serves checkpoints."""
+    return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
+
+
+def own_attributes(what: Any) -> dict | None:
+    """The dict of an object's own attributes, if it has one."""
+    if not type(what).__dictoffset__ and not isinstance(what, threading.local):
+        return None
+    table = what.__dict__ if isinstance(what, threading.local) else object.__getattribute__(what, "__dict__")
+    return table if isinstance(table, dict) else None
+
+
+def slot_value(what: Any, name: str) -> Any:
+    """What a slot holds, MISSING if nothing."""
+    for base in type(what).__mro__:
+        member = base.__dict__.get(name)
+        if isinstance(member, types.MemberDescriptorType):
+            try:
+                return member.__get__(what)
+            except AttributeError:
+                return MISSING
+    return MISSING
+
+
+def cell_content(cell: types.CellType) -> Any:
+    """What a variable holds, MISSING if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def class_table(cls: type) -> dict:
+    """The dict behind a class's `__dict__`, which shows it read-only."""
+    return gc.get_referents(cls.__dict__)[0]
+
+
+def definition(function: types.FunctionType) -> tuple:
+    """What a function is made of, and can be given another."""
+    defaults = function.__kwdefaults__
+    return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Every global and attribute that `code`, or a function within it, mentions, by name or by a string."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, tuple):  # of a match statement, or of keywords
+            yield from (c for c in constant if isinstance(c, str))
+
+
+def is_instrumented(what: Any) -> bool:
+    """Whether reads of the object's attributes are noted one by one."""
+    return can_be_instrumented(type(what))
+
+
+def ordered(table: dict) -> bool:
+    """Whether the dict has an order of its own, which can change without its content."""
+    return isinstance(table, collections.OrderedDict)
