@@ -29,7 +29,6 @@ from .snapshot import (
     apart_in_optimizers,
     class_table,
     definition,
-    is_container,
     own_attributes,
     slot_value,
 )
@@ -172,16 +171,21 @@ class GuardSet:
         self._reads: dict[Any, ReadGuard] = {}
         self._leaves: dict[int, torch.Tensor] = {}  # tensors, for what PyTorch keeps beside their content
         self._classes: dict[type, set[str]] = {}
+        self._classes_seen: set[tuple[type, int]] = set()
         self._looked_at: set[int] = set()
+        self._in_class = 0  # what a class or an installed package holds is code, and no state of the step's
         self._sites: dict[str, list[bytecode.Source]] = {}
         executed = recording.executed()
         if executed is None:
             executed = [
-                (c, f[0].__globals__) for code, f in snapshot.functions.items() for c in bytecode.with_inner(code)
+                (inner, functions[0].__globals__)
+                for code, functions in snapshot.functions.items()
+                if not is_installed(functions[0].__module__)  # nobody changes those between the first two calls
+                for inner in bytecode.with_inner(code)
             ]
         self._codes = [code for code, _ in executed]
-        self.mentioned = {name for code in self._codes for name in _names(code)}
         own = [code for code, table in executed if not is_installed(table.get("__name__"))]
+        self.mentioned = {name for code in own for name in _names(code)}
         self._any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
         self._functions(executed, recording)
         self._attributes(recording)
@@ -233,7 +237,7 @@ class GuardSet:
 
     def _global(self, table: dict, name: str, uses: list[Use]) -> None:
         before = self._before(table).get(name, MISSING)
-        if is_installed(table.get("__name__")) and is_container(before):
+        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (Kind.FUNCTION, Kind.CLASS):
             self._table(table, _describe_global(table), None).expected[name] = before
             return
         if self._decides_nothing((id(table), name), before, uses):
@@ -315,21 +319,31 @@ class GuardSet:
     def _classes_read(self) -> None:
         """Attributes that objects share, methods among them."""
         for cls, names in list(self._classes.items()):
-            self._class(cls, names | self.mentioned)
+            self._class(cls, names)
 
     def _class(self, cls: type, names: set[str]) -> None:
+        if is_closed(cls.__module__) and not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
+            return
+        self._in_class += 1
         for base in cls.__mro__:
-            if is_closed(base.__module__):
-                continue
+            self._base(base, names)
+        self._in_class -= 1
+
+    def _base(self, base: type, names: set[str]) -> None:
+        if not is_closed(base.__module__) and (base, len(names)) not in self._classes_seen:
+            self._classes_seen.add((base, len(names)))
             table = class_table(base)
             before = self._before(table)
             describe = _describe_attribute(base)
+            guard = self._table(table, describe, None)
+            installed = is_installed(base.__module__)
             for name in before:
-                if name in names or _is_operator(name):
+                if installed and (name in names or _is_operator(name)):
+                    guard.expected.setdefault(name, before[name])
+                elif name in names or name in self.mentioned or _is_operator(name):
                     self._name(table, name, before[name], describe)
             for name in names - before.keys():
-                if id(table) in self._tables or name in table:
-                    self._table(table, describe, None).expected.setdefault(name, MISSING)
+                guard.expected.setdefault(name, MISSING)
 
     def _imported(self, module: str, name: str) -> None:
         import sys
@@ -386,13 +400,13 @@ class GuardSet:
                 self._value(known[1], what, name)
         elif kind is Kind.CLASS:
             if not is_closed(value.__module__):
-                self._class(value, self.mentioned)
+                self._class(value, set())
         elif kind is Kind.MODULE:
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self._some(vars(value), _describe_global(vars(value)))
         elif kind is Kind.OPAQUE:
             self._opaque(value, what, inside, name)
-        elif kind is Kind.UNKNOWN:
+        elif kind is Kind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, what)
         if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and type(value).__flags__ & (1 << 9):
             self._objects.setdefault(id(value), value) if not isinstance(value, torch.nn.Module) else None

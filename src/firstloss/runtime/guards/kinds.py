@@ -68,7 +68,8 @@ _HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "
              "functools", "zoneinfo", "uuid", "_struct", "ast", "zlib", "_ctypes", "ctypes", "_asyncio", "logging",
              "torch", "torch._C", "torch._ops", "torch._C._autograd", "torch._C._functions", "torch._C._profiler",
              "torch._C._distributed_c10d", "torch.distributed.distributed_c10d", "pybind11_builtins", "types",
-             "collections", "tokenizers", "pathlib", "_abc", "_weakref", "weakref", "_hashlib",
+             "collections", "_collections", "builtins", "_functools", "tokenizers", "pathlib", "_abc", "_weakref",
+             "weakref", "_hashlib",
              "_contextvars"}  # fmt: skip
 
 
@@ -112,11 +113,16 @@ def _kind_of(cls: type) -> Kind:
         return Kind.INSTANCE
     if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
         return Kind.UNKNOWN
+    if (cls.__module__ or "").partition(".")[0] in _STATELESS:
+        return Kind.LEAF
     if cls.__dictoffset__ or slots(cls):
         return Kind.INSTANCE
     return Kind.LEAF
 
 
+# Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
+_STATELESS = {"logging", "unittest", "inspect", "typing", "importlib", "concurrent", "multiprocessing", "subprocess",
+              "tempfile", "warnings", "traceback", "abc", "ast", "contextlib", "asyncio", "zipfile"}  # fmt: skip
 _HEAPTYPE = 1 << 9
 _MANAGED_DICT = 1 << 4  # a class made by Python, whose objects have a __dict__
 
@@ -128,6 +134,8 @@ def is_of_python(cls: type) -> bool:
 
 def _is_harmless(cls: type) -> bool:
     module = cls.__module__ or ""
+    if cls is memoryview:
+        return False
     if cls is object or issubclass(cls, (BaseException, types.SimpleNamespace, threading.local)):
         return True
     return module in _HARMLESS or module.partition(".")[0] in _HARMLESS

@@ -16,8 +16,10 @@ from ...undo import Undo
 from .kinds import _guards, can_be_instrumented, is_closed, is_ours
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_MODULES = torch.nn.modules.module.__file__  # nn.Module looks up its parameters and modules in its own __dict__
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_RUNTIME = os.path.join(_PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
+# nn.Module looks up its parameters and modules in its own __dict__.
+_LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), _PACKAGE)
 
 
 class Recording:
@@ -78,7 +80,7 @@ class Recording:
 def is_closed_code(code: types.CodeType, table: dict) -> bool:
     """Whether a library's code, which reads no state of the user's."""
     name = table.get("__name__")
-    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(_OURS)
+    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(_PACKAGE)
 
 
 def _give_back(cls: type, own: Any) -> None:
@@ -113,9 +115,9 @@ def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
     def note(owner: Any, name: str) -> None:
         frame = sys._getframe(depth)
         code = frame.f_code
-        if name == "__class__" or name == "__dict__" and code.co_filename == _MODULES:
+        if name == "__class__" or name == "__dict__" and code.co_filename.startswith(_LOOKS_INSIDE):
             return
-        if threading.get_ident() != thread or code.co_filename.startswith(_OURS):
+        if threading.get_ident() != thread or code.co_filename.startswith(_RUNTIME):
             return
         key = id(owner), name
         if key not in reads:

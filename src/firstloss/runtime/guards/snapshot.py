@@ -223,7 +223,8 @@ class Snapshot:
             place = (id(table), name)
             if place not in self._mentioned:
                 self._mentioned.add(place)
-                if not (installed and is_container(table[name])):
+                # What installed packages define leads to all of them; what they hold may be changed from outside.
+                if not installed or kind_of(type(table[name])) is Kind.INSTANCE:
                     todo.append(table[name])
 
     def _class(self, what: type, todo: list[Any]) -> None:
@@ -245,12 +246,6 @@ class Snapshot:
 _OUR_ATTRIBUTES = {"_store", "_is_param"}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__", "__getattribute__"}  # fmt: skip
-
-
-def is_container(what: Any) -> bool:
-    """Whether it is one of Python's own containers. Those of installed packages are their tables, and lead
-    everywhere."""
-    return type(what) in (dict, list, set, tuple, frozenset, collections.OrderedDict, collections.defaultdict)
 
 
 def apart_in_optimizers(name: str) -> bool:
