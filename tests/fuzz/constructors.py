@@ -352,6 +352,8 @@ def _checked(scope: Callable[[], dict[str, Any]], traceback: bool) -> Outcome:
         if traceback:
             tracebacks.print_exc()
         return Outcome(DIFFERS, " ".join(str(error).split())[:300])
+    except RecursionError:  # a module within itself, of which not all can be done
+        return Outcome(DISCARDED, "RecursionError")
     except Exception as error:
         if traceback:
             tracebacks.print_exc()

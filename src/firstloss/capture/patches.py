@@ -222,6 +222,8 @@ def to_empty(self: torch.nn.Module, *, device: Any, recurse: bool = True) -> tor
         parts = list(parts_of(tensor))
         if any(part.is_meta for part in parts) or any(_is_pending(part) and not _is_alone(part) for part in parts):
             return torch.empty_like(tensor, device=device)  # of a deferred one: memory of its own, with the same recipe
+        if not any(map(_is_pending, parts)):
+            return tensor.detach().to(tensor.device if device is None else device, copy=True)
         return tensor if device is None else tensor.to(device)
 
     return self._apply(empty, recurse=recurse)

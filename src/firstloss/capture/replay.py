@@ -7,7 +7,7 @@ would have done it: so whatever aliasing does in eager it does here. What was no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -54,10 +54,20 @@ def check_constant(value: Value) -> None:
         )
 
 
-def _laid_out(tensor: torch.Tensor, value: Value, node: Node) -> torch.Tensor:
+class _Unforeseen:
+    """In the place of what an operation returns otherwise than its meta kernel says; an error if somebody asks for it."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def refuse(self) -> NoReturn:
+        raise MaterializeError(self._message)
+
+
+def _laid_out(tensor: torch.Tensor, value: Value, node: Node) -> torch.Tensor | _Unforeseen:
     """What `node` has returned, laid out as capture foresaw it."""
     if tensor.dtype != value.dtype or tensor.shape != value.shape:
-        raise MaterializeError(
+        return _Unforeseen(
             f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} where capture foresaw "
             f"{value.dtype} {list(value.shape)}. Please report this constructor; "
             "firstloss.materialize_tensor right after that line, inside the constructor, goes round it."
@@ -88,6 +98,8 @@ class Replay:
                 assert real is not None
                 buffer.copy_(real)  # a recipe may go on to edit it in place
             self.buffers[value] = buffer
+        if type(buffer) is _Unforeseen:
+            buffer.refuse()
         return buffer
 
     def generator(self, node: Node) -> torch.Generator:
@@ -128,7 +140,7 @@ class Replay:
         if made:
             tensors = [result] if isinstance(result, torch.Tensor) else [r for r in result if r is not None]
             for value, tensor in zip(made, tensors[len(tensors) - len(made) :], strict=True):
-                self.buffers[value] = _laid_out(tensor, value, node)
+                self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
 
     def _fresh_target(self, node: Node) -> torch.Tensor:
         value = node.writes[0].value

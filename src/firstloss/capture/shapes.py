@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from ..errors import CaptureError
 from . import session
@@ -110,7 +111,9 @@ _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
 def _norm_in_eval(args: tuple) -> list[Geometry]:
     """The result, and statistics of the batch, of which a CPU's kernel makes none."""
     nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
-    return [geometry_of(torch.empty_like(_as_meta(args[0]))), geometry_of(nothing), geometry_of(nothing)]
+    x = _as_meta(args[0])
+    out = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    return [geometry_of(out), geometry_of(nothing), geometry_of(nothing)]
 
 
 # As above, where nothing is traced: there it is a lowering that says what is returned. (None: as the meta kernel says.)

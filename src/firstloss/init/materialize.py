@@ -281,7 +281,7 @@ def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.
     return [
         (t, base)
         for t in tensors
-        if _has_history(t) and (base := t._base) is not None and id(base) in own and base.is_leaf
+        if _has_history(t) and (base := t._base) is not None and id(base) in own and base.is_leaf and base.requires_grad
     ]
 
 

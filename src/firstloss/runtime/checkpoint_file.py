@@ -1,8 +1,9 @@
 """One file of a checkpoint: safetensors, with a checksum for every piece of a tensor.
 
 The file is an ordinary safetensors file (https://github.com/huggingface/safetensors#format) that other libraries read.
-Its metadata has, under `firstloss.crc32`, the CRC-32 of each piece of `PIECE` bytes of each tensor, and under
-`firstloss.parts`, for entries that are parts of a tensor that several devices share, whose part and where it begins.
+Its metadata has, under `firstloss.crc32`, the CRC-32 of each piece of `PIECE` bytes of each tensor, under
+`firstloss.head` that of the head (with zeros in its own place), and under `firstloss.parts`, for entries that are
+parts of a tensor that several devices share, whose part and where it begins.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ..init.shards import layout
 
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
-_CRC, _PARTS = "firstloss.crc32", "firstloss.parts"
-RESERVED = ("__metadata__", "format", _CRC, _PARTS)  # names that mean something in the metadata
+_CRC, _PARTS, _HEAD = "firstloss.crc32", "firstloss.parts", "firstloss.head"
+_NO_SUM = "0" * 8  # what stands for the head's checksum where it is computed
+RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # names that mean something in the metadata
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
 
@@ -65,8 +67,9 @@ def write(path: str, parts: list[Part], metadata: dict[str, str] | None = None) 
     about = {p.key: {"of": p.tensor, "shape": p.whole, "begin": p.begin} for p in parts if p.shape != p.whole}
 
     def head() -> bytes:
-        said = {"format": "pt", **(metadata or {}), _CRC: json.dumps(sums), _PARTS: json.dumps(about)}
-        return header(entries, said, BLOCK)
+        said = {_HEAD: _NO_SUM, "format": "pt", **(metadata or {}), _CRC: json.dumps(sums), _PARTS: json.dumps(about)}
+        text = header(entries, said, BLOCK)
+        return text.replace(_head_mark(_NO_SUM), _head_mark(f"{zlib.crc32(text):08x}"), 1)
 
     begin = len(head())
     with closing(DirectFile(path)) as out:
@@ -78,6 +81,10 @@ def write(path: str, parts: list[Part], metadata: dict[str, str] | None = None) 
         text.numpy()[:] = memoryview(head())
         out.write(text, 0)
         out.end_at(begin + (places[-1].end if places else 0))
+
+
+def _head_mark(value: str) -> bytes:
+    return f'"{_HEAD}":"{value}"'.encode()
 
 
 def _checked(part: Part, stream: _Stream) -> str:
@@ -168,6 +175,7 @@ class TensorFile:
         try:
             said = json.loads(self.head[8:])
             self.metadata: dict[str, str] = dict(said.pop("__metadata__", {}))
+            self._check_head(self.metadata.pop(_HEAD, None))
             sums = json.loads(self.metadata.pop(_CRC, "{}"))
             self.parts: dict[str, dict[str, Any]] = json.loads(self.metadata.pop(_PARTS, "{}"))
             self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in said.items()}
@@ -189,6 +197,13 @@ class TensorFile:
                 f"has {self.size:,}"
             )
         return os.pread(self._descriptor, 8 + length, 0)
+
+    def _check_head(self, said: str | None) -> None:
+        """An error if the head has another checksum than it says; files of other libraries say none."""
+        if said is None:
+            return
+        if zlib.crc32(self.head.replace(_head_mark(said), _head_mark(_NO_SUM), 1)) != int(said, 16):
+            raise CheckpointError(f"{self.path} is damaged: its head has another checksum than when it was written")
 
     def _entry(self, key: str, about: dict[str, Any], sums: str) -> Entry:
         if about["dtype"] not in _NAMES:
