@@ -154,7 +154,7 @@ _WRAPS = [
     "with torch.enable_grad():",
 ]
 _AFTER_ONLY = [
-    "model.to_empty(device='cpu') if fl.is_deferred(model) else None", "model.double().float()", "copy.deepcopy(model)", "model.state_dict()",
+    "model.double().float()", "copy.deepcopy(model)", "model.state_dict()",
     "model.load_state_dict(model.state_dict())", "model.apply(lambda sub: sub.reset_parameters() if isinstance(sub, nn.Linear) else None)",
     "for p in model.parameters():\n    if p.is_floating_point():\n        nn.init.normal_(p, std=0.1)", "model.requires_grad_(True)", "torch.manual_seed({n})",
     "for p in model.parameters():\n    p.data = p.data.clone()", "model.eval()",
@@ -266,6 +266,8 @@ def generate(seed: int) -> str:
         after: list[str] = []
         if rng.random() < 0.4:
             after = [text for _ in range(rng.choice((1, 2, 3))) if (text := draft.fill(rng.choice(_AFTER_ONLY)))]
+        if rng.random() < 0.15:  # the last: what shared memory does not any more
+            after.append("if fl.is_deferred(model):\n    model.to_empty(device='cpu')")
     finally:
         torch.set_rng_state(state)
         np.random.set_state(array_state)

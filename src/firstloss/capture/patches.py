@@ -198,8 +198,8 @@ def teach_dynamo() -> None:
 
 
 def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    held = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in held if tensor is not None]
+    held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
 def _is_pending(tensor: torch.Tensor) -> bool:

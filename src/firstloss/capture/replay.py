@@ -55,7 +55,7 @@ def check_constant(value: Value) -> None:
 
 
 class _Unforeseen:
-    """In the place of what an operation returns otherwise than its meta kernel says; an error if somebody asks for it."""
+    """In the place of a result unlike what its meta kernel says: an error as soon as somebody asks for it."""
 
     def __init__(self, message: str) -> None:
         self._message = message

@@ -217,7 +217,8 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             return op(*args, **kwargs)
     if type(source) is not DeferredTensor:
         on_backend = session.trace is None and type(tensor) is DeferredTensor and tensor._store.resident is not None
-        if session.trace is None and not on_backend and op is not aten.set_.source_Storage:  # C++ may hold that one
+        by_storage = op is aten.set_.source_Storage  # C++ may hold that tensor
+        if session.trace is None and not on_backend and not by_storage and tensor.is_leaf:
             with torch._C._DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)

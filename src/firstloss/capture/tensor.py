@@ -491,7 +491,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
             self.copy_(other)
         return
     if type(other) is not DeferredTensor:
-        if session.trace is None and type(other) in (Tensor, torch.nn.Parameter):
+        if session.trace is None and type(other) in (Tensor, torch.nn.Parameter) and self.is_leaf:
             share_memory(self, other)
             return
         other = Hooks.constant_tensor(other)
