@@ -6,6 +6,7 @@ deferred tensor and no open context is concerned. (`Tensor.data` is in `tensor.p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -150,15 +151,13 @@ def _by_values_alone(name: str) -> Callable:
     @functools.wraps(original)
     def at_once(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else None
-        if (
-            type(x) is not DeferredTensor
-            or session.trace is not None
-            or x._store.resident is not None
-            or "out" in kwargs
-        ):
+        if not isinstance(x, torch.Tensor) or session.trace is not None or "out" in kwargs:
             return original(*args, **kwargs)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled() and x.requires_grad or type(x) is DeferredTensor and x._store.resident is not None:
             return original(*args, **kwargs)
+        if type(x) is not DeferredTensor:
+            with torch._C._DisableTorchDispatch() if session.depth else contextlib.nullcontext():
+                return original(*args, **kwargs)
         value = Hooks.value_of(x)
         with torch._C._DisableTorchDispatch():
             found = original(value, *args[1:], **kwargs)

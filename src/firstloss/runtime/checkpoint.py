@@ -189,11 +189,19 @@ def _write_json(path: str, content: Any) -> None:
         file.write("\n")
 
 
+def _flat(tree: Any) -> dict[str, Any] | None:
+    """What a dict holds by name; None for anything else, or where a key is no name."""
+    pairs = tree.get("$state_dict", [tree])[0] if isinstance(tree, dict) else None
+    if isinstance(pairs, dict) and "$ordered" in pairs:
+        pairs = pairs["$ordered"]
+        return dict(pairs) if all(isinstance(key, str) for key, _ in pairs) else None
+    return pairs
+
+
 def _write_hub_index(folder: str, tree: Any, files: list[dict[str, Any]]) -> None:
     """Where the tensors of a flat dict are, as Hugging Face libraries look for them."""
     path = os.path.join(folder, foreign.HUB_INDEX)
-    pairs = tree.get("$state_dict", [tree])[0] if isinstance(tree, dict) else {}
-    flat = dict(pairs["$ordered"]) if "$ordered" in pairs else pairs
+    flat = _flat(tree) or {}
     open_files = [TensorFile(os.path.join(folder, about["name"])) for about in files]
     named = {v.get("$tensor") if isinstance(v, dict) else None: k for k, v in flat.items()}
     if not flat or None in named or any(name not in flat for name in named) or any(f.parts for f in open_files):
@@ -253,9 +261,8 @@ def _check_data(written: str, target: str) -> None:
 
 
 def _save_single(tree: Any, sources: Sources, target: str) -> None:
-    pairs = tree.get("$state_dict", [tree])[0] if isinstance(tree, dict) else None
-    flat = dict(pairs["$ordered"]) if isinstance(pairs, dict) and "$ordered" in pairs else pairs
-    if not isinstance(flat, dict) or any(not isinstance(v, dict) or "$tensor" not in v for v in flat.values()):
+    flat = _flat(tree)
+    if flat is None or any(not isinstance(v, dict) or "$tensor" not in v for v in flat.values()):
         raise UnsavableError(
             f"{target}: a safetensors file holds one flat dict of tensors. Save this object in a folder: leave out the "
             "ending '.safetensors'."
