@@ -153,6 +153,31 @@ made = weights
 <sample>
 assert all((weights[name] == made[name]).all() for name in made)
 """,
+    "docs/traced-steps.md": READY
+    + """
+import warnings
+told = warnings.catch_warnings(record=True).__enter__()
+warnings.simplefilter("always")
+<sample>
+assert [type(warning.message) for warning in told] == [fl.errors.GraphChangeWarning], [str(t.message) for t in told]
+assert "(1.0, now 0.5)" in str(told[0].message)
+settings["scale"] = 1.0
+step(batch)
+assert len(told) == 1, told
+settings["scale"] = 0.5
+shown = []
+print = shown.append
+<sample>
+assert "(0.5, now 2.0)" in str(shown.pop())
+<sample>
+for _ in range(3):
+    warm(batch)
+assert state.step == 3
+<sample>
+assert shown.pop().isfinite() and len(seen) == 1
+<sample>
+assert len(told) == 1, told
+""",
     "docs/trainer.md": MODEL
     + """
 train_loader, val_loader = ([(torch.randn(4, 8), torch.randn(4, 8))] * n for n in (40, 2))

@@ -2,7 +2,7 @@
  * changed? And which code runs while a step is traced.
  *
  * A dict tells by its version, which Python counts up whenever the dict changes. That is private to Python 3.11 to 3.13:
- * `versions_work` tries it out before it is trusted, and guards.py does without where it does not work.
+ * `versions_work` tries it out before it is trusted, and guard_set.py does without where it does not work.
  *
  * A Watch borrows what it looks at; whoever makes one keeps those objects alive.
  */
