@@ -15,8 +15,9 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def load_in_place(optimizer: torch.optim.Optimizer) -> None:
     """Bring the state that `optimizer` has to the backend, and keep it there.
 
-    From here on `optimizer.load_state_dict` keeps its state's tensors and its groups, and copies into them.
-    `torch.optim` would put the loaded ones in their place, and a compiled step would go on with those it knows.
+    From here on `optimizer.load_state_dict` keeps its groups, which a compiled step reads; and on a mesh its state's
+    tensors, which lie there, and copies into them. Elsewhere the loaded tensors are the state from then on, as
+    `torch.optim` has it (whoever holds them sees them change), and the step is traced again.
     """
     state = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
     backend = current_backend()
@@ -35,7 +36,7 @@ def load_in_place(optimizer: torch.optim.Optimizer) -> None:
         before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
 
     def copy_back(optimizer: torch.optim.Optimizer) -> None:
-        for parameter, entries in optimizer.state.items():
+        for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
             for key, new in entries.items():
                 old = before.get(parameter, {}).get(key)
                 if not isinstance(old, torch.Tensor):

@@ -189,7 +189,7 @@ def behind(binding: Any) -> Iterator[Any]:
     if isinstance(binding, types.MethodType):
         yield from (binding.__func__, binding.__self__)
     elif isinstance(binding, functools.partial):
-        yield from (binding.func, *binding.args, *binding.keywords.values())
+        yield from (binding.func, *binding.args, binding.keywords, binding.__dict__)
     elif isinstance(binding, property):
         yield from (f for f in (binding.fget, binding.fset, binding.fdel) if f is not None)
     elif isinstance(binding, functools.cached_property):
