@@ -96,8 +96,8 @@ def load(path: str | os.PathLike[str]) -> Any:
             return _load_folder(target)
         if any(map(_DATA.fullmatch, os.listdir(target))):
             raise CheckpointMissingError(
-                f"{os.path.join(target, INDEX)} is missing: the tensors of a checkpoint are there, and what said how they "
-                "belong together is not"
+                f"{os.path.join(target, INDEX)} is missing: the tensors of a checkpoint are there, and what said how "
+                "they belong together is not"
             )
         return foreign.load_folder(target)
 
