@@ -16,6 +16,7 @@ FIGURES = (
     "one_rank_of_64",
     "save_initialized",
     "trace_and_lower",
+    "guards",
     "deep_layers",
     "first_loss_ways",
     "traced_loop",

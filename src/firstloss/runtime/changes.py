@@ -2,7 +2,7 @@
 
 A compiled step repeats what its Python did when it was traced. Two things watch over that:
 
-- At each call all that its Python has read is compared with what it was (`guards/`, some 0.1 ms for a transformer of
+- At each call all that its Python has read is compared with what it was (`guards/`, some 0.2 ms for a transformer of
   24 layers). Where something has changed the step is traced again, which takes a fraction of a second, and the two
   Programs are compared. The same Program: nothing is compiled. Another one: it is compiled, and a `GraphChangeWarning`
   names what has changed and where the Programs part.
@@ -94,8 +94,10 @@ class Known:
         return None
 
     def own(self, changes: list[Change]) -> list[Change]:
-        """Those of `changes` that the step itself has made."""
-        return [change for change in changes if change.place in self.executable.effects.places]
+        """Those of `changes` that the step itself has made; but for new tensors in the place of others, with which it
+        can go on."""
+        own = [change for change in changes if change.place in self.executable.effects.places]
+        return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
     def may_ask(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python can reach a module or an optimizer that holds one of these."""

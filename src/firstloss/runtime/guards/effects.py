@@ -11,7 +11,7 @@ import collections
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -541,8 +541,3 @@ def _repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
         combine, constant = updates[0]
         return lambda number: combine(number, constant)
     return None
-
-
-def unreturned(stores: Iterable[Any], known: set[int]) -> list[Any]:
-    """Of the storages that a step has made, those that somebody still holds, and nobody knows of."""
-    return [store for store in stores if id(store) not in known and store.alive()]

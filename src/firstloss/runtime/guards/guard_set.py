@@ -384,7 +384,7 @@ class GuardSet:
             self._leaves[id(value)] = value
             self._tensor_attributes(value)
             return
-        inside = f"what is in {what.removeprefix('the ')}"
+        inside = f"what is in {what}"
         if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
             self._container(value, kind, what, inside, name)
         elif kind is Kind.FUNCTION:
@@ -505,7 +505,7 @@ class GuardSet:
     def guard_content(self, container: Any) -> None:
         """The step has changed what is in it, though it was seen to read nothing there: what was there counts."""
         self._looked_at.discard(id(container))
-        self._value(container, f"what is in {_a(type(container).__qualname__)} that the step changes", "")
+        self._value(container, f"{_a(type(container).__qualname__)} that the step changes", "")
 
     def guard_number(self, place: tuple) -> None:
         """A number whose own update cannot be repeated counts like any other."""

@@ -1,0 +1,67 @@
+"""What it costs a call of a compiled step to ask whether all that its Python has read is as it was."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+
+from benchmarks import harness, models
+
+NAME = "guards of the step of a 24-layer Llama (hidden 64) with AdamW, a call"
+GOAL = "at most 0.3 ms"
+CALLS = 60
+
+
+def child(side, args):
+    """Between the questions the step itself runs, which pushes what they look at out of the caches."""
+    import torch
+
+    import firstloss as fl
+    from firstloss.runtime import changes
+
+    torch.manual_seed(0)
+    fields = models.LLAMA_TINY if args.tiny else models.LLAMA_24_LAYERS
+    batch = torch.randint(256, (2, 32))
+    models.import_llama()
+    with tempfile.TemporaryDirectory() as artifacts:
+        backend = fl.backend("XLA", artifact_dir=artifacts)
+        with backend.device:
+            model = models.llama(**fields)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = models.training_step(model, optimizer, backend)
+        asked, counts, ask = [], {}, changes.Known.changes
+
+        def timed(known):
+            began = time.perf_counter()
+            found = ask(known)
+            asked.append(time.perf_counter() - began)
+            counts.update(dicts=len(known.guards.tables), names=sum(len(t.expected) for t in known.guards.tables))
+            return found
+
+        changes.Known.changes = timed
+        for _ in range(4):
+            step(batch).item()
+        asked.clear()
+        calls = []
+        for _ in range(CALLS):
+            began = time.perf_counter()
+            step(batch).item()
+            calls.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(asked), "call": statistics.median(calls), **counts}
+
+
+def measure(args):
+    runs = [harness.in_child("guards", "firstloss", args) for _ in range(args.rounds)]
+    seconds = harness.middle(runs, "seconds")
+    rows = [
+        ("guards", f"{seconds * 1e3:.3f} ms"),
+        ("whole call", f"{harness.middle(runs, 'call') * 1e3:.1f} ms"),
+        ("dicts, and names in them", f"{runs[0]['dicts']:,}, {runs[0]['names']:,}"),
+    ]
+    return harness.Figure(NAME, GOAL, rows, seconds <= 0.3e-3, {"runs": runs})
+
+
+if __name__ == "__main__":
+    harness.main(sys.modules["__main__"])
