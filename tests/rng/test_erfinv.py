@@ -104,6 +104,7 @@ def test_the_table_is_what_the_fit_writes():
         if not theirs.endswith("f,"):
             assert ours == theirs
             continue
-        # float64 libraries differ in last bits, and with them what is left below float32: the lower halves
-        assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-13)
+        # float64 libraries differ in last bits, and with them what is left below float32: the lower halves (by 1.2e-13
+        # between two processors, of coefficients of up to 1)
+        assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-12)
     assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < DOUBT / 2

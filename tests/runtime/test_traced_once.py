@@ -123,7 +123,7 @@ def loop_class():
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("which", ["step"])
+@pytest.mark.parametrize("which", ["step", "step_with_metrics"])
 def test_a_loop_in_a_class(backend, traced, which, scheduled):
     loop = loop_class()(backend, scheduled)
     for x in batches():

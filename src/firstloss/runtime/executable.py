@@ -322,8 +322,6 @@ class Executable:
         for old, new in pairs:
             if id(self._origin(old)) in self._tracing.read or old is new:
                 return False
-            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
-                return False
             value = homes.get(id(old._store) if type(old) is DeferredTensor else id(old))
             if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
                 return False
@@ -331,6 +329,8 @@ class Executable:
                 if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
                     return False
                 continue
+            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+                return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if id(_home(new)) in homes and homes[id(_home(new))] is not value:
@@ -532,7 +532,8 @@ class Executable:
             if tensor is None:
                 output, geometry, shape, dtype, leaf, attributes = self._outgoing[number]
                 if geometry is None:
-                    tensor = resident(arrays[output], shape, dtype)
+                    array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
+                    tensor = resident(array, shape, dtype) if callable(array) else resident(array)
                 else:
                     if output not in stores:
                         stores[output] = _store_of(arrays[output], self._whole(output))
