@@ -489,6 +489,15 @@ def mapping_proxy():
 
 
 @place
+def attributes_of_a_class():
+    class A:
+        k = 1.0
+
+    p = vars(A)
+    return lambda: p["k"], lambda i: setattr(A, "k", float(i))
+
+
+@place
 def mapping_proxy_of_a_config():
     d = {"a": {"k": 1.0}, "b": {"k": 2.0}}
     p = types.SimpleNamespace(config=types.MappingProxyType(d))

@@ -391,6 +391,9 @@ class GuardSet:
             if not is_closed(value.__module__):
                 self._definition(value)
         elif kind is Kind.BINDING:
+            if id(value) in self._snapshot.opaque:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self._read(id(value), read, reading, inside, name)
             for part in behind(value):
                 self._value(part, what, name)
         elif kind is Kind.CELL:

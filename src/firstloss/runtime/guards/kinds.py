@@ -7,7 +7,6 @@ import collections
 import contextvars
 import enum
 import functools
-import gc
 import os
 import random
 import sys
@@ -200,9 +199,7 @@ def behind(binding: Any) -> Iterator[Any]:
     elif isinstance(binding, weakref.ref):
         yield binding()
     elif isinstance(binding, types.MappingProxyType):
-        # The dict itself, which says what is added too; a class's is looked at with the class.
-        beneath = [held for held in gc.get_referents(binding) if isinstance(held, dict) and "__module__" not in held]
-        yield from beneath or binding.values()
+        yield from binding.values()
     elif isinstance(binding, functools._lru_cache_wrapper):
         yield binding.__wrapped__
 

@@ -138,6 +138,8 @@ class Snapshot:
             return
         elif kind is Kind.BINDING:
             todo.extend(behind(what))
+            if isinstance(what, types.MappingProxyType):
+                self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
             self._class(what, todo)
             return
@@ -284,6 +286,11 @@ def cell_content(cell: types.CellType) -> Any:
 def class_table(cls: type) -> dict:
     """The dict behind a class's `__dict__`, which shows it read-only."""
     return gc.get_referents(cls.__dict__)[0]
+
+
+def _proxy_reader(proxy: types.MappingProxyType) -> Callable[[], tuple]:
+    """What a read-only view of a dict, or of a class's attributes, shows."""
+    return lambda: (*proxy.keys(), *proxy.values())
 
 
 def definition(function: types.FunctionType) -> tuple:
