@@ -217,6 +217,24 @@ class _Tracing:
     def __bool__(self) -> bool:
         return session.trace is not None
 
+    # Where libraries go on computing with the flag, it is a bool like PyTorch's own.
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
 
 _TRACING = _Tracing()
 
