@@ -165,15 +165,15 @@ class _State:
     """The place in the step's random stream, to draw the same once more."""
 
     def __init__(self) -> None:
-        self._state = torch.default_generator.get_state()
+        self._state = torch.get_rng_state()  # the trace's own, while one is under way
 
     def again(self, function: Callable, *args: Any) -> Any:
-        after = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._state)
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._state)
         try:
             return function(*args)
         finally:
-            torch.default_generator.set_state(after)
+            torch.set_rng_state(after)
 
 
 def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int) -> Callable:

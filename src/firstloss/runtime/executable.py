@@ -266,6 +266,7 @@ class Executable:
         if any(id(store) not in expected for store in found):
             gc.collect(0)  # nothing was collected while the step was traced
             found = alive()
+        found = [store for store in found if id(store) in expected or _is_held(store)]
         if self.why_not is None and any(id(store) not in expected for store in found):
             self.why_not = "a tensor in a place that cannot be seen"
         return found
@@ -549,6 +550,13 @@ class Executable:
 
     def _whole(self, output: str) -> Value:
         return self.program.outputs[output].value
+
+
+def _is_held(store: Store) -> bool:
+    """Whether an object of Python's holds a tensor of `store`, and not autograd's graph alone, which nobody reads: the
+    results of a step have none."""
+    tensors = store.alive()
+    return any(referrer is not tensors for referrer in gc.get_referrers(*tensors))
 
 
 def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:
