@@ -189,6 +189,9 @@ class GuardSet:
         self._any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
         self._functions(executed, recording)
         self._attributes(recording)
+        for root in snapshot.roots:
+            if kind_of(type(root)) in (Kind.BINDING, Kind.CLASS):  # a method, perhaps of a class
+                self._value(root, "the step or its arguments", "")
         self._classes_read()
 
     # -- what is read --

@@ -93,7 +93,8 @@ class Snapshot:
         self.seen: dict[int, Any] = {}
         self.environment = tuple(os.environ._data.items())  # type: ignore[attr-defined]
         self._mentioned: set[tuple[int, str]] = set()
-        todo = [*roots, *functions]
+        self.roots = list(roots)
+        todo = [*self.roots, *functions]
         while todo and len(self.seen) < _MOST_OBJECTS:
             self._visit(todo.pop(), todo)
         self.complete = not todo
