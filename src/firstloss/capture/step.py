@@ -110,10 +110,6 @@ class StepTrace(recorder._Tracing):
                 return True
         return False
 
-    def real_home(self, store: Store) -> torch.Tensor | None:
-        """The real tensor from outside, all of its storage, that `store` stands for."""
-        return next((home for home, known in self._real.values() if known is store), None)
-
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
         written to it."""

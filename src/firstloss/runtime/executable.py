@@ -121,6 +121,7 @@ class Executable:
             except BaseException:
                 self._undo()
                 raise
+        del self._around  # whose snapshot holds all that was there before
         self._compiled: Any = self._compile() if same is None else same._compiled
         self._ran = same is not None
         self._reseated = session.reseated

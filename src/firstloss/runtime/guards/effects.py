@@ -77,6 +77,7 @@ class Left:
         """All are known: hold none of them any more."""
         self.tensors.clear()
         self._kept.clear()
+        self._is_old = lambda what: True
 
     def make(self, value: Any) -> Make:
         """A function that makes at each call what `value` is now."""
@@ -363,6 +364,7 @@ class Effects:
         """Make all as it was before the step."""
         for undo in reversed(self._undo):
             undo()
+        self._undo.clear()  # what was there before is nobody's any more
 
     def bindings(self, env: Env) -> list[Bind]:
         """What does at this call what the step's Python would do; all are made before the first is done."""

@@ -7,7 +7,6 @@ Python's own library are not entered; of installed packages' modules what the co
 
 from __future__ import annotations
 
-import collections
 import gc
 import os
 import threading
@@ -22,7 +21,6 @@ from . import contents
 from .kinds import (
     Kind,
     behind,
-    can_be_instrumented,
     is_closed,
     is_installed,
     is_ours,
@@ -310,13 +308,3 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield constant
         elif isinstance(constant, tuple):  # of a match statement, or of keywords
             yield from (c for c in constant if isinstance(c, str))
-
-
-def is_instrumented(what: Any) -> bool:
-    """Whether reads of the object's attributes are noted one by one."""
-    return can_be_instrumented(type(what))
-
-
-def ordered(table: dict) -> bool:
-    """Whether the dict has an order of its own, which can change without its content."""
-    return isinstance(table, collections.OrderedDict)
