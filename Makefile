@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 DEMO_OUT ?= demo
 SEEDS ?= 0:1000
+AGAINST ?= main
 
-.PHONY: demo test fuzz lint bench docs install install-test clean
+.PHONY: demo test fuzz replay lint bench docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -21,6 +22,10 @@ test: lint
 # Random training programs, eager against traced: make fuzz SEEDS=0:10000
 fuzz: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.fuzz steps --seeds $(SEEDS) --jobs $(WORKERS)
+
+# Whether Programs, recipes, weights and StableHLO are what they were: make replay AGAINST=HEAD~3
+replay: install-test
+	PYTHONPATH=src $(BIN)/python -m tests.replay --against $(AGAINST)
 
 lint: install-test
 	$(BIN)/ruff check .

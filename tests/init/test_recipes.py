@@ -40,6 +40,28 @@ def test_recipes_in_words():
     assert recipes["copied"] == "uniform(-0.5, 0.5), then as float16"
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda w, t: w.fill_(t),
+        lambda w, t: w.mul_(t),
+        lambda w, t: w.clamp_(min=t),
+        lambda w, t: w.copy_(t),
+        lambda w, t: w.lerp_(t.expand(3, 4), t),
+        lambda w, t: torch.where(w > 0, t, w),
+    ],
+)
+def test_recipes_with_tensors_in_them_are_told_without_objects_of_ours(edit):
+    def build():
+        module = nn.Linear(4, 3)
+        with torch.no_grad():
+            module.made = edit(module.weight, torch.rand(()))
+        return module
+
+    told = str(fl.init_program(fl.deferred_init(build)).report())
+    assert "object at" not in told and "Ref(" not in told
+
+
 def test_the_report_says_where_each_weight_draws_and_what_was_dropped():
     report = fl.init_program(fl.deferred_init(build)).report()
     rows = {row.weight: row for row in report.rows}

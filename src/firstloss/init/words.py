@@ -83,6 +83,8 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _number(number: Any) -> str:
+    if type(number) is Ref:
+        return "a tensor"
     return f"{number:g}" if isinstance(number, (int, float)) else str(number)
 
 
