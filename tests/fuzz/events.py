@@ -101,7 +101,7 @@ MODEL = (
     ("norm{n} = float(m.z.weight.norm())",),
     ("grads{n} = [p.grad for p in m.parameters()]",),
     (
-        "from safetensors.torch import load, save\nkept{n} = load(save({{k: v for k, v in m.state_dict().items() if v.dim() and v.is_contiguous()}}))",
+        "from safetensors.torch import load, save\nkept{n} = dict(sorted(load(save({{k: v for k, v in m.state_dict().items() if v.dim() and v.is_contiguous()}})).items()))",
         "m.load_state_dict(kept{n}, strict=False)",
     ),
     ("same{n} = m.z.weight.data_ptr() == m.z.weight.detach().data_ptr()",),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import optimizer as _optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import session
@@ -86,6 +87,8 @@ class Optimizers:
         self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
         self._params: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
+        self._fused: list[list[torch.Tensor]] = []  # weights for which PyTorch's fused kernels were asked
+        self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
         self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of state, before the step's own changes
         self._state: list[StateOf] = []
 
@@ -96,6 +99,7 @@ class Optimizers:
         with Undo() as undo, undo:
             undo(lambda: changed.extend(self._restore_groups()))
             undo(torch.clear_autocast_cache)
+            undo(self._narrow)
             undo(self._handles.clear)
             undo(lambda: [handle.remove() for handle in self._handles])
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
@@ -212,6 +216,7 @@ class Optimizers:
             return
         if not any(seen is optimizer for seen in self.seen):
             self._first_step(optimizer, args, kwargs)
+        self._widen(optimizer)
         for group in optimizer.param_groups:
             momentum = group.get("momentum")
             if _sign_unknown(momentum):
@@ -225,10 +230,30 @@ class Optimizers:
         zero makes of them. What a schedule sets is known on the device alone, so this is decided there."""
         if session.trace is None or self._rehearsing:
             return
+        self._narrow()
         with torch.no_grad():
             for buffer, before, moves in self._momenta:
                 buffer.copy_(torch.where(moves, buffer, before))
         self._momenta.clear()
+
+    def _widen(self, optimizer: torch.optim.Optimizer) -> None:
+        """PyTorch's fused kernels count steps in float32, and compute with that count in float64."""
+        fused = {id(p) for params in self._fused for p in params}
+        for p, entries in optimizer.state.items():
+            count = entries.get("step")
+            if id(p) in fused and isinstance(count, torch.Tensor) and count.dtype is torch.float32:
+                self._counting.append((entries, count))
+                entries["step"] = count.double()
+
+    def _narrow(self) -> None:
+        """The count in float32 is as far as the one that took its place."""
+        with torch.no_grad():
+            for entries, count in self._counting:
+                wide = entries["step"]
+                entries["step"] = count
+                if session.trace is not None:
+                    count.copy_(wide)
+        self._counting.clear()
 
     def _first_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Prepare an optimizer that has not stepped in this trace yet."""
@@ -249,6 +274,8 @@ class Optimizers:
         for group in optimizer.param_groups:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
+            if group.get("fused"):
+                self._fused.append(group["params"])
             for key, value in (("capturable", True), ("foreach", True), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):
                     self._set(group, key, value)
@@ -257,9 +284,13 @@ class Optimizers:
                 if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
                     self._make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
-        around = None if type(optimizer).__module__.startswith("torch.optim") else Snapshot([optimizer])
+        hooks = _hooks_of_all()
+        known = type(optimizer).__module__.startswith("torch.optim") and not hooks
+        around = None if known else Snapshot([optimizer, *hooks])
+        fused = [p for params in self._fused for p in params]
         try:
-            self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer)).values())
+            with _without_hooks(optimizer):
+                self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
         except FirstStepDiffers:
             self.first_step_only = True
             if any(_sign_unknown(group.get("momentum")) for group in optimizer.param_groups):
@@ -270,7 +301,7 @@ class Optimizers:
                 ) from None
         finally:
             self._rehearsing = False
-            if around is not None:  # what an optimizer of the user's counts, it has not counted
+            if around is not None:  # what the user's own code counts, it has not counted
                 Effects(around, None, Left(lambda tensor: False, around.holds, {})).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
@@ -414,11 +445,38 @@ def _without_torchs_schedulers() -> Iterator[None]:
         yield
 
 
-def _first_step(optimizer: torch.optim.Optimizer) -> None:
+def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor] = ()) -> None:
+    """
+    Args:
+        fused: weights whose steps are counted in float32.
+    """
     own = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
     if own and not any(optimizer.state.values()):
         optimizer.preinitialize()  # type: ignore[attr-defined]
+    had = {id(p) for p, entries in optimizer.state.items() if "step" in entries}
     optimizer.step()
+    for p in fused:
+        count = optimizer.state[p].get("step") if p in optimizer.state and id(p) not in had else None
+        if isinstance(count, torch.Tensor) and count.dtype is not torch.float32:
+            optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=count.device)
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, what others do before and after its steps is left out."""
+    tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    with Undo() as undo, undo:
+        for table in tables:
+            undo(table.update, list(table.items()))
+            table.clear()
+        yield
+
+
+def _hooks_of_all() -> list[Callable[..., Any]]:
+    """What others do before and after the steps of every optimizer."""
+    tables = (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
+    hooks = [hook for table in tables for hook in list(table.values())]
+    return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
 
 
 def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:

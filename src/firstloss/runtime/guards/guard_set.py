@@ -21,6 +21,7 @@ from ...capture.source import Source
 from . import bytecode, contents
 from .bytecode import Collect, Update, Use
 from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, table_of
+from .pytorch import namespaces, undisguised
 from .recording import Recording, _guards, is_closed_code
 from .snapshot import (
     MISSING,
@@ -70,7 +71,7 @@ class TableGuard:
         get = self.table.get if type(self.table) is dict else lambda key, default: dict.get(self.table, key, default)
         for key, old in self.expected.items():
             new = get(key, MISSING)
-            if new is not old and not same(old, new):
+            if new is not old and not same(old, new) and undisguised(new) is not old:
                 yield key, old, new
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
@@ -333,8 +334,12 @@ class GuardSet:
         self._in_class -= 1
 
     def _base(self, base: type, names: set[str]) -> None:
-        if not is_closed(base.__module__) and (base, len(names)) not in self._classes_seen:
-            self._classes_seen.add((base, len(names)))
+        if (base, len(names)) in self._classes_seen:
+            return
+        self._classes_seen.add((base, len(names)))
+        if is_closed(base.__module__):
+            self._closed_base(base, names)
+        else:
             table = class_table(base)
             before = self._before(table)
             describe = _describe_attribute(base)
@@ -347,6 +352,15 @@ class GuardSet:
                     self._name(table, name, before[name], describe)
             for name in names - before.keys():
                 guard.expected.setdefault(name, MISSING)
+
+    def _closed_base(self, base: type, names: set[str]) -> None:
+        """A class of PyTorch's, of which somebody may replace a method."""
+        if base.__module__.partition(".")[0] != "torch" or not base.__flags__ & (1 << 9):
+            return
+        table = class_table(base)
+        looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
+        found = {name: undisguised(table.get(name, MISSING)) for name in looked_up}
+        self._table(table, _describe_attribute(base), None).expected.update(found)
 
     def _imported(self, module: str, name: str) -> None:
         import sys
@@ -545,6 +559,11 @@ class GuardSet:
                 name, lambda t=table: tuple(t.items()) if t else (), tuple(table.items()), f"PyTorch's {name}", name
             )
         self._snapshot = None
+        for namespace in namespaces():
+            guard = TableGuard(namespace.table, lambda name, where=namespace.what: f"{where}.{name}")  # type: ignore[misc]
+            guard.expected = namespace.expected
+            if self._tables.setdefault(id(namespace.table), guard) is not guard:
+                self._tables[id(namespace.table)].expected |= namespace.expected
         self.tables = list(self._tables.values())
         self.lists = list(self._lists.values())
         self.cells = list(self._cells.values())
