@@ -22,7 +22,7 @@ PIECE = 1 << 16  # 256 KiB: stays in the second level of cache
 def child(side, args):
     import torch
 
-    from firstloss.capture.native_check import trusted
+    from firstloss.engine.native_check import trusted
     from firstloss.rng import counter, native, native_counter
 
     torch.set_num_threads(1)

@@ -11,8 +11,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
-from firstloss.init.slices import Slicer
-from firstloss.init.torch_engine import run
+from firstloss.engine.slices import Slicer
+from firstloss.engine.torch_engine import run
 from firstloss.rng import counter, native_counter
 from firstloss.rng.counter_stream import CounterStream
 

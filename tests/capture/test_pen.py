@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.capture import native_check, pen
+from firstloss.engine import native_check
+from firstloss.engine import sampler as pen
 from firstloss.rng import Position, Stream, native
 
 aten = torch.ops.aten
@@ -195,7 +196,7 @@ def weights(module):
 
 
 def test_a_module_is_as_eager_made_it(kernels, monkeypatch):
-    from firstloss.init import torch_engine
+    from firstloss.engine import torch_engine
 
     monkeypatch.setattr(torch_engine, "_NATIVE_PIECE", 1 << 17)
     deferred = fl.deferred_init(Layers)

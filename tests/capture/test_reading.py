@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import replay
+from firstloss.engine import replay
 from tests.capture.same import deferred, eager
 
 READS = {

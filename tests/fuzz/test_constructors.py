@@ -2,7 +2,7 @@
 
 import pytest
 
-from firstloss.init import torch_engine
+from firstloss.engine import torch_engine
 
 from . import constructors
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import firstloss as fl
-from firstloss.init import shard_engine
+from firstloss.engine import shard_engine
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
     shard_engine._WORTH = 0  # these models are small
@@ -434,7 +434,7 @@ def collectives_are_refused():
 
 def nothing_whole():
     """No rank makes a whole weight, and each draws about its own part."""
-    from firstloss.capture.pen import Pen
+    from firstloss.engine.sampler import Pen
 
     world = dist.get_world_size()
     drawn = 0

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.capture.program import slice_for
-from firstloss.init import chains
+from firstloss.engine import chains
+from firstloss.program.graph import slice_for
 from firstloss.rng import native
 from tests.capture.same import assert_same_as_eager, bytes_of
 

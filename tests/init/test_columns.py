@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.init.columns import cut_dimension, draw_columns
-from firstloss.init.slices import Slicer
+from firstloss.engine.columns import cut_dimension, draw_columns
+from firstloss.engine.slices import Slicer
 from firstloss.rng import native
 
 needs_kernel = pytest.mark.skipif(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.init import shard_engine
+from firstloss.engine import shard_engine
 from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.capture.pen import Pen
-from firstloss.capture.program import Ref
+from firstloss.engine.sampler import Pen
+from firstloss.engine.slices import Slicer, Wholes
 from firstloss.init import materialize
-from firstloss.init.slices import Slicer, Wholes
+from firstloss.program.graph import Ref
 
 
 def whole_by_engine(value):
@@ -182,7 +182,7 @@ def test_reading_through_a_view_makes_what_it_shows(view):
 
 
 def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr("firstloss.init.slices._BLOCK_BYTES", 4000)
+    monkeypatch.setattr("firstloss.engine.slices._BLOCK_BYTES", 4000)
     expected, tensor = both(lambda: normal((100, 48)))
     with fl.deferred():
         shard = tensor[:, 12:24].clone()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import rejection
+from firstloss.engine import rejection
 from tests.capture.same import assert_same_as_eager, deferred, eager
 
 BOUNDS = {
@@ -68,7 +68,7 @@ def test_with_a_generator_of_its_own():
 
 
 def test_nothing_is_drawn_where_seeding_cuts_the_stream(monkeypatch):
-    monkeypatch.setattr(rejection.Rejection, "_find", lambda self: pytest.fail("the candidates were drawn"))
+    monkeypatch.setattr(rejection.Rejection, "_search", lambda self, pieces: pytest.fail("the candidates were drawn"))
 
     def build():
         weight = torch.empty(1 << 20, 1 << 20)  # 4 TB

@@ -19,12 +19,12 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from firstloss.capture import recorder
-from firstloss.capture.program import Program, Ref, Value
 from firstloss.capture.recorder import DeferredTensor
 from firstloss.capture.step import StepTrace
 from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
 from firstloss.lower.functional import functional
+from firstloss.program.graph import Program, Ref, Value
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 VARIANTS = 6  # samples of the in-place and of the out variant

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.capture.native_check import DOUBT, Doubtful, erfinv_trusted
-from firstloss.capture.pen import Pen
+from firstloss.engine.native_check import DOUBT, Doubtful, erfinv_trusted
+from firstloss.engine.sampler import Pen
 from firstloss.rng import Position, Stream, native
 
 from . import fit_erfinv

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..program.graph import Ref, Value
+from ..program.source import here
 from . import session
-from .program import Ref, Value
-from .source import here
 from .tensor import DeferredTensor, Geometry, Hooks, Store, geometry_of, store_at
 
 Tensor = torch.Tensor

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ..program.graph import Draw, Node
 from ..rng import cuda_layout
 from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position
-from .program import Draw, Node
 
 _FILLS = frozenset({"normal", "uniform", "rand", "randn"})
 _DTYPES = {

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
+from ..program.source import here, is_machinery
 from ..uncollected import uncollected
 from . import first_use, recorder, session
 from . import patches as _patches  # in place before the first capture
@@ -23,7 +24,6 @@ from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import DeferredTensor
-from .source import here, is_machinery
 from .tensor import has_strangers
 
 T = TypeVar("T")

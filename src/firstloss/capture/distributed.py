@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CaptureError
-from .source import here
+from ..program.source import here
 
 _MODULE = "torch.distributed.tensor.placement_types"
 _prepared = False

@@ -6,16 +6,16 @@ import math
 
 import torch
 
+from ..engine.counter_fill import has_rule, words_of
+from ..engine.rejection import Rejection
 from ..errors import CaptureError
+from ..program.graph import Draw, Node, is_contiguous
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, next_draw
+from ..rng.deferred_stream import LateStream
 from ..rng.stream import Position, Stream
 from . import cuda_draw, session
 from .call import Call
-from .counter_draw import has_rule, words_of
-from .late import LateStream
-from .program import Draw, Node, is_contiguous
-from .rejection import Rejection
 from .tensor import Geometry
 
 

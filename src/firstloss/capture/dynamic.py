@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch._ops import OpOverload
 
-from .source import UNKNOWN, Source, user_frame
+from ..program.source import UNKNOWN, Source, user_frame
 
 _PLACES = (
     "torch.nonzero_static(mask, size=n) gives n places, filled up with -1; torch.where(mask, a, b), with three "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .program import Value
+from ..program.graph import Value
 from .tensor import DeferredTensor, Store
 
 # What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from . import replay, session
+from ..engine import replay
+from ..program.graph import Value
+from . import session
 from .call import Call
 from .constants import constant_tensor
-from .program import Value
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..program.source import Source
 from ..undo import Undo
 from . import session
-from .source import Source
 from .tensor import DeferredTensor
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, TraceError
+from ..program.source import here
 from . import session
 from .distributed import parts_of
 from .generators import is_ticket
-from .source import here
 from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, mine, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass

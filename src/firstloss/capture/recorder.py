@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload
 
 from ..errors import CaptureError
+from ..program.graph import Node, Ref, Value, dense_count
+from ..program.source import here
 from ..rng.stream import Position
 from . import distributed, first_use, session
 from .call import Call
@@ -21,12 +23,10 @@ from .constants import look_of, ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .known import run_on_known
-from .program import Node, Ref, Value, dense_count
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
-from .source import here
 from .special import SPECIAL, contiguous_stride, resize
 from .tensor import DeferredTensor, Hooks, Store
 from .traits import traits

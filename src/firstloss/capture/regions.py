@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..errors import TraceError
+from ..program.graph import Program, Value
+from ..program.source import here
 from . import session
-from .program import Program, Value
-from .source import here
 from .tensor import DeferredTensor
 
 Tensor = torch.Tensor

@@ -15,8 +15,8 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..program.graph import Value
 from . import session
-from .program import Value
 from .tensor import DeferredTensor, Store
 
 _library = torch.library.Library("firstloss", "FRAGMENT")

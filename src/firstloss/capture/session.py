@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload
 
+from ..program.graph import Node, Value
 from .generators import Generators
-from .program import Node, Value
 
 if TYPE_CHECKING:
     from .tensor import Store

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ..program.graph import dense_count
 from . import session
 from .call import Call
 from .constants import constant_tensor, edits, owned_by_torch
 from .file_value import is_in_file
 from .known import known
-from .program import dense_count
 from .scalars import number_of
 from .shapes import infer
 from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat, share_memory

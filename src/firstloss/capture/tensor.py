@@ -17,9 +17,9 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..errors import CaptureError, ElsewhereError, TraceError
+from ..program.graph import Ref, Value
+from ..program.source import here
 from . import distributed, session
-from .program import Ref, Value
-from .source import here
 
 Tensor = torch.Tensor
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from ..engine.rejection import may_be_cut
+from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
 from .dtensor_init import fill_as_one_process, shard_is_deferred
-from .program import is_contiguous
-from .rejection import may_be_cut
 from .tensor import DeferredTensor, Hooks
 
 _original = torch.nn.init._no_grad_trunc_normal_

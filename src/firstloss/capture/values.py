@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from ..engine import replay
 from ..errors import CaptureError, TraceError
-from . import replay, session
+from ..program.graph import Ref
+from ..program.source import here
+from . import session
 from .call import Call
 from .constants import constant, constant_tensor
 from .file_value import FileValue
 from .known import known
-from .program import Ref
 from .shapes import infer, is_unusual
-from .source import here
 from .tensor import DeferredTensor, Hooks, geometry_of, note_memory, reseat
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ def check_kept(tensor: DeferredTensor) -> None:
 
 def look_resident(tensor: DeferredTensor) -> Tensor:
     """The real content of a tensor that lives on a backend, as a view of one copy on the host."""
-    return replay.look(tensor._store.resident.host(), tensor._ref())
+    return tensor._ref().view(tensor._store.resident.host())
 
 
 def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
@@ -65,7 +66,7 @@ def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
         if store.resident.lent:
             note_memory(store)
         ref = tensor._ref()
-        return memory.detach() if ref.whole else replay.look(memory, ref)
+        return memory.detach() if ref.whole else ref.view(memory)
 
 
 Hooks.memory_of = memory_of
@@ -132,7 +133,7 @@ def _take_over(target: DeferredTensor, new: Tensor) -> None:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         made = store.made[1].clone() if store.is_made and store.made is not None else None
         base = replay.compute([Ref.of(store.value)])[0] if made is None else made
-        replay.look(base, target._ref()).copy_(new)
+        target._ref().view(base).copy_(new)
     store.value = constant(base, copy=False)
 
 
@@ -191,9 +192,9 @@ def content(tensor: Tensor) -> Tensor:
     if tensor._store.is_made:
         assert tensor._store.made is not None
         with torch._C._DisableTorchDispatch():
-            return replay.look(tensor._store.made[1], ref)
+            return ref.view(tensor._store.made[1])
     with torch._C._DisableTorchDispatch():
-        return replay.look(ref.value.real, ref) if ref.value.real is not None else replay.compute([ref])[0]
+        return ref.view(ref.value.real) if ref.value.real is not None else replay.compute([ref])[0]
 
 
 def _call(call: Call, args: Any, kwargs: dict) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .compare import same_bytes
+from ..program.compare import same_bytes
 from .tensor import DeferredTensor
 
 # Of larger tensors PyTorch's count of the edits is compared, which edits through numpy do not change.

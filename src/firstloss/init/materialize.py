@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 import torch
 
 from .. import timeline
-from ..capture import replay
 from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
 from ..capture.first_use import close_door
-from ..capture.program import Value
-from ..capture.source import here
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
+from ..engine import shard_engine, torch_engine
+from ..engine.memory import allocate_huge
 from ..errors import MaterializeError, MetaTensorsWarning
-from . import shard_engine, torch_engine
+from ..program.graph import Value
+from ..program.source import here
 from .lost_history import without_history
-from .memory import allocate_huge
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -244,7 +243,7 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
     if buffer.dtype != value.dtype and not ref.whole:
         ref = ref._replace(dtype=buffer.dtype)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        return replay.look(buffer, ref) if not ref.whole else buffer
+        return ref.view(buffer) if not ref.whole else buffer
 
 
 def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> None:

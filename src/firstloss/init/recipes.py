@@ -12,12 +12,12 @@ import torch
 
 from ..capture.constants import ref_of
 from ..capture.deferred import named_tensors
-from ..capture.late import at_root
-from ..capture.program import Node, Program, Ref, Value, slice_for
 from ..capture.tensor import DeferredTensor
 from ..dependencies import require_jax
 from ..errors import NothingDeferredError
+from ..program.graph import Node, Program, Ref, Value, slice_for
 from ..rng.counter_stream import CounterStream, number_and_word
+from ..rng.deferred_stream import at_root
 from ..rng.stream import Stream
 from .shardings import Mark, mark_of
 from .words import in_words

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import timeline
-from ..capture.program import Value
+from ..engine.slices import Slicer, Wholes
+from ..engine.torch_engine import default_threads
 from ..errors import SaveError
 from ..files import sync_folder
+from ..program.graph import Value
 from . import shards
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
@@ -34,8 +36,6 @@ from .journal import Journal
 from .materialize import run_recipes
 from .safetensors_header import header
 from .saved_tensors import Saved, config_names, tensors_to_save, write_configs
-from .slices import Slicer, Wholes
-from .torch_engine import default_threads
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
 _RUN = 32 * _PIECE  # bytes that one thread takes on

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.program import Ref, Value, is_contiguous
 from ..capture.recorder import DeferredTensor
-from ..capture.replay import look
 from ..errors import SaveError
+from ..program.graph import Ref, Value, is_contiguous
 from .safetensors_header import DTYPES
 
 
@@ -134,7 +133,7 @@ def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
 def _row_by_row(tensor: torch.Tensor) -> Ref:
     with torch.no_grad():
         if type(tensor) is DeferredTensor and tensor._store.resident is not None:
-            tensor = look(tensor._store.resident.host(), tensor._ref())
+            tensor = tensor._ref().view(tensor._store.resident.host())
         # A contiguous copy of a deferred tensor is one more operation of its recipe.
         tensor = tensor.detach()
         if not is_contiguous(tensor.shape, tensor.stride()):

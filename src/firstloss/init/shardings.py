@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..capture.deferred import named_tensors
-from ..capture.source import UNKNOWN, Source, here
 from ..errors import ShardingError
+from ..program.source import UNKNOWN, Source, here
 
 Axes = dict[str, int]  # a mesh: sizes of its axes by name, the slowest first
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it, the slowest first

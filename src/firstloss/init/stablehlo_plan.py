@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..capture.replay import compute
-from ..capture.source import Source as Line
-from ..capture.source import here
+from ..engine.replay import compute
 from ..errors import LoweringError, ShardingError
 from ..lower.mt19937_fills import kernel
 from ..lower.program import constant
+from ..program.source import Source as Line
+from ..program.source import here
 from .shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
 from .stablehlo_fill import Box, words_drawn
 from .stablehlo_sketch import Unsketchable, known, sketch

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..capture.late import at_root
-from ..capture.program import Node, Ref, Value, dense_count, is_contiguous, slice_for
-from ..capture.replay import check_constant
+from ..engine.slices import UNWRITTEN
 from ..lower.functional import functional
 from ..lower.mt19937_fills import kernel
 from ..lower.program import View, _template, constant, view_of
 from ..lower.rules import RULES
+from ..program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, number_and_word
-from .slices import UNWRITTEN
+from ..rng.deferred_stream import at_root
 from .stablehlo_tree import Apply, Data, Fill, Masked, Number, Place, Sketch, Step, Truncated, Whole
 
 aten = torch.ops.aten
@@ -94,9 +93,7 @@ class _Drawer:
         return self._values_of(value)
 
     def _values_of(self, value: Value) -> Data:
-        assert value.real is not None
-        check_constant(value)
-        return self.data_of(constant(value.real), value.dtype)
+        return self.data_of(constant(value.content()), value.dtype)
 
     def data_of(self, array: np.ndarray, dtype: torch.dtype) -> Data:
         """Values that are known, as a leaf of the tree."""
@@ -179,7 +176,7 @@ class _Drawer:
         self.places.append(Place(stream, position.words))
         fill = Fill(len(self.places) - 1, name, arguments, dtype, words)
         again = node.draw.rejection
-        return fill if again is None else Truncated(fill, again._lo, again._hi)
+        return fill if again is None else Truncated(fill, again.low, again.high)
 
     # -- whole -------------------------------------------------------------------------------------------------------
 

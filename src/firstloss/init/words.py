@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..capture.program import Node, Ref, Value
+from ..program.graph import Node, Ref, Value
 
 # Beyond so many operations a recipe is told by its last ones.
 _TOLD = 6

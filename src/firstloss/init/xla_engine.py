@@ -19,12 +19,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .. import timeline
-from ..capture.source import here
+from ..engine.torch_engine import default_threads
 from ..errors import BackendError, ShardingError
+from ..program.source import here
 from .shardings import starts
 from .stablehlo import LANE_WORDS, Functions, Streams, partition_spec
 from .stablehlo_plan import Plan, Weight, plan
-from .torch_engine import default_threads
 from .xla_host import make_on_host
 
 if TYPE_CHECKING:

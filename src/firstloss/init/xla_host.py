@@ -18,15 +18,14 @@ import jax
 import torch
 from jax.sharding import Sharding
 
-from ..capture.program import Ref, Value, is_contiguous
-from ..capture.replay import look
+from ..engine import torch_engine
+from ..engine.columns import cut_dimension, draw_columns
+from ..engine.slices import Slicer, Wholes
+from ..engine.torch_engine import default_threads, give_way
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
-from . import torch_engine
-from .columns import cut_dimension, draw_columns
+from ..program.graph import Ref, Value, is_contiguous
 from .shard_memory import Kind, tensor_at, unwritten
-from .slices import Slicer, Wholes
-from .torch_engine import default_threads, give_way
 
 K = TypeVar("K")
 
@@ -199,7 +198,7 @@ def _whole(ref: Ref, shards: list[Shard], slicer: Slicer) -> None:
         for other in shards[0].into[1:]:
             other.copy_(shards[0].into[0])
         return
-    shown = look(slicer._buffer_of(ref.value), ref)
+    shown = ref.view(slicer._buffer_of(ref.value))
     for shard in shards:
         part = shown
         for dim, (begin, size) in enumerate(zip(shard.begin, shard.size, strict=True)):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from jax import lax
 
-from ..capture.program import Node, Program, Ref, Value
-from ..capture.source import UNKNOWN, Source
 from ..errors import LoweringError
+from ..program.graph import Node, Program, Ref, Value
+from ..program.source import UNKNOWN, Source
 from .registry import rule
 
 EXPONENT_BITS, MANTISSA_BITS = 6, 9

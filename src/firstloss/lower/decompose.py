@@ -15,10 +15,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor
 from ..capture.step import StepTrace
 from ..errors import FirstlossError, LoweringError
+from ..program.graph import Program, Ref, Value
 from .dtypes import to_torch
 
 # Operations that libraries make of their own, and that read values to be fast on one device: their rules.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..capture.program import Node, Ref, Value
+from ..program.graph import Node, Ref, Value
 from .program import Call, call_of
 
 # So few calls that they cost nothing wherever they are.

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from jax import lax
 
-from ..capture.program import Node, Program, Ref, Value
 from ..errors import LoweringError
+from ..program.graph import Node, Program, Ref, Value
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional

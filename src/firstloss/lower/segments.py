@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.program import Program, Ref, Value
+from ..program.graph import Program, Ref, Value
 from .lists import calls_apart
 from .program import Call, view_of
 from .repeats import Run, find_runs

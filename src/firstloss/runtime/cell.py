@@ -14,9 +14,9 @@ import torch
 from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
-from ..capture.program import Value, is_contiguous
+from ..engine.memory import allocate_huge
 from ..errors import StateLostError
-from ..init.memory import allocate_huge
+from ..program.graph import Value, is_contiguous
 from . import dispatch, mesh, mesh_placement
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .jaxlib import empty, lend, on_cpu, to_device, to_host

@@ -13,10 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..capture.file_value import FileValue
-from ..capture.program import Ref, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.replay import look
 from ..errors import CheckpointError, CheckpointMissingError
+from ..program.graph import Ref, is_contiguous
 from .checkpoint_file import TensorFile
 from .checkpoint_map import map_tensors
 from .checkpoint_tensors import SMALL_BYTES, Tensors
@@ -142,11 +141,11 @@ class _Archive:
             value = FileValue(shape, stride, fake.dtype, read, f"{name} in {self._path}")
             store = self._stores[offset] = Store(value)
         if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
-            real = look(store.value.real, Ref(store.value, *ref_geometry))  # type: ignore[arg-type]
+            real = Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
             real = real.conj() if fake.is_conj() else real
             return torch._neg_view(real) if fake.is_neg() else real
         if nbytes <= SMALL_BYTES:
-            return look(store.value.real, Ref(store.value, *ref_geometry))  # type: ignore[arg-type]
+            return Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
         return DeferredTensor.wrap(store, *ref_geometry)
 
     def _read(self, offset: int, nbytes: int, name: str) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture.recorder import DeferredTensor
-from ..capture.replay import look
 from ..capture.values import content
 from ..errors import UnsavableError
 from ..init.safetensors_header import DTYPES
@@ -107,4 +106,4 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not DeferredTensor:
             return tensor.detach().cpu()
         cell = tensor._store.resident
-        return look(cell.read(), tensor._ref()) if cell is not None else content(tensor)
+        return tensor._ref().view(cell.read()) if cell is not None else content(tensor)

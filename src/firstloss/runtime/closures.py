@@ -12,12 +12,11 @@ from torch.utils import _pytree as pytree
 
 from ..capture import session
 from ..capture.constants import ref_of
-from ..capture.program import Ref, Value
-from ..capture.replay import look
-from ..capture.source import Source, here
 from ..capture.step import StepTrace
 from ..capture.tensor import DeferredTensor, Hooks
 from ..errors import ClosureError, StepAssertionError
+from ..program.graph import Ref, Value
+from ..program.source import Source, here
 from . import loop as loops
 
 
@@ -198,7 +197,7 @@ def _on_host(leaf: Any) -> Any:
     if type(leaf) is _Held:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))
-        return look(whole, leaf.ref)
+        return leaf.ref.view(whole)
     if hasattr(leaf, "is_ready") and hasattr(leaf, "sharding"):
         return _values(leaf).clone()
     return leaf

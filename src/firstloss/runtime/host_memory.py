@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from ..capture.program import Value
+from ..program.graph import Value
 from .jaxlib import to_host
 
 # The references to a storage that are ours: a tensor, and the handle through which we count.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from ..init.memory import advise_huge
+from ..engine.memory import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant

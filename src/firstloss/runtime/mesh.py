@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..capture.program import Ref, is_contiguous
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.source import UNKNOWN, here
 from ..errors import BackendError, ShardingError
 from ..init import shardings
 from ..lower.program import constant
+from ..program.graph import Ref, is_contiguous
+from ..program.source import UNKNOWN, here
 from .jaxlib import x64
 
 # Smaller weights are whole on each device, unless their sharding is said: to gather them costs more than they take.

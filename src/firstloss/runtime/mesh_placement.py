@@ -10,19 +10,17 @@ import torch
 from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
-from ..capture.program import Node, Ref, Value, is_contiguous
 from ..capture.recorder import new_index
-from ..capture.replay import allocate as allocate_host
-from ..capture.replay import look
-from ..capture.source import UNKNOWN
 from ..capture.step import dense_stride
-from ..init import torch_engine
+from ..engine import torch_engine
+from ..engine.slices import Slicer, Wholes
 from ..init.materialize import run_recipes
-from ..init.slices import Slicer, Wholes
 from ..init.xla_host import make_on_host
 from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant
+from ..program.graph import Node, Ref, Value, is_contiguous
+from ..program.source import UNKNOWN
 from .jaxlib import on_cpu, x64
 
 aten = torch.ops.aten
@@ -132,7 +130,7 @@ def _read(shard: Shard) -> torch.Tensor:
     real = shard.value.real
     assert real is not None
     ref = Ref(shard.value, shard.box.shape, shard.value.stride, _offset(shard.value, shard.box), shard.value.dtype)
-    return look(real, ref)
+    return ref.view(real)
 
 
 class _Memory:
@@ -161,7 +159,7 @@ class _Memory:
     def allocate(self, part: Value) -> torch.Tensor:
         """Memory for a part, or for anything else on the way to one."""
         memory = self._first.get(part)
-        return allocate_host(part) if memory is None or not part.numel else memory
+        return part.empty() if memory is None or not part.numel else memory
 
     def take(self, shard: Shard, made: torch.Tensor) -> None:
         """Bring a part that has been made to all devices that hold it."""

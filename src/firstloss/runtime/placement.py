@@ -14,12 +14,11 @@ import torch
 
 from .. import timeline
 from ..capture.first_use import close_door
-from ..capture.program import Value, dense_count
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.replay import allocate as allocate_host
 from ..capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
+from ..engine.torch_engine import default_threads
 from ..init.materialize import run_recipes
-from ..init.torch_engine import default_threads
+from ..program.graph import Value, dense_count
 from . import mesh_placement
 from .cell import Cell, is_direct
 from .host_memory import MappedWeights, is_countable, is_held
@@ -132,7 +131,7 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
 
     def allocate(value: Value) -> torch.Tensor:
         if not is_direct(value):
-            return allocate_host(value)
+            return value.empty()
         try:  # several threads ask
             array, memory = ready[_kind(value)].pop()
         except (KeyError, IndexError):  # for something on the way to a weight

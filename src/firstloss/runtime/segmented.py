@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from .. import timeline
-from ..capture.program import Value
 from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
+from ..program.graph import Value
 from . import notes
 from .dispatch import Shield, called, calling, direct, flat, probe_memory
 from .jaxlib import compile_options, on_cpu, x64

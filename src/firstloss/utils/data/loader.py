@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...capture import session
-from ...capture.source import here
 from ...errors import LoaderError
+from ...program.source import here
 from ...runtime import feed
 from .random_state import RandomState
 

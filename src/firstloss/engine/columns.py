@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..capture.program import Ref, is_contiguous
+from ..program.graph import Ref, is_contiguous
 from ..rng import draws
 from .slices import Slicer, _dtype_name, _name, _position
 

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.pen import Pen, is_native
-from ..capture.program import Node, Ref, Value, dense_count, is_contiguous
-from ..capture.replay import check_constant, look
+from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
 from ..rng import draws
 from ..rng.stream import Position
 from .cuts import cover, row_blocks
+from .sampler import Pen, is_native
 
 aten = torch.ops.aten
 
@@ -100,7 +99,7 @@ class Slicer:
             return
         partial = count < value.numel or not is_contiguous(ref.size, ref.stride)
         if ref.dtype != value.dtype or not _dense(value) or not _can_run(self._plan(value, partial), value):
-            out.copy_(look(self._buffer_of(value), ref))
+            out.copy_(ref.view(self._buffer_of(value)))
             return
         if is_contiguous(ref.size, ref.stride) and out.is_contiguous() and out.dtype == ref.dtype:
             self.window(value, ref.offset, ref.offset + count, out.view(-1))
@@ -314,15 +313,10 @@ class Slicer:
                 low, high = max(begin, first), min(end, last)
                 into[low - first : high - first] = part[low - begin : high - begin]
         if origin.rejection is not None:
-            origin.rejection.correct_part(into, first)
+            origin.rejection.correct(into, first)
 
     def _buffer_of(self, value: Value) -> torch.Tensor:
-        if not value.known:
-            return self._whole(value)
-        check_constant(value)
-        real = value.real
-        assert real is not None
-        return real
+        return value.content() if value.known else self._whole(value)
 
 
 class Wholes:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
-from . import counter_draw
+from . import counter_fill
 from .native_check import Doubtful, erfinv_trusted, trusted
 
 aten = torch.ops.aten
@@ -144,8 +144,8 @@ class Pen:
         self, op: Any, target: torch.Tensor, args: Any, kwargs: Any, stream: CounterStream, position: Position
     ) -> None:
         everything = [target, *args]
-        counter_draw.run(op, everything, kwargs, stream, position, lambda g: draw(op, everything, dict(kwargs), g))
-        words = counter_draw.words_of(target.numel(), target.dtype)
+        counter_fill.run(op, everything, kwargs, stream, position, lambda g: draw(op, everything, dict(kwargs), g))
+        words = counter_fill.words_of(target.numel(), target.dtype)
         self._counter = stream, Position(position.words + words)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .program import Node, Program, Ref, Value
+from .graph import Node, Program, Ref, Value
 
 
 class Parting(NamedTuple):

@@ -11,47 +11,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ConstantChangedError, MaterializeError
+from ..capture.cuda_draw import generator_at
+from ..errors import MaterializeError
+from ..program.graph import Node, Ref, Value, slice_for
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
-from . import counter_draw
-from .cuda_draw import generator_at
-from .pen import draw
-from .program import Node, Ref, Value
+from . import counter_fill
+from .sampler import draw
 
 # Values up to this size are kept once they have been computed, so that reading one element after another of a
 # captured tensor does not run its recipe for each.
 _KEEP_BYTES = 1 << 16
-
-
-def allocate(value: Value) -> torch.Tensor:
-    """Fresh memory laid out as `value` is."""
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
-
-
-def look(buffer: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """The view of `buffer` (which holds `ref.value`) that `ref` describes."""
-    if ref.whole:
-        return buffer
-    begin = buffer.storage_offset()  # of memory that somebody else made it may be a part
-    if ref.dtype == buffer.dtype:
-        return buffer.as_strided(ref.size, ref.stride, begin + ref.offset)
-    begin = begin * buffer.itemsize // ref.dtype.itemsize
-    out = torch.empty(0, dtype=ref.dtype, device=buffer.device)
-    return out.set_(buffer.untyped_storage(), begin + ref.offset, ref.size, ref.stride)
-
-
-def check_constant(value: Value) -> None:
-    """An error if a constant that is kept by reference has been edited since."""
-    if value.version is None:
-        return
-    original: Any = getattr(value.real, "original", value.real)
-    if original._version != value.version:
-        raise ConstantChangedError(
-            f"a tensor of shape {list(value.shape)} from outside the constructor was edited after it had been captured "
-            f"at {value.label}; its weight would not be what eager PyTorch made. Clone it before the constructor, or "
-            "materialize before editing it."
-        )
 
 
 class _Unforeseen:
@@ -76,13 +46,13 @@ def _laid_out(tensor: torch.Tensor, value: Value, node: Node) -> torch.Tensor | 
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.stride() == value.stride and tensor.storage_offset() == 0:
         return tensor
-    return allocate(value).copy_(tensor)
+    return value.empty().copy_(tensor)
 
 
 class Replay:
     """Buffers by Value, and how to fill them."""
 
-    def __init__(self, allocate: Callable[[Value], torch.Tensor] = allocate) -> None:
+    def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
         self._allocate = allocate
         self._generator: torch.Generator | None = None
@@ -93,10 +63,7 @@ class Replay:
         if buffer is None:
             buffer = self._allocate(value)
             if value.known:
-                check_constant(value)
-                real = value.real
-                assert real is not None
-                buffer.copy_(real)  # a recipe may go on to edit it in place
+                buffer.copy_(value.content())  # a recipe may go on to edit it in place
             self.buffers[value] = buffer
         if type(buffer) is _Unforeseen:
             buffer.refuse()
@@ -129,7 +96,7 @@ class Replay:
             device = node.outputs[0].device
             result = draw(node.op, args, kwargs, generator_at(node.draw.stream, node.draw.position, device))
         elif isinstance(node.draw.stream, CounterStream):
-            result = counter_draw.run(
+            result = counter_fill.run(
                 node.op, args, kwargs, node.draw.stream, node.draw.position, lambda g: draw(node.op, args, kwargs, g)
             )
         else:
@@ -149,7 +116,7 @@ class Replay:
 
     def _real(self, arg: Any) -> Any:
         if type(arg) is Ref:
-            return look(self.buffers[arg.value], arg)
+            return arg.view(self.buffers[arg.value])
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
@@ -157,12 +124,10 @@ class Replay:
 
 def compute(refs: list[Ref]) -> list[torch.Tensor]:
     """The tensors that `refs` describe, on fresh memory that nobody else holds."""
-    from .program import slice_for
-
     values = {ref.value for ref in refs}
     replay = Replay()
     replay.run(slice_for(values))
     for value in values:
         if not value.known and value.nbytes <= _KEEP_BYTES:
             value.real = replay.buffer(value).clone()
-    return [look(replay.buffer(ref.value), ref) for ref in refs]
+    return [ref.view(replay.buffer(ref.value)) for ref in refs]

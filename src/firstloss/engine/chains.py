@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..capture.program import Node, Ref, Value
+from ..program.graph import Node, Ref, Value
 from ..rng import native
 
 aten = torch.ops.aten

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..capture.program import Value
-from ..capture.replay import allocate
+from ..program.graph import Value
 
 _HUGE = 2 << 20
 # What the C library may put between two allocations that it made one after the other.
@@ -22,12 +21,12 @@ if _madvise is not None:
 
 
 def allocate_huge(value: Value) -> torch.Tensor:
-    """As `allocate`, asking the system for huge pages where it has them.
+    """As `Value.empty`, asking the system for huge pages where it has them.
 
     The kernel clears memory page by page when it is first touched; with pages of 2 MiB instead of 4 KiB that takes
     512 times fewer faults (measured: 1.2 to 7.6 GB/s instead of 0.4 to 4).
     """
-    tensor = allocate(value)
+    tensor = value.empty()
     if tensor.device.type == "cpu" and value.nbytes >= 2 * _HUGE:
         advise_huge([(tensor.data_ptr(), value.nbytes)])
     return tensor

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..capture.program import Ref, Value, slice_for
+from ..program.graph import Ref, Value, slice_for
 from .slices import UNWRITTEN, Slicer, Wholes
 
 # Elements that one thread makes in one go, of shards that may be cut.

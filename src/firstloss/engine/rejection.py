@@ -12,15 +12,16 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..rng import draws
+from ..rng.deferred_stream import at_root
 from ..rng.stream import Position, Stream
-from .late import at_root
-from .pen import Pen
+from .sampler import Pen
 
 _PIECE = 1 << 18
 # Drawing so many pieces in vain costs what a jump does.
@@ -32,26 +33,35 @@ _remembered = 0
 
 
 class Found(NamedTuple):
-    """What later rounds change: the elements' places, and their values."""
+    """What later rounds change: the elements' places, in ascending order, and their values."""
 
     rounds: int
-    places: torch.Tensor
-    values: torch.Tensor
+    places: NDArray[np.int64]
+    values: NDArray[Any]
 
 
 class Rejection:
     """One such tensor: `numel` contiguous elements of `dtype`, drawn at `position` of `stream`."""
 
     def __init__(
-        self, stream: Stream, position: Position, numel: int, dtype: torch.dtype, mean: float, std: float, lo, hi
+        self,
+        stream: Stream,
+        position: Position,
+        numel: int,
+        dtype: torch.dtype,
+        mean: float,
+        std: float,
+        low: float,
+        high: float,
     ) -> None:
         self._where = (stream, position)
         self._numel = numel
         self._dtype = dtype
-        self._mean, self._std, self._lo, self._hi = mean, std, lo, hi
+        self._mean, self._std = mean, std
+        self.low, self.high = low, high
         self._rounds: int | None = None
         self._found: Found | None = None
-        self._lock = threading.Lock()
+        self.lowck = threading.Lock()
 
     @property
     def words_a_round(self) -> int:
@@ -60,25 +70,25 @@ class Rejection:
 
     def words(self) -> int:
         """32-bit words drawn in all."""
-        with self._lock:
+        with self.lowck:
             if self._rounds is None:
                 self._find()
             assert self._rounds is not None
             return self._rounds * self.words_a_round
 
-    def correct(self, first_round: torch.Tensor) -> None:
-        """Give the tensor, which holds its first round, its final content."""
-        with self._lock:
-            found = self._found or self._find()
-        if found.places.numel():
-            first_round.view(-1)[found.places] = found.values
+    def correct(self, first_round: torch.Tensor, begin: int = 0) -> None:
+        """Give elements from `begin` on, which hold their first round, their final content.
 
-    def correct_part(self, part: torch.Tensor, begin: int) -> None:
-        """As `correct`, of the elements from `begin` on that `part` (one-dimensional) holds."""
-        with self._lock:
-            found = self._found or self._find()
-        low, high = torch.searchsorted(found.places, torch.tensor([begin, begin + part.numel()])).tolist()
-        part[found.places[low:high] - begin] = found.values[low:high]
+        Args:
+            first_round: contiguous, or all of the elements.
+        """
+        part = first_round.view(-1)
+        end = begin + part.numel()
+        found = self._found
+        if found is None:  # each piece takes as many rounds as it needs, so others need not be looked at
+            found = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
+        low, high = np.searchsorted(found.places, (begin, end))
+        part[torch.from_numpy(found.places[low:high] - begin)] = torch.from_numpy(found.values[low:high]).to(part.dtype)
 
     def _find(self) -> Found:
         global _remembered
@@ -92,8 +102,8 @@ class Rejection:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
                 found = list(pool.map(self._search, parts))
         # By numpy: PyTorch would start its own threads, which go on looking for work while ours search again.
-        places, values = (torch.from_numpy(np.concatenate([part[i] for part in found])) for i in (1, 2))
-        result = Found(max(part[0] for part in found), places, values.to(self._dtype))
+        places, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("places", "values"))
+        result = Found(max(part.rounds for part in found), places, values)
         self._rounds = result.rounds
         size = result.places.nbytes + result.values.nbytes
         if _remembered + size <= _REMEMBERED_BYTES:
@@ -106,8 +116,8 @@ class Rejection:
         if self._found is not None:
             _remembered -= self._found.places.nbytes + self._found.values.nbytes
 
-    def _search(self, pieces: list[tuple[int, int]]) -> tuple[int, np.ndarray, np.ndarray]:
-        """Rounds, places and values of some of the pieces."""
+    def _search(self, pieces: list[tuple[int, int]]) -> Found:
+        """What later rounds change of some of the pieces."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             walks: list[_Walk] = [_Walk(self, 0, pieces)]
             places, values, most = [], [], 1
@@ -126,10 +136,10 @@ class Rejection:
                 most = max(most, round_)
                 places.append(changed.astype(np.int64) + begin)
                 values.append(kept)
-            return most, np.concatenate(places), np.concatenate(values)
+            return Found(most, np.concatenate(places), np.concatenate(values))
 
     def _outside(self, values: np.ndarray) -> np.ndarray:
-        return np.flatnonzero((values < self._lo) | (values > self._hi))
+        return np.flatnonzero((values < self.low) | (values > self.high))
 
 
 class _Walk:
@@ -154,7 +164,7 @@ class _Walk:
         """The indices of those of piece `number` that lie outside the bounds, counted from its beginning."""
         own, count = self._rejection, self._go_to(number)
         if self._pen.has_selection(count, own._dtype):
-            return self._pen.normals_outside(count, own._mean, own._std, own._lo, own._hi)
+            return self._pen.normals_outside(count, own._mean, own._std, own.low, own.high)
         return own._outside(self._drawn(count))
 
     def at(self, number: int, places: np.ndarray) -> np.ndarray:

@@ -13,13 +13,13 @@ Python: dead fills cost nothing to skip.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._ops import OpOverload
 
+from ..errors import ConstantChangedError
 from ..rng.stream import Position, Stream
-from .rejection import Rejection
 from .source import Source
 
 
@@ -55,6 +55,27 @@ class Value:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """Fresh memory, not written, that is laid out as this Value is."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def content(self) -> torch.Tensor:
+        """The content of a known Value. Not to be written.
+
+        Raises:
+            ConstantChangedError: if it is kept by reference, and has been edited since.
+        """
+        real = self.real
+        assert real is not None
+        original: Any = getattr(real, "original", real)
+        if self.version is not None and original._version != self.version:
+            raise ConstantChangedError(
+                f"a tensor of shape {list(self.shape)} from outside the constructor was edited after it had been "
+                f"captured at {self.label}; its weight would not be what eager PyTorch made. Clone it before the "
+                "constructor, or materialize before editing it."
+            )
+        return real
+
 
 class Ref(NamedTuple):
     """A read of a Value through a view: `size`, `stride` and `offset` in elements of `dtype`."""
@@ -86,6 +107,17 @@ class Ref(NamedTuple):
         value = self.value
         return self.offset == 0 and self.dtype == value.dtype and dense_count(self.size, self.stride) == value.numel
 
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The view of `buffer`, which holds the Value, that this describes; writes through it reach the buffer."""
+        if self.whole:
+            return buffer
+        begin = buffer.storage_offset()  # of memory that somebody else made it may be a part
+        if self.dtype == buffer.dtype:
+            return buffer.as_strided(self.size, self.stride, begin + self.offset)
+        begin = begin * buffer.itemsize // self.dtype.itemsize
+        out = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        return out.set_(buffer.untyped_storage(), begin + self.offset, self.size, self.stride)
+
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a geometry is row-major without gaps."""
@@ -109,13 +141,27 @@ def dense_count(size: Sequence[int], stride: Sequence[int]) -> int | None:
     return expected
 
 
+class Truncation(Protocol):
+    """Bounds inside which an operation draws by rejection: what later rounds make of its first one.
+
+    Attributes:
+        low, high: the bounds, rounded to the dtype of what is drawn.
+    """
+
+    low: float
+    high: float
+
+    def correct(self, first_round: torch.Tensor, begin: int = 0) -> None:
+        """Give elements from `begin` on, which hold their first round, their final content."""
+
+
 class Draw(NamedTuple):
     """Where in a random stream an operation begins to draw, and where it leaves the stream."""
 
     stream: Stream
     position: Position
     after: Position  # of an operation by rejection: after its first round
-    rejection: Rejection | None = None
+    rejection: Truncation | None = None
 
 
 class Node:

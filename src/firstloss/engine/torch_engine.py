@@ -19,16 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..capture.late import at_root
-from ..capture.pen import Pen, is_native
-from ..capture.program import Node, Value, is_contiguous, slice_for
-from ..capture.rejection import Rejection
-from ..capture.replay import Replay, look
+from ..program.graph import Node, Truncation, Value, is_contiguous, slice_for
 from ..rng import draws
+from ..rng.deferred_stream import at_root
 from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position, Stream
 from .chains import Finish, apply, find_chains, split_finish
 from .memory import allocate_huge
+from .replay import Replay
+from .sampler import Pen, is_native
 
 # A fill is drawn in pieces that stay in a core's L2 cache: PyTorch's normal kernel goes over its target twice
 # (measured: 300 M values/s in pieces of 256 KiB, 200 M/s on the whole).
@@ -83,7 +82,7 @@ class Target:
 
     def tensor(self) -> torch.Tensor:
         """The tensor that the fill writes to."""
-        return look(self.buffer(), self.ref)
+        return self.ref.view(self.buffer())
 
 
 class Fill(NamedTuple):
@@ -122,7 +121,7 @@ def run(
     chains = find_chains(nodes, [node for node in fills if _edits_follow(node)], set(wanted))
     work: dict[Stream, list[Fill]] = {}
     targets: dict[Value, Target] = {}
-    rejections: list[tuple[Rejection, Target]] = []
+    rejections: list[tuple[Truncation, Target]] = []
     for node in fills:
         assert node.draw is not None
         chain = chains.get(node, [])
@@ -153,7 +152,7 @@ def make_whole(value: Value) -> torch.Tensor:
     return run([value])[value]
 
 
-def _correct(rejection: Rejection, target: Target) -> None:
+def _correct(rejection: Truncation, target: Target) -> None:
     with torch.no_grad():
         rejection.correct(target.tensor())
 
