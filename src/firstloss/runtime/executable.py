@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..capture import numbers_in_memory, session
+from ..capture.compare import same_bytes
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
+from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.step import StepTrace, dense_stride, is_traced
 from ..capture.tensor import Geometry, geometry_of
@@ -23,8 +25,6 @@ from ..errors import FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.segments import cut
-from ..program.compare import same_bytes
-from ..program.graph import Program, Ref, Value
 from ..undo import Undo
 from . import dispatch
 from . import loop as loops

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..capture.program import Ref, Value
 from ..capture.tensor import DeferredTensor, Store
-from ..program.graph import Ref, Value
 from .guards import Effects, Env, Left
 from .guards.effects import Bind, Make
 

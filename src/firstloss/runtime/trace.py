@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..capture import session
+from ..capture.program import Program
 from ..errors import TraceError
-from ..program.graph import Program
 from ..uncollected import pause, put_off
 from ..undo import Undo
 from .backend import Backend, current_backend
