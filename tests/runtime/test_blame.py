@@ -227,8 +227,8 @@ def test_a_tensor_resized_between_steps(name, which, compiled):
     assert seen(compiled).shape == alone.shape
 
 
-@pytest.mark.parametrize("change", [lambda x: x.resize_(2), lambda x: x.unsqueeze_(0), lambda x: x.add_(1)])
-def test_an_argument_changed_in_a_step_is_refused(change, compiled):
+@pytest.mark.parametrize("change", [lambda x: x.resize_(2), lambda x: x.unsqueeze_(0)])
+def test_an_argument_resized_in_a_step_is_refused(change, compiled):
     def step(x):
         change(x)
         return x.sum()

@@ -57,6 +57,7 @@ class StepTrace(recorder._Tracing):
         self._before: list[tuple[Store, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, Store]] = {}  # by their storages
         self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with how they looked at which storage
+        self._arguments: dict[Value, Store] = {}
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
@@ -85,7 +86,7 @@ class StepTrace(recorder._Tracing):
     def adopt_real(self, tensor: torch.Tensor) -> Store:
         """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
         one input."""
-        key = _storage_key(tensor)
+        key = storage_key(tensor)
         known = self._real.get(key)
         if known is None:
             home = _whole(tensor)
@@ -99,34 +100,44 @@ class StepTrace(recorder._Tracing):
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
         """Whether the step has not written to a real tensor from outside."""
-        known = self._real.get(_storage_key(tensor))
+        known = self._real.get(storage_key(tensor))
         return known is None or known[1].value is known[1].first
+
+    def shares(self, key: int) -> bool:
+        """Whether a real tensor from outside lies in that storage."""
+        return key in self._real
 
     def laid_out_anew(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
         `tensor.data = ...`): it is no input of this step any more."""
         for tensor, geometry, key in self.outside.values():
-            if geometry_of(tensor) != geometry or type(tensor) is not DeferredTensor and _storage_key(tensor) != key:
+            if geometry_of(tensor) != geometry or type(tensor) is not DeferredTensor and storage_key(tensor) != key:
                 return True
         return False
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
         written to it."""
-        known = self._real.get(_storage_key(tensor))
+        known = self._real.get(storage_key(tensor))
         if known is not None and known[1].value is not known[1].first:
             return DeferredTensor.wrap(known[1], *geometry_of(tensor))
         with torch._C._DisableTorchDispatch():
             self.read.setdefault(id(tensor), ValueRead(tensor))
         return tensor
 
-    def new_input(self, tensor: torch.Tensor, label: str) -> DeferredTensor:
-        """A traced tensor that stands for an argument of the step, shaped as `tensor` is."""
+    def new_input(self, tensor: torch.Tensor, label: str, may_change: bool = False) -> DeferredTensor:
+        """A traced tensor that stands for an argument of the step, shaped as `tensor` is.
+
+        Args:
+            may_change: what the step writes to it is among `changes`.
+        """
         shape, stride = tuple(tensor.shape), dense_stride(tuple(tensor.shape))
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
         store = Store(value)
         store.trace = self
         self.inputs[value] = tensor
+        if may_change:
+            self._arguments[value] = store
         return DeferredTensor.wrap(store, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
@@ -197,7 +208,7 @@ class StepTrace(recorder._Tracing):
 
     def _stores(self) -> list[tuple[Value, Store]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
-        real = {store.first: store for _, store in self._real.values()}
+        real = {store.first: store for _, store in self._real.values()} | self._arguments
         stores = ((v, home if isinstance(home, Store) else real.get(v)) for v, home in self.inputs.items())
         return [(value, store) for value, store in stores if store is not None]
 
@@ -241,8 +252,10 @@ aten = torch.ops.aten
 _MOST_BYTES = 1 << 28
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors that share a storage."""
+    if type(tensor) is DeferredTensor:
+        return id(tensor._store)
     with torch._C._DisableTorchDispatch():
         try:
             return tensor.untyped_storage()._cdata

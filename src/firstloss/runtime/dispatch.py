@@ -83,6 +83,18 @@ class Transaction:
         _open = None
         return outputs
 
+    def execute_or_settle(self) -> Sequence[Sequence[Any]]:
+        """As `execute`; whatever interrupts it, the state is that before the step or after it.
+
+        (A function of its own: an exception that is raised in the very line of a `try` is in no `with` around it, as
+        Python 3.11 compiles that.)
+        """
+        try:
+            return self.execute()
+        except BaseException as error:
+            self.settle(error)
+            raise
+
     def settle(self, error: BaseException) -> None:
         """After `error`, leave the state before the step or after it."""
         global _open

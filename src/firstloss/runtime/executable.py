@@ -19,7 +19,8 @@ from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
 from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.step import StepTrace, dense_stride, is_traced
+from ..capture.source import here
+from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
 from ..capture.tensor import Geometry, geometry_of
 from ..errors import FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
@@ -28,10 +29,11 @@ from ..lower.segments import cut
 from ..undo import Undo
 from . import dispatch
 from . import loop as loops
+from .arguments import Arguments, home_of, setting, view_of
 from .backend import Backend
 from .cell import Cell
 from .gradients import Gradients
-from .guards import Effects, Env, Left
+from .guards import Effects, Env, Given, Left
 from .guards.effects import Bind
 from .inputs import Inputs, keep
 from .jaxlib import compile_options, use_x64, x64
@@ -39,6 +41,7 @@ from .modes import ModesLeft
 from .optimizers import Optimizers
 from .placement import begin_behind
 from .segmented import SegmentedStep
+from .structures import containers
 
 
 class Surroundings(Protocol):
@@ -66,16 +69,29 @@ class Outgoing(NamedTuple):
 class Call:
     """One call of an executable: its arguments, and what it returns and binds once the step has been run."""
 
-    __slots__ = ("leaves", "result", "bindings")
+    __slots__ = ("arguments", "homes", "result", "bindings")
 
-    def __init__(self, leaves: list[Any]) -> None:
-        self.leaves = leaves
+    def __init__(self, arguments: Arguments, homes: Sequence[Store | torch.Tensor]) -> None:
+        self.arguments = arguments
+        self.homes = homes  # of the state that it changes
         self.result: Any = None
         self.bindings: list[Bind] | None = None
 
 
+class Shared(Exception):
+    """The step meets some of its arguments in another way as well: they have to go in as themselves.
+
+    Attributes:
+        leaves: their numbers.
+    """
+
+    def __init__(self, leaves: set[int]) -> None:
+        super().__init__(leaves)
+        self.leaves = leaves
+
+
 class Executable:
-    """A step for one kind of batch. Called with the batch's leaves, it runs the step and returns what the step does.
+    """A step for one kind of batch. Called with the arguments, it runs the step and returns what the step does.
 
     Inputs of the executable are of two kinds: the state that the step changes, which is donated, so that its memory is
     updated in place; and the rest: weights that are only read, the batch, numbers such as the learning rate.
@@ -84,8 +100,7 @@ class Executable:
     def __init__(
         self,
         step: Callable[..., Any],
-        leaves: list[Any],
-        spec: Any,
+        arguments: Arguments,
         backend: Backend,
         around: Surroundings,
         find: Callable[[Executable], Executable | None] = lambda traced: None,
@@ -103,19 +118,25 @@ class Executable:
         self.raised: Exception | None = None  # by the step's Python
         self.why_not: str | None = None  # why it has to be traced at each call, if so
         self._stand_in: dict[int, torch.Tensor] = {}
+        self._stores: set[int] | None = None  # the ids of the inputs' homes, but for arguments
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
         self._tracing = StepTrace()
         self._optimizers = Optimizers(self._tracing)
         self._batch: dict[Value, int] = {}
         self.inputs = Inputs(backend, self._tracing.inputs, self._batch, self._optimizers.hyperparameters)
         with timeline.span("trace"):
-            self._gradients = Gradients(backend.parameters())
+            weights = dict.fromkeys([*backend.parameters(), *around.snapshot.weights()])
+            self._gradients = Gradients(weights)
             self._modes = ModesLeft()
             try:
-                result = [self._trace(step, leaves, spec)]
+                result = [self._trace(step, arguments)]
                 self._modes.traced()
                 self._settle(result)
                 self._optimizers.settled()
+                shared = self.shared(arguments)
+                if shared:
+                    raise Shared(shared)
+                self._forget_arguments()
                 same = find(self) if backend.mesh is None else None
                 self._modes.undo()  # what the step leaves is left when it has been run
             except BaseException:
@@ -128,20 +149,33 @@ class Executable:
 
     # -- from Python to a Program --
 
-    def _trace(self, step: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+    def _trace(self, step: Callable[..., Any], arguments: Arguments) -> Any:
         """Run the step's Python once on tensors without values; returns what it returns."""
+        leaves = arguments.leaves
         traced = list(leaves)
-        arguments: list[tuple[DeferredTensor, int]] = []
-        self._arguments_traced = arguments
+        self._traced: list[tuple[DeferredTensor, int]] = []
+        snapshot = self._around.snapshot
+        itself = {i for i, leaf in arguments.data() if leaf.requires_grad and snapshot.holds(leaf)}
+        if itself:  # an optimizer's, perhaps
+            raise Shared(itself)
         with Undo() as undo, undo, self._tracing.active(), self._optimizers.watched():
             self._around.recording.begin(undo)
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor):
-                    made = self._tracing.new_input(leaf, f"batch{i}")
+            made_of: dict[int, DeferredTensor] = {}
+            for i, leaf in arguments.data():
+                made = made_of.get(id(leaf))
+                if made is None:
+                    made = made_of[id(leaf)] = self._tracing.new_input(leaf, f"batch{i}", may_change=True)
                     self._batch[made._store.value] = i
-                    traced[i] = made.requires_grad_(True) if leaf.requires_grad else made
-                    arguments.append((made, i))
-            args, kwargs = pytree.tree_unflatten(traced, spec)
+                    made.requires_grad_(leaf.requires_grad)
+                    self._traced.append((made, i))
+                traced[i] = made
+            for i, j in arguments.gradients.items():
+                traced[i].grad = traced[j]
+            self._arguments_before = leaves
+            self._gradients_before = {i: traced[j] for i, j in arguments.gradients.items()}
+            args, kwargs = pytree.tree_unflatten(traced[: len(arguments.given)], arguments.spec)
+            self._containers = list(containers((args, kwargs)))
+            snapshot.also((args, kwargs))
             try:
                 result = step(*args, **kwargs)
             except FirstlossError:
@@ -150,13 +184,17 @@ class Executable:
                 if any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
                     raise
                 self.raised, result = error, None
-        for argument, i in arguments:
-            node = argument._store.value.node
-            if node is not None or argument.shape != leaves[i].shape:
-                where = f"{node.source}: the step edits" if node is not None else f"{self._name} resizes"
+        for argument, i in self._traced:
+            if argument.shape != leaves[i].shape or argument.dtype != leaves[i].dtype:
                 raise TraceError(
-                    f"{where} its argument in place, and the caller's tensor would not see it. "
-                    "Edit a clone of it, or return it."
+                    f"{here()}: {self._name} resizes its argument in place, or gives it other memory, and the caller's "
+                    "tensor would not see it. Resize a clone of it, or return it."
+                )
+            if argument.grad is not None and not leaves[i].is_leaf:
+                raise TraceError(
+                    f"{here()}: {self._name} computes gradients for its argument {list(argument.shape)}, which was "
+                    "computed outside of the step and wants them too: what it was computed from would get none. "
+                    "Compute it in the step, or pass its detach()."
                 )
         if self._backend.mesh is not None:
             self._backend.mesh.follow(self._backend.parameters(), self._optimizers.seen)
@@ -168,28 +206,34 @@ class Executable:
         """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
         undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
         tracing = self._tracing
-        left = Left(
-            lambda tensor: is_traced(tensor, tracing),
-            self._around.snapshot.holds,
-            {id(made): i for made, i in self._arguments_traced},
+        given = Given(
+            {id(made): i for made, i in self._traced},
+            {id(made._store): i for made, i in self._traced},
+            {id(container): n for n, container in enumerate(self._containers)},
+            view_of,
         )
+        left = Left(lambda tensor: is_traced(tensor, tracing), self._around.snapshot.holds, given)
         self._result = left.make(result.pop())
         returned = len(left.tensors)
         weights = {id(p) for p in self._backend.parameters()}
         self.effects = self._around.effects(left, weights)
         self._gradients.traced(tracing.inputs, self.effects, left)
         self._optimizers.traced(self.effects, left, self.move)
+        self._follow_arguments(left)
         self.effects.undo()
         outputs = self._leave(left, returned)
         self._changed: dict[Value, Store | torch.Tensor] = {}
         for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = Ref.of(new)
             home = tracing.inputs[value]
-            if isinstance(home, torch.Tensor) and _nobody_elses(home):
+            if value not in self._batch and isinstance(home, torch.Tensor) and _nobody_elses(home):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 self._backend.claim([home])
                 home = tracing.inputs[value] = home._store  # type: ignore[attr-defined]
             self._changed[value] = home._store if type(home) is DeferredTensor else home  # moved since, by claim
+        self._edited = [self._batch[value] for value in tracing.changes if value in self._batch]
+        outside = any(isinstance(home, torch.Tensor) for home in self._changed.values())
+        self._writes_outside = bool(self._edited) or outside
         for i, call in enumerate(tracing.closures):
             outputs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
         self._arguments = [name for name in outputs if name.startswith("closure")]
@@ -205,6 +249,25 @@ class Executable:
             needed.update(ref.value for ref in node.refs())
             needed.update(ref.value for ref in node.writes)
         self._read = [v for v in tracing.inputs if v in needed and v not in self._changed]
+
+    def _forget_arguments(self) -> None:
+        """Each call has its own: those that it was traced with are not kept."""
+        for value in self._batch:
+            self._tracing.inputs[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        del self._traced, self._containers, self._arguments_before, self._gradients_before
+
+    def _follow_arguments(self, left: Left) -> None:
+        """What the step has done to its arguments, beside writing to them."""
+        for made, i in self._traced:
+            leaf = self._arguments_before[i]
+            found = {k: v for k, v in made.__dict__.items() if k not in ("_store", *leaf.__dict__)}
+            if made.requires_grad != leaf.requires_grad:
+                found["requires_grad"] = made.requires_grad
+            gradient = self._gradients_before.get(i)
+            if made.grad is not gradient:
+                found["grad"] = made.grad
+            for name, value in found.items():
+                self.effects.also(lambda: None, _on_argument(i, name, left.make(value)))
 
     def _leave(self, left: Left, returned: int) -> dict[str, Ref]:
         """Outputs for the traced tensors that are returned, or left in Python; for those that somebody else still holds
@@ -305,7 +368,7 @@ class Executable:
         if hasattr(self, "effects"):
             self.effects.undo()
         else:
-            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds, {}))
+            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds))
         self._gradients.undo()
         self._modes.undo()
         new = self._optimizers.new_state
@@ -342,6 +405,7 @@ class Executable:
         stores = [id(_home(new)) for _, new in moved]
         if len(set(stores)) != len(stores):
             return False
+        self._stores = None
         for value, new in moved:
             inputs[value] = _home(new)
             if value in self._changed:
@@ -432,14 +496,15 @@ class Executable:
         results: Sequence[Any],
     ) -> None:
         """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
-        keep(self._changed.values(), cells, new)
+        keep(call.homes, cells, new)
         arrays = dict(zip((*self._out, *self._arguments, *self._made), (*results, *made), strict=True))
         for name, store in self._held.items():
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(arrays[name])), None
             store.resident.set(arrays[name])
         if call.bindings is None:
-            env = Env(self._fresh(arrays), call.leaves, self._stand_in)
+            arguments = call.arguments
+            env = Env(self._fresh(arrays), arguments.leaves, arguments.containers, self._stand_in)
             call.result = self._result(env)
             call.bindings = self.effects.bindings(env)
         for bind in call.bindings:
@@ -476,20 +541,57 @@ class Executable:
 
         later.failed = failed
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def shared(self, arguments: Arguments) -> set[int]:
+        """The numbers of the arguments that the step meets in another way as well, or that lie in the memory of others,
+        where it matters: some of them are written to."""
+        inputs = self._tracing.inputs
+        found: set[int] = set()
+        data = list(arguments.data())
+        for i, leaf in data:
+            if type(leaf) is DeferredTensor:
+                if self._stores is None:
+                    self._stores = {id(h) for v, h in inputs.items() if v not in self._batch}
+                if id(leaf._store) in self._stores:
+                    found.add(i)
+        if not self._writes_outside:
+            return found
+        where: dict[int, list[int]] = {}
+        for i, leaf in data:
+            where.setdefault(storage_key(leaf), []).append(i)
+        written = {storage_key(arguments.leaves[i]) for i in self._edited}
+        for key, numbers in where.items():
+            alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
+            if key in written and not alone or self._tracing.shares(key):
+                found.update(numbers)
+        return found
+
+    def __call__(self, arguments: Arguments) -> Any:
+        shared = self.shared(arguments)
+        if shared:
+            raise Shared(shared)
+        if not arguments.padded.isdisjoint(self._edited):
+            raise TraceError(
+                f"{here()}: {self._name} edits its argument in place, of which it was given a padded copy: the "
+                "caller's tensor would not see it. Edit a clone of it, or return it."
+            )
+        leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             dispatch.settled()
-            self._gradients.follow(self._tracing.inputs, self._changed, self._stand_in)
+            if self._gradients.follow(self._tracing.inputs, self._changed, self._stand_in):
+                self._stores = None
             wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
-            state, cells = self.inputs.state(self._changed, leaves, wait)
+            homes = self._changed
+            if self._edited:
+                homes = {v: home_of(leaves[self._batch[v]]) if v in self._batch else h for v, h in homes.items()}
+            state, cells = self.inputs.state(homes, leaves, wait)
             rest = self.inputs.arrays(self._read, leaves, wait)
             key = self._backend.keys.next() if self._tracing.draws else None
             seed = key if key is not None else _no_seed(self._backend.mesh is None)
             begin = timeline.current().now()
             run = dispatch.begin(self._compiled, state, rest, seed)
 
-            call = Call(leaves)
+            call = Call(arguments, homes.values())  # type: ignore[arg-type]
 
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
                 self._commit(call, cells, key, *outputs)
@@ -502,11 +604,7 @@ class Executable:
             step = dispatch.Transaction(run, state, commit, lose)
             first = not self._ran or isinstance(self._compiled, SegmentedStep) and not self._compiled.ran
             gradients = self._gradients.now() if first else None
-            try:
-                results = step.execute()[2]
-            except BaseException as error:
-                step.settle(error)
-                raise
+            results = step.execute_or_settle()[2]
             if first:
                 self._first(run, state, cells, key, gradients)
             if not self._ran:
@@ -514,9 +612,9 @@ class Executable:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        arguments = dict(zip(self._arguments, results[len(self._out) :], strict=True))
+        to_closures = dict(zip(self._arguments, results[len(self._out) :], strict=True))
         for i, closure in enumerate(self._tracing.closures):
-            closure.after_step([arguments[f"closure{i}.{j}"] for j in range(len(closure.refs))])
+            closure.after_step([to_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
         loop = loops.current()
         if loop is not None:
             loop.dispatched(results)
@@ -551,6 +649,10 @@ class Executable:
 
     def _whole(self, output: str) -> Value:
         return self.program.outputs[output].value
+
+
+def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
+    return lambda env: setting(env.arguments[number], name, make(env))
 
 
 def _is_held(store: Store) -> bool:

@@ -18,11 +18,11 @@ Homes = dict[Value, Store | torch.Tensor]
 class Gradients:
     """Of the weights of one executable: at later calls no Python of the step's runs that would read or set them."""
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         """To be made before the step is traced."""
         self._before = {p: p.grad for p in weights}
-        self._left: list[torch.nn.Parameter] = []  # whose gradients it leaves or clears
-        self._read: dict[Value, tuple[torch.nn.Parameter, Ref | None]] = {}  # how it looked at its memory
+        self._left: list[torch.Tensor] = []  # whose gradients it leaves or clears
+        self._read: dict[Value, tuple[torch.Tensor, Ref | None]] = {}  # how it looked at its memory
 
     def traced(self, inputs: Homes, effects: Effects, left: Left) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
@@ -47,34 +47,41 @@ class Gradients:
         """The inputs that are gradients."""
         return self._read
 
-    def follow(self, inputs: Homes, changed: dict[Value, Any], stand_in: dict[int, Any]) -> None:
-        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead."""
+    def follow(self, inputs: Homes, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
+        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead.
+
+        Returns:
+            Whether there were such.
+        """
+        others = False
         for value, (parameter, _) in self._read.items():
             home = _home(parameter.grad)
             stand_in[id(self._before[parameter])] = parameter.grad
             if home is not inputs[value]:
+                others = True
                 inputs[value] = home
                 if value in changed:
                     changed[value] = home
+        return others
 
-    def now(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
+    def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Those that a call will replace, for `back_to`."""
         return [(parameter, parameter.grad) for parameter in self._left]
 
-    def back_to(self, before: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+    def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """A call has failed: weights have the gradients again that were there `before`."""
         for parameter, gradient in before:
             parameter.grad = gradient
 
 
-def _setter(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> Callable[[], None]:
+def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[[], None]:
     def put() -> None:
         parameter.grad = gradient
 
     return put
 
 
-def _maker(parameter: torch.nn.Parameter, make: Make) -> Callable[[Env], Bind]:
+def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
     return lambda env: _setter(parameter, make(env))
 
 

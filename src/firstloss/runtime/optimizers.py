@@ -302,7 +302,7 @@ class Optimizers:
         finally:
             self._rehearsing = False
             if around is not None:  # what the user's own code counts, it has not counted
-                Effects(around, None, Left(lambda tensor: False, around.holds, {})).undo()
+                Effects(around, None, Left(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self._make_input(optimizer, i, key)
@@ -464,7 +464,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor] 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, what others do before and after its steps is left out."""
-    tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     with Undo() as undo, undo:
         for table in tables:
             undo(table.update, list(table.items()))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.source import here
 from ..errors import GraphChangeWarning, ShapeError, TraceError
+from .arguments import Arguments
 from .structures import flatten
 
 
@@ -57,18 +58,19 @@ class Shapes:
         self._policy = policy
         self._met: dict[Any, tuple] = {}  # by structure and all but shapes: the kinds, as tuples of leaves' kinds
 
-    def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any, tuple]:
-        """The leaves to run the step on, their structure and their kind.
+    def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
+        """The arguments to run the step on, and their kind.
 
         Raises:
             ShapeError: for a new kind, where those are refused.
             TraceError: for an argument that is neither a tensor nor a constant.
         """
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten(given := (args, kwargs))
         kind = tuple(map(_kind, leaves))
         kinds = self._met.setdefault(spec, ())
+        padded: frozenset[int] = frozenset()
         if kind in kinds:
-            return leaves, spec, kind
+            return Arguments(given, leaves, spec), kind
         if kinds and self._policy == "refuse":
             raise ShapeError(f"{here()}: {self._step} is called with {self._told(kinds[-1], kind, args, kwargs)}.")
         if kinds and isinstance(self._policy, Pad):
@@ -76,14 +78,15 @@ class Shapes:
             if target is not None:
                 names = _names(args, kwargs)
                 leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
+                padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
                 if target in kinds:
-                    return leaves, spec, target
+                    return Arguments(given, leaves, spec, padded), target
                 kind, new = target, kind
                 self._say(self._told(kinds[-1], new, args, kwargs))
         elif kinds:
             self._say(self._told(kinds[-1], kind, args, kwargs))
         self._met[spec] = (*kinds, kind)
-        return leaves, spec, kind
+        return Arguments(given, leaves, spec, padded), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
         """The kind to pad to: the smallest known one that is large enough, else a new one; None if none is alike."""

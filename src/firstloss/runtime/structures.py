@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -29,3 +30,21 @@ def _register(kind: type[UserDict]) -> None:
         lambda items, keys: kind(dict(zip(keys, items, strict=True))),
         flatten_with_keys_fn=entries,
     )
+
+
+def containers(structure: Any) -> Iterator[Any]:
+    """The dicts, lists and other containers that `flatten` takes apart, and the dicts of their attributes: all that
+    can be changed in place, in an order that depends on the structure alone."""
+    kind: Any = namedtuple if isinstance(structure, tuple) and hasattr(structure, "_fields") else type(structure)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        return
+    if not isinstance(structure, tuple):
+        yield structure
+        attributes = getattr(structure, "__dict__", None)
+        if type(attributes) is dict:
+            yield attributes
+        if isinstance(structure, UserDict):
+            yield structure.data
+    for part in node.flatten_fn(structure)[0]:
+        yield from containers(part)

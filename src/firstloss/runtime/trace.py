@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..capture.program import Program
 from ..errors import TraceError
 from ..uncollected import pause, put_off
 from ..undo import Undo
+from .arguments import Arguments, home_of
 from .backend import Backend, current_backend
 from .changes import Changes
 from .modes import modes
@@ -63,6 +65,9 @@ def trace(
     return TracedStep(step, shapes, changes, check)
 
 
+_MOST_FOR_CERTAIN = 32
+
+
 class TracedStep:
     """A step and its executables, one for each kind of batch that it has met."""
 
@@ -87,6 +92,8 @@ class TracedStep:
         self._latest: Changes | None = None
         self._seen: tuple | None = None
         self._all: list[torch.nn.Parameter] = []
+        # By id, what arguments are that the step meets in another way, too.
+        self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._read_later: dict[tuple[Changes, int], bool] = {}  # whether they read the parameters from the int-th on
         functools.update_wrapper(self, step)
 
@@ -106,10 +113,26 @@ class TracedStep:
         backend = current_backend()
         if not backend.is_xla or session.trace is not None:  # within another step it is a part of that one
             return self._step(*args, **kwargs)
-        from .executable import Executable  # here, because it brings JAX
+        from .executable import Executable, Shared  # here, because it brings JAX
 
-        leaves, spec, kind = self._shapes.admit(args, kwargs)
-        setting = (id(backend), spec, kind, modes())
+        arguments, kind = self._shapes.admit(args, kwargs)
+        arguments.itself.update(i for i, leaf in arguments.data() if id(home_of(leaf)) in self._shared)
+        while True:
+            try:
+                return self._run(Executable, backend, arguments, kind)
+            except Shared as shared:
+                for i in shared.leaves:
+                    home = home_of(arguments.leaves[i])
+                    self._shared[id(home)] = home
+                arguments.itself.update(shared.leaves)
+
+    def _run(self, executables: Any, backend: Backend, arguments: Arguments, kind: tuple) -> Any:
+        """Find or make the executable for these arguments, and run it.
+
+        Raises:
+            Shared: if some of them have to go in as themselves.
+        """
+        setting = (id(backend), arguments.spec, kind, arguments.key(), modes())
         with Undo() as undo, undo:
             # Models of other threads are in reach as well, and their gradients come and go while these trace.
             with session.tracing:
@@ -121,16 +144,24 @@ class TracedStep:
                     known = self._fitting(*key) or self._executables.setdefault(
                         key, Changes(self._name, self._refuse, self._check)
                     )
+                    self._forget_some(arguments)
 
-                def trace(around: Any, find: Any) -> Executable:
-                    return Executable(self._step, leaves, spec, backend, around, find)
+                def trace(around: Any, find: Any) -> Any:
+                    return executables(self._step, arguments, backend, around, find)
 
-                owned = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
                 alike = [] if fits else [c for (other, _), c in self._executables.items() if other == setting]
                 (pause if fits else put_off)(undo)
-                executable = known.executable(trace, (self._step, *owned, *backend.models), alike)
+                executable = known.executable(trace, (self._step, *arguments.own(), *backend.models), alike)
                 self._latest = known
-            return executable(leaves)  # which tells the loop under way, so that it can fetch the next batch meanwhile
+            # It tells the loop under way, so that that can fetch the next batch meanwhile.
+            return executable(arguments)
+
+    def _forget_some(self, arguments: Arguments) -> None:
+        """Of executables for certain tensors, which they keep, only some are kept themselves."""
+        if arguments.itself:
+            certain = [key for key in self._executables if key[0][3] and key[0][3][2]]
+            for key in certain[:-_MOST_FOR_CERTAIN]:
+                del self._executables[key]
 
     def _fitting(self, setting: tuple, weights: tuple) -> Changes | None:
         """The executables of which one does what the step's Python would do now: those traced with the same weights,

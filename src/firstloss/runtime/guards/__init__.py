@@ -6,9 +6,9 @@
 - `effects.py` compares the snapshot with what there is afterwards, and repeats the difference at later calls.
 """
 
-from .effects import Effects, Env, Left
+from .effects import Effects, Env, Given, Left
 from .guard_set import Change, GuardSet
 from .recording import Recording
 from .snapshot import Snapshot
 
-__all__ = ["Change", "Effects", "Env", "GuardSet", "Left", "Recording", "Snapshot"]
+__all__ = ["Change", "Effects", "Env", "Given", "GuardSet", "Left", "Recording", "Snapshot"]

@@ -23,20 +23,52 @@ from .snapshot import MISSING, Snapshot, own_attributes, slot_value
 
 
 class Env:
-    """One call's: its new tensors, the arguments, and what stands for tensors that were there when it was traced."""
+    """One call's: its new tensors, the arguments with the containers that they are in, and what stands for tensors that
+    were there when it was traced."""
 
-    __slots__ = ("fresh", "arguments", "stand_in", "made")
+    __slots__ = ("fresh", "arguments", "containers", "stand_in", "made")
 
     def __init__(
-        self, fresh: Callable[[int], torch.Tensor], arguments: list[Any], stand_in: dict[int, torch.Tensor]
+        self,
+        fresh: Callable[[int], torch.Tensor],
+        arguments: list[Any],
+        containers: Callable[[], list[Any]],
+        stand_in: dict[int, torch.Tensor],
     ) -> None:
         self.fresh = fresh
         self.arguments = arguments
+        self.containers = containers
         self.stand_in = stand_in
         self.made: dict[int, Any] = {}
 
 
 Make = Callable[[Env], Any]
+
+
+class Given:
+    """What stands for the arguments of a step while it is traced.
+
+    Attributes:
+        tensors: by id, the traced tensors, each with the number of the argument that it stands for.
+        stores: by id, their storages, likewise.
+        containers: by id, the dicts, lists and objects that hold them, each with its number.
+        view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[int, int],
+        stores: dict[int, int],
+        containers: dict[int, int],
+        view: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        self.tensors = tensors
+        self.stores = stores
+        self.containers = containers
+        self.view = view
+
+
+NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor)
 
 
 class Left:
@@ -48,20 +80,20 @@ class Left:
     """
 
     def __init__(
-        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], arguments: dict[int, int]
+        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: Given = NOTHING_GIVEN
     ) -> None:
         """
         Args:
             is_traced: whether a tensor was made by the step.
             is_old: whether an object was there before the step.
-            arguments: by the id of the traced tensor that stands for it, the number of an argument.
+            given: what stands for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
         self.why_not: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
         self._is_old = is_old
-        self._arguments = arguments
+        self._given = given
         self._makes: dict[int, Make] = {}
         self._constant: set[int] = set()
         self._kept: list[Any] = []
@@ -79,8 +111,21 @@ class Left:
         self._kept.clear()
         self._is_old = lambda what: True
 
+    def place(self, container: Any) -> Make:
+        """What `container` is at each call: itself, unless it is one that holds arguments."""
+        if id(container) not in self._given.containers:
+            return _constant(container)
+        number = self._given.containers[id(container)]
+        return lambda env: env.containers()[number]
+
+    def holds_arguments(self, container: Any) -> bool:
+        """Whether it stands for one that holds arguments, which are others at each call."""
+        return id(container) in self._given.containers
+
     def make(self, value: Any) -> Make:
         """A function that makes at each call what `value` is now."""
+        if id(value) in self._given.containers:
+            return self.place(value)
         known = self._makes.get(id(value))
         if known is not None:
             return known
@@ -135,11 +180,14 @@ class Left:
         return _constant(value)
 
     def _tensor(self, value: torch.Tensor) -> Make:
-        argument = self._arguments.get(id(value))
+        argument = self._given.tensors.get(id(value))
         if argument is not None:
             return lambda env: env.arguments[argument]
         if self._is_traced(value):
             assert type(value) is DeferredTensor
+            shown = self._given.stores.get(id(value._store))
+            if shown is not None and not value.is_conj():
+                return self._view_of_argument(value, shown)
             number = self.number(value)
             return lambda env: env.fresh(number)
         key = id(value)
@@ -154,6 +202,17 @@ class Left:
             return lambda env: known.clone()
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
         return lambda env: DeferredTensor.wrap(store, *geometry)
+
+    def _view_of_argument(self, value: DeferredTensor, argument: int) -> Make:
+        geometry, view = geometry_of(value), self._given.view
+        leaf = value.requires_grad and value.is_leaf
+        attributes = {k: v for k, v in value.__dict__.items() if k != "_store"}
+
+        def make(env: Env) -> tuple[torch.Tensor, Callable[[Any], None]]:
+            made = view(env.arguments[argument], geometry).requires_grad_(leaf)
+            return made, lambda new: new.__dict__.update(attributes)
+
+        return self._once(value, make)
 
     @staticmethod
     def _once(value: Any, how: Callable[[Env], tuple[Any, Callable[[Any], None]]]) -> Make:
@@ -384,6 +443,8 @@ class Effects:
         delete: Callable[[Any], None] = table.__delitem__
         if isinstance(owner, type):  # a class tells its interpreter
             put, delete = functools.partial(type.__setattr__, owner), functools.partial(type.__delattr__, owner)
+        given = self._left.holds_arguments(table)
+        place = self._left.place(table)
         for name, now in list(table.items()):
             old = before.get(name, MISSING)
             if now is old:
@@ -391,9 +452,15 @@ class Effects:
             if isinstance(name, str) and name.startswith("_firstloss"):  # our own notes
                 continue
             self._undo.append(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
+            if given:
+                self._apply.append(_setting_in(place, name, self._left.make(now)))
+                continue
             self._bind((id(table), name), old, now, functools.partial(put, name), lambda n=name: table[n], guards)
         for name in before.keys() - table.keys():
             self._undo.append(functools.partial(put, name, before[name]))
+            if given:
+                self._apply.append(_removing_from(place, name))
+                continue
             self._apply.append(_always(functools.partial(_delete, table, name, delete)))
 
     def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, guards: GuardSet | None) -> None:
@@ -455,17 +522,19 @@ class Effects:
         ):
             return
         self.places.add(id(table))
-        if guards is not None:
+        if guards is not None and not self._left.holds_arguments(table):
             guards.guard_content(table)
         self._undo.append(lambda: put_table(table, before))
+        place = self._left.place(table)
         if list(now) == list(before):  # bound anew in place
             for key, value in now.items():
                 if value is not before[key]:
-                    make = self._left.make(value)
-                    self._apply.append(_setting(functools.partial(dict.__setitem__, table, key), make))
+                    self._apply.append(_setting_in(place, key, self._left.make(value)))
             return
         parts = [(key, self._left.make(value)) for key, value in now.items()]
-        self._apply.append(lambda env: functools.partial(put_table, table, {key: make(env) for key, make in parts}))
+        self._apply.append(
+            lambda env: functools.partial(put_table, place(env), {key: make(env) for key, make in parts})
+        )
 
     def _sequence(self, container: Any, before: list, guards: GuardSet | None) -> None:
         now = items_of(container)
@@ -480,15 +549,17 @@ class Effects:
             makes = [self._left.make(item) for item in added]
             self._apply.append(lambda env: _adding(container, [make(env) for make in makes]))
             return
-        guards.guard_content(container)
+        place = self._left.place(container)
+        if not self._left.holds_arguments(container):
+            guards.guard_content(container)
         makes = [self._left.make(item) for item in now]
         if kind_of(type(container)) is Kind.LIST and len(now) == len(before):
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
             for i, make in changed:
-                self._apply.append(_setting(functools.partial(list.__setitem__, container, i), make))
+                self._apply.append(_setting_in(place, i, make))
             return
-        self._apply.append(lambda env: functools.partial(put_items, container, [make(env) for make in makes]))
+        self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
 
 
 def _delete(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
@@ -502,6 +573,21 @@ def _always(bind: Bind) -> Callable[[Env], Bind]:
 
 def _setting(put: Callable[[Any], None], make: Make) -> Callable[[Env], Bind]:
     return lambda env: functools.partial(put, make(env))
+
+
+def _setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
+    """Puts an item into a dict or a list, whatever its class makes of that."""
+
+    def apply(env: Env) -> Bind:
+        container = place(env)
+        put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+        return functools.partial(put, container, key, make(env))
+
+    return apply
+
+
+def _removing_from(place: Make, name: str) -> Callable[[Env], Bind]:
+    return lambda env: functools.partial(place(env).pop, name, None)
 
 
 def _adding(container: Any, items: list) -> Bind:

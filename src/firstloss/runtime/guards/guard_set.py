@@ -68,10 +68,15 @@ class TableGuard:
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """Key, old and new content of what has changed; the key is MISSING for the dict as a whole."""
-        get = self.table.get if type(self.table) is dict else lambda key, default: dict.get(self.table, key, default)
-        for key, old in self.expected.items():
+        plain = type(self.table) is dict
+        get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
+        if plain and all(map(operator.is_, map(self.table.get, self.expected), self.expected.values())):
+            entries: Iterable[tuple[Any, Any]] = ()  # there may be thousands, as in PyTorch's modules
+        else:
+            entries = self.expected.items()
+        for key, old in entries:
             new = get(key, MISSING)
-            if new is not old and not same(old, new) and undisguised(new) is not old:
+            if new is not old and not same(old, new) and undisguised(new) is not undisguised(old):
                 yield key, old, new
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
@@ -359,7 +364,7 @@ class GuardSet:
             return
         table = class_table(base)
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
-        found = {name: undisguised(table.get(name, MISSING)) for name in looked_up}
+        found = {name: table.get(name, MISSING) for name in looked_up}
         self._table(table, _describe_attribute(base), None).expected.update(found)
 
     def _imported(self, module: str, name: str) -> None:
@@ -560,10 +565,10 @@ class GuardSet:
             )
         self._snapshot = None
         for namespace in namespaces():
-            guard = TableGuard(namespace.table, lambda name, where=namespace.what: f"{where}.{name}")  # type: ignore[misc]
-            guard.expected = namespace.expected
-            if self._tables.setdefault(id(namespace.table), guard) is not guard:
+            if id(namespace.table) in self._tables:
                 self._tables[id(namespace.table)].expected |= namespace.expected
+            else:
+                self._table(namespace.table, namespace.describe, None).expected = namespace.expected
         self.tables = list(self._tables.values())
         self.lists = list(self._lists.values())
         self.cells = list(self._cells.values())

@@ -25,6 +25,10 @@ class Namespace:
         self.what = what
         self.expected = _functions(table)
 
+    def describe(self, name: str) -> str:
+        """A function in it, in words."""
+        return f"{self.what}.{name}"
+
     def current(self) -> Namespace:
         """This, or one of what is there now."""
         now = _functions(self.table)
@@ -33,7 +37,7 @@ class Namespace:
 
 
 def _functions(table: dict) -> dict[str, Any]:
-    return {name: undisguised(value) for name, value in table.items() if callable(value) and not _lazy(name, value)}
+    return {name: value for name, value in table.items() if callable(value) and not _lazy(name, value)}
 
 
 def _lazy(name: str, value: Any) -> bool:

@@ -97,6 +97,17 @@ class Snapshot:
             self._visit(todo.pop(), todo)
         self.complete = not todo
 
+    def also(self, root: Any) -> None:
+        """Walk what can be reached from one more."""
+        todo = [root]
+        while todo and len(self.seen) < _MOST_OBJECTS:
+            self._visit(todo.pop(), todo)
+
+    def weights(self) -> list[torch.Tensor]:
+        """The tensors that gradients are computed for."""
+        with torch._C._DisableTorchDispatch():
+            return [t for t in self.tensors.values() if t.requires_grad and t.is_leaf]
+
     def holds(self, what: Any) -> bool:
         """Whether an object was there before the step."""
         return id(what) in self.seen

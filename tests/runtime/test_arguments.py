@@ -1,0 +1,446 @@
+"""Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done at every call."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.z = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.z(torch.tanh(self.a(x)))
+
+
+def batch():
+    return torch.randn(6, 4)
+
+
+CASES = {}
+
+
+def case(f):
+    CASES[f.__name__] = f
+    return f
+
+
+@case
+def edited_in_place(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        x.sub_(0.5).div_(2)
+        return net(x).sum()
+
+    for i in range(4):
+        x = batch().t().contiguous().t() if i == 2 else torch.randn(8, 4)[1:7] if i == 3 else batch()
+        yield step(x), x
+
+
+@case
+def results_as_arguments(net, model, optimizer):
+    @fl.trace
+    def step(h, x):
+        h.mul_(0.5).add_(x.mean(0))
+        return net(x).sum(), h
+
+    h = torch.zeros(4)
+    for i in range(6):
+        loss, same = step(h, batch())
+        yield loss, h.clone(), same is h
+        if i == 3:
+            h = h * 2
+
+
+@case
+def views_that_are_kept(net, model, optimizer):
+    kept = []
+
+    @fl.trace
+    def step(x):
+        kept.extend([x[1], x.t()[1:3], x.detach(), x[::2, None], x.diagonal(), x.expand(2, 6, 4)])
+        return net(x).sum()
+
+    for i in range(4):
+        x = torch.randn(4, 6).t() if i % 2 else batch()
+        yield step(x)
+        x.mul_(2)
+        yield [view.clone() for view in kept]
+        kept[-4].add_(1)
+        yield x
+
+
+@case
+def views_of_another_dtype(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        return x.view(torch.int32)[1], x.flatten()[3:5], x.reshape(3, 8)[0]
+
+    for i in range(4):
+        x = batch()
+        views = step(x)
+        x.mul_(2)
+        yield views
+    yield step(torch.randn(4, 6).t().contiguous())
+
+
+@case
+def gradients_of_an_argument(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        loss = net(x).sum()
+        loss.backward()
+        return loss, x.detach() + 0.1 * x.grad.sign()
+
+    for i in range(4):
+        x = batch().requires_grad_()
+        yield step(x), x.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def gradients_that_add_up(net, model, optimizer):
+    x = batch().requires_grad_()
+
+    @fl.trace
+    def step(x):
+        loss = (net(x) ** 2).sum()
+        loss.backward()
+        return loss
+
+    for i in range(6):
+        yield step(x), x.grad.clone()
+        if i == 3:
+            x.grad = None
+
+
+@case
+def wants_gradients_from_now_on(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        x.requires_grad_()
+        (g,) = torch.autograd.grad(net(x).sum(), x)
+        return g.sum()
+
+    for i in range(3):
+        x = batch()
+        yield step(x), x.requires_grad, x.grad
+
+
+@case
+def weights(net, model, optimizer):
+    @fl.trace
+    def step(weights, x):
+        loss = net(x).pow(2).mean()
+        loss.backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in weights))
+        with torch.no_grad():
+            for p in weights:
+                p -= 0.1 * p.grad
+        for p in weights:
+            p.grad = None
+        return loss, norm
+
+    for i in range(4):
+        yield step(list(model.parameters()), batch())
+    yield step([model.a.weight], batch())
+
+
+@case
+def one_weight_and_its_view(net, model, optimizer):
+    @fl.trace
+    def step(w, x):
+        loss = net(x).sum() + (w**2).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, w.sum()
+
+    for i in range(3):
+        yield step(model.a.weight, batch())
+    for i in range(3):
+        yield step(model.a.weight.detach(), batch())
+
+
+@case
+def of_another_optimizer(net, model, optimizer):
+    x = batch().requires_grad_()
+    other = torch.optim.SGD([x], lr=0.1)
+
+    @fl.trace
+    def step(x):
+        loss = net(x).sum()
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        return loss
+
+    for i in range(4):
+        yield step(x), x.detach().clone()
+
+
+@case
+def the_same_twice(net, model, optimizer):
+    @fl.trace
+    def step(x, y):
+        return net(x).sum() if x is y else net(y).sum() * 2
+
+    for i in range(3):
+        x = batch()
+        yield step(x, x), step(x, x.clone()), step(x, x[:])
+
+
+@case
+def overlapping_and_edited(net, model, optimizer):
+    @fl.trace
+    def step(x, y):
+        x.mul_(2)
+        return net(y).sum()
+
+    for i in range(4):
+        x = batch()
+        yield step(x, x[:3]), x
+        yield step(x, batch()[:3]), x
+
+
+@case
+def overlapping_what_the_step_reads(net, model, optimizer):
+    data = batch()
+
+    @fl.trace
+    def step(x):
+        x.mul_(0.5)
+        return net(data).sum()
+
+    for i in range(3):
+        yield step(data[:3]), step(torch.randn(3, 4)), data.clone()
+
+
+@case
+def with_attributes_and_hooks(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        loss = net(x).sum() * getattr(x, "weight", 1.0)
+        if x.requires_grad:
+            loss.backward()
+        return loss
+
+    for i in range(4):
+        x = batch()
+        if i:
+            x.weight = float(i)
+        if i == 3:
+            x.requires_grad_().register_hook(lambda g: g * 2)
+        yield step(x), x.grad
+
+
+@case
+def gives_attributes(net, model, optimizer):
+    @fl.trace
+    def step(x):
+        x.seen = net(x).sum()
+        return x.seen * 2
+
+    for i in range(3):
+        x = batch()
+        yield step(x), x.seen
+
+
+@case
+def dicts_that_grow(net, model, optimizer):
+    @fl.trace
+    def step(batch):
+        batch["out"] = net(batch["x"])
+        batch["all"].append(batch["out"].sum())
+        del batch["unused"]
+        return batch
+
+    for i in range(4):
+        given = {"x": batch(), "all": [], "unused": torch.ones(2)}
+        yield step(given) is given, given
+
+
+@case
+def state_in_a_dict(net, model, optimizer):
+    state = {"ema": torch.zeros(3), "n": torch.zeros(()), "best": None}
+
+    @fl.trace
+    def step(state, x):
+        out = net(x)
+        state["ema"] = 0.9 * state["ema"] + 0.1 * out.mean(0)
+        state["n"] += 1
+        state["best"] = out.max() if state["best"] is None else torch.maximum(state["best"], out.max())
+        return out.sum()
+
+    for i in range(5):
+        yield step(state, batch()), dict(state)
+
+
+@case
+def state_in_a_list(net, model, optimizer):
+    h = [torch.zeros(3)]
+
+    @fl.trace
+    def step(h, x):
+        h[0] = h[0] * 0.5 + net(x).mean(0)
+        return h[0].sum()
+
+    for i in range(4):
+        yield step(h, batch()), h[0]
+
+
+@case
+def numbers_in_a_dict(net, model, optimizer):
+    state = {"n": 0, "sum": torch.zeros(())}
+
+    @fl.trace
+    def step(x, state):
+        state["n"] += 1
+        state["sum"] = state["sum"] + net(x).sum() * state["n"]
+        return state["sum"]
+
+    for i in range(4):
+        yield step(batch(), state), state["n"]
+
+
+@case
+def dicts_of_other_kinds(net, model, optimizer):
+    @fl.trace
+    def step(given):
+        given["x"] = given["x"] * 2
+        given["y"] = net(given["x"])
+        return given["y"].sum()
+
+    for kind in (dict, collections.OrderedDict, collections.UserDict):
+        for i in range(3):
+            given = kind(x=batch())
+            yield step(given), given["x"], given["y"], len(given)
+
+
+@case
+def kept_dicts_and_lists(net, model, optimizer):
+    class Kept:
+        last = None
+        all: list = []  # noqa: RUF012
+
+    Kept.all = []
+
+    @fl.trace
+    def step(given, pair):
+        Kept.last = given
+        Kept.all.append(pair)
+        return net(given["x"]).sum() + pair[0].sum()
+
+    for i in range(4):
+        given, pair = {"x": batch()}, [batch(), batch()]
+        yield step(given, pair), Kept.last is given, Kept.all[-1] is pair, len(Kept.all)
+
+
+@case
+def more_by_position_and_by_name(net, model, optimizer):
+    @fl.trace
+    def step(x, *rest, **more):
+        more["x"] = x + 1
+        rest[0].add_(1)
+        return net(more["x"]).sum() + len(rest)
+
+    for i in range(3):
+        other = torch.zeros(2)
+        yield step(batch(), other, 2, third=3), other
+
+
+def run(name, f, tmp_path):
+    backend = fl.backend(name, **({} if name == "CPU" else {"artifact_dir": tmp_path}))
+    torch.manual_seed(0)
+    model = Net()
+    net = fl.compile(model, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for value in f(net, model, optimizer):
+        found.append(torch.utils._pytree.tree_map(plain, value))
+    return [*found, [plain(p) for p in model.parameters()]]
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().double()
+    return plain_dict(value) if isinstance(value, collections.UserDict) else value
+
+
+def plain_dict(value):
+    return {key: plain(part) for key, part in value.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_arguments(name, tmp_path):
+    expected, found = run("CPU", CASES[name], tmp_path), run("XLA", CASES[name], tmp_path)
+    # XLA adds in another order than PyTorch.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_would_have_to_go_on_outside(backend):
+    net, before = fl.compile(Net(), backend), nn.Linear(4, 4)
+
+    @fl.trace
+    def step(x):
+        net(x).sum().backward()
+
+    with pytest.raises(fl.errors.TraceError, match=r"test_arguments.py:\d+.*outside of the step"):
+        step(before(batch()))
+
+
+def test_an_edited_argument_that_was_padded(backend):
+    net = fl.compile(Net(), backend)
+
+    @fl.trace(shapes=fl.Pad())
+    def step(x):
+        x.mul_(2)
+        return net(x).sum()
+
+    x = batch()
+    before = x.clone()
+    step(x)
+    assert torch.equal(x, before * 2)
+    with pytest.raises(fl.errors.TraceError, match="padded copy"):
+        step(batch()[:3])
+
+
+def test_data_is_not_kept(backend):
+    import gc
+    import weakref
+
+    net = fl.compile(Net(), backend)
+
+    @fl.trace
+    def step(given):
+        return net(given["x"]).sum()
+
+    x = batch()
+    step({"x": x}), step({"x": x})
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_data_does_not_make_a_step_trace_again(backend, traced):
+    net = fl.compile(Net(), backend)
+
+    @fl.trace
+    def step(given, h):
+        h.mul_(0.5)
+        given["y"] = net(given["x"])
+        return given["y"].sum()
+
+    h = torch.ones(3)
+    for _ in range(6):
+        step({"x": batch()}, h)
+        h = h + 1
+    assert len(traced) <= 2
