@@ -167,3 +167,30 @@ def test_one_edit_at_a_time_is_on_the_host(backend):
     assert all(layer.weight[0].tolist() == [5.0] * 4 for layer in model)
     torch._foreach_mul_([layer.weight.data for layer in model], 2)
     assert all(layer.weight[0].tolist() == [10.0] * 4 for layer in model)
+
+
+def converted(model):
+    return model.half()
+
+
+def loaded(model):
+    model.load_state_dict({name: torch.ones_like(t) for name, t in nn.Linear(4, 4).state_dict().items()})
+    return model
+
+
+@pytest.mark.parametrize("change", [converted, loaded])
+def test_weights_are_swapped_while_others_are_constructed(change, backend):
+    """`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        torch.manual_seed(0)
+        model = construct(backend, lambda: change(nn.Linear(4, 4)))
+        torch.manual_seed(0)
+        assert equal(model, change(nn.Linear(4, 4)))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_weight_that_gets_its_shape_later(backend):
+    model = construct(backend, lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    assert model(torch.ones(3, 5)).shape == (3, 2)

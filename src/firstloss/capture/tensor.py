@@ -427,13 +427,13 @@ def share_memory(tensor: Tensor, real: Tensor) -> None:
         become(tensor, shown)
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
     requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-    hooks = [(name, getattr(tensor, name)) for name in _HOOKS] if tensor.is_leaf and requires_grad else []
+    hooks = [(name, getattr(tensor, name)) for name in HOOKS] if tensor.is_leaf and requires_grad else []
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)

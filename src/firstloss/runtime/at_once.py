@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as hooks
@@ -44,34 +44,51 @@ class _Moving:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._module: Any = lambda: None  # that registers weights now
-        self._here: list[weakref.ref] = []  # its weights
-        self._shared: list[weakref.ref] = []  # of earlier modules, whose memory somebody else held
+        # Weights by module and name: `torch.utils.swap_tensors` refuses tensors that have weak references.
+        self._here: list[_Place] = []  # its weights
+        self._shared: list[_Place] = []  # of earlier modules, whose memory somebody else held
 
     def registered(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """`module` is about to have `tensor` as a parameter or buffer."""
-        if tensor is None or type(tensor) is DeferredTensor or isinstance(tensor, UninitializedTensorMixin):
+        if _is_left(tensor):
             return
         if self._module() is not module:
             self._move()
             self._module = weakref.ref(module)
-        self._here.append(weakref.ref(tensor))
+        self._here.append(_Place(weakref.ref(module), name))
 
     def _move(self) -> None:
         """Move the weights of the module before, but those that somebody else may still write to."""
-        own: list[weakref.ref] = []
-        for tensor in _alive(self._here):
-            (own if _held_alone(tensor) else self._shared).append(weakref.ref(tensor))
+        here, self._here = self._here, []
+        own = [place for place in here if (tensor := place.tensor()) is not None and _held_alone(tensor)]
+        self._shared += [place for place in here if place not in own]
         self._backend.claim(_alive(own))
-        self._here = []
 
     def move_all(self) -> None:
         """Construction is over."""
         self._backend.claim(_alive([*self._shared, *self._here]))
 
 
-def _alive(references: list[weakref.ref]) -> list[torch.Tensor]:
-    tensors = [tensor for reference in references if (tensor := reference()) is not None]
-    return [t for t in tensors if type(t) is not DeferredTensor]
+class _Place(NamedTuple):
+    """Where a weight is registered."""
+
+    module: weakref.ref
+    name: str
+
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now; None if it is on the backend, has no shape yet, or is gone."""
+        module = self.module()
+        tensor = None if module is None else {**module._buffers, **module._parameters}.get(self.name)
+        return None if _is_left(tensor) else tensor
+
+
+def _is_left(tensor: torch.Tensor | None) -> bool:
+    """Whether there is nothing to move."""
+    return tensor is None or type(tensor) is DeferredTensor or isinstance(tensor, UninitializedTensorMixin)
+
+
+def _alive(places: list[_Place]) -> list[torch.Tensor]:
+    return [tensor for place in places if (tensor := place.tensor()) is not None]
 
 
 def _held_alone(tensor: torch.Tensor) -> bool:

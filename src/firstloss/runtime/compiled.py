@@ -150,7 +150,14 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         )
     backend = backend or current_backend()
     if backend.is_xla:
-        backend.claim(tensor for _, tensor, _ in named_tensors(model))
+        named = list(named_tensors(model))
+        for name, tensor, kind in named:
+            if tensor.layout != torch.strided:
+                raise BackendError(
+                    f"the {kind} {name} has the layout {str(tensor.layout).removeprefix('torch.')}, and tensors on the "
+                    f'backend are dense. Keep it as one, model.{name} = model.{name}.to_dense(), or use backend "CPU".'
+                )
+        backend.claim(tensor for _, tensor, _ in named)
     else:
         model.to(backend.torch_device)
     if not any(m is model for m in backend.models):

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .. import timeline
 from ..capture.first_use import close_door
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
+from ..capture.tensor import HOOKS, Geometry, Hooks, geometry_of, note_memory, store_at
 from ..engine.torch_engine import default_threads
 from ..init.materialize import run_recipes
 from ..program.graph import Value, dense_count
@@ -214,14 +215,25 @@ Hooks.home = home
 
 
 def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> None:
-    requires_grad, grad = tensor.requires_grad, tensor.grad
-    new: Any = DeferredTensor.wrap(store, *geometry)
+    """Make `tensor`, the Python object, one that looks at `store`. Autograd goes on with it: hooks, its gradient, and
+    the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
+    leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if leaf else None
+    hooks = [(name, getattr(tensor, name)) for name in HOOKS] if leaf and requires_grad else []
+    new: Any
+    if leaf:
+        new = DeferredTensor.wrap(store, *geometry)
+        _lead_on(tensor)
+    else:
+        with torch.enable_grad():
+            new = _Moved.apply(tensor, store, geometry)
     if isinstance(tensor, torch.nn.Parameter):
         new._is_param = True
-    if requires_grad:
+    if leaf and requires_grad:
         new.requires_grad_(True)
     attributes = dict(tensor.__dict__)
-    tensor.grad = None
+    if grad is not None:
+        tensor.grad = None
     tensor.__class__ = DeferredTensor
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
@@ -230,3 +242,33 @@ def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> 
     store.tensors.append(weakref.ref(tensor))
     if grad is not None:
         tensor.grad = grad
+    for name, registered in hooks:
+        if registered:
+            setattr(tensor, name, registered)  # what is below the Python object has to know them, too
+    if hooks:
+        new._post_accumulate_grad_hooks = {}  # a graph that leads there leads on to here, where they run
+
+
+def _lead_on(weight: torch.Tensor) -> None:
+    """Graphs that lead to `weight` as it is below the Python object are to lead to what will be there."""
+    if not weight.requires_grad or weight._use_count() < 2:  # type: ignore[attr-defined]
+        return
+
+    def lead_on(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+        if grads[0] is not None:
+            get_gradient_edge(weight).node(grads[0])  # type: ignore[operator]
+        return (None,)
+
+    get_gradient_edge(weight).node.register_prehook(lead_on)
+
+
+class _Moved(torch.autograd.Function):
+    """A tensor with a graph, on the backend: the graph goes on from it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, store: Store, geometry: Geometry) -> torch.Tensor:
+        return DeferredTensor.wrap(store, *geometry)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None

@@ -559,10 +559,17 @@ class GuardSet:
         for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
             if read() != before:
                 self._read(name, read, before, f"the state of the random generator of Python's {name}", name)
-        for name, table in _hook_tables():
+        for where, name, table in self._snapshot.hooks:
+            before = self._before(table)
             self._read(
-                name, lambda t=table: tuple(t.items()) if t else (), tuple(table.items()), f"PyTorch's {name}", name
+                name,
+                lambda where=where, name=name: tuple(where[name].items()) if where[name] else (),
+                tuple(before.items()),
+                f"PyTorch's {name}",
+                name,
             )
+            for hook in before.values():
+                self._value(hook, f"PyTorch's {name}", name)
         self._snapshot = None
         for namespace in namespaces():
             if id(namespace.table) in self._tables:
@@ -733,19 +740,6 @@ def _numpy_state() -> tuple:
 
 # PyTorch's own are part of the Program.
 _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
-
-
-def _hook_tables() -> list[tuple[str, dict]]:
-    """Where PyTorch keeps the hooks of all modules and of all optimizers."""
-    from torch.nn.modules import module
-    from torch.optim import optimizer
-
-    return [
-        (name, table)
-        for where in (module, optimizer)
-        for name, table in vars(where).items()
-        if name.startswith("_global_") and isinstance(table, dict)
-    ]
 
 
 def _environment() -> tuple:

@@ -71,6 +71,7 @@ class Snapshot:
         types: objects whose class may become another one.
         unknown: by id, objects of which nobody can say whether they have changed.
         groups: by the optimizer's id, what was in its parameter groups.
+        hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
@@ -92,7 +93,8 @@ class Snapshot:
         self.environment = tuple(os.environ._data.items())  # type: ignore[attr-defined]
         self._mentioned: set[tuple[int, str]] = set()
         self.roots = list(roots)
-        todo = [*self.roots, *functions]
+        self.hooks = list(_hook_tables())
+        todo = [*self.roots, *functions, *(table for _, _, table in self.hooks)]
         while todo and len(self.seen) < _MOST_OBJECTS:
             self._visit(todo.pop(), todo)
         self.complete = not todo
@@ -253,6 +255,16 @@ class Snapshot:
         table = vars(what)
         self.tables[id(table)] = Table(table, table.copy(), what.__name__, "globals")
         todo += [v for v in table.values() if kind_of(type(v)) is not Kind.MODULE]
+
+
+def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    for where in (vars(module), vars(optimizer)):
+        for name, table in where.items():
+            if name.startswith("_global_") and isinstance(table, dict):
+                yield where, name, table
 
 
 _OUR_ATTRIBUTES = {"_store", "_is_param"}
