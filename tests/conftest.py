@@ -1,8 +1,9 @@
-"""What every test needs: torchvision importable beside a CPU build of torch."""
+"""What every test needs: torchvision importable beside a CPU build of torch, and the fixtures of the runtime."""
 
 import os
 import sys
 
+import pytest
 import torch
 
 
@@ -24,3 +25,27 @@ def define_torchvision_operations() -> None:
 
 define_torchvision_operations()
 sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` puts torchvision and timm
+
+
+@pytest.fixture
+def backend(tmp_path):
+    """An XLA backend with an artifact folder of its own."""
+    import firstloss as fl
+
+    return fl.backend("XLA", artifact_dir=tmp_path)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """A list with one item for each trace: how often a step's Python has run, whatever it counts itself."""
+    from firstloss.runtime.executable import Executable
+
+    found = []
+    init = Executable.__init__
+
+    def counted(self, *args, **kwargs):
+        found.append(1)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Executable, "__init__", counted)
+    return found

@@ -84,6 +84,9 @@ MODEL = (
         "old{n} = nn.Linear.forward\nnn.Linear.forward = lambda self, h: F.linear(h, self.weight)",
         "nn.Linear.forward = old{n}",
     ),
+    ("F.linear = lambda x, w, b=None, f=F.linear: f(x, w, b) * 0.9",),
+    ("torch.Tensor.mean = lambda self, *a, f=torch.Tensor.mean, **k: f(self, *a, **k) * 1.1",),
+    ("torch.optim.SGD.step = lambda self, *a: None",),
     (
         "handle{n} = torch.nn.modules.module.register_module_forward_hook(lambda mod, args, out: out * 0.9)",
         "handle{n}.remove()",

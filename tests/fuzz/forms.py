@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .draft import Draft, block
 
 FORMS = ["function"] * 7 + ["method"] * 6 + ["module"] * 4
@@ -17,7 +19,8 @@ FORMS += [
     "dict batch",
     "star",
 ]
-FORMS += ["numbers"]
+FORMS += ["numbers", "given dict", "given list", "given tensors", "given weights", "leaf argument", "same twice"]
+FORMS += ["given dict", "given tensors", "given object"]
 
 
 def step(d: Draft, body: list[str], result: str) -> tuple[list[str], list[str], str]:
@@ -115,5 +118,85 @@ def step(d: Draft, body: list[str], result: str) -> tuple[list[str], list[str], 
                 [step],
                 f"step(x, y, {d.pick('1.0', 'i', '0.5 * (i % 2)')}, {d.pick(repr('a'), repr('ab') + '[i % 2]')})",
             )
+        case "given dict" | "given list" | "given tensors" | "given weights" | "leaf argument" | "same twice":
+            return _given(d, body, result, traced)
+        case "given object":
+            owner = "class Kept:\n    def __init__(self):\n        self.h = torch.zeros(3)\n        self.n = 0"
+            more = _late(body, result, "given.h = given.h * 0.5 + out.detach().mean(0)\ngiven.n += 1")
+            return [owner], ["given = Kept()", traced("def step(x, y, given):", body=more)], "step(x, y, given)"
         case _:
             return [], [traced("def step(x, y):")], "step(x, y)"
+
+
+def _late(body: list[str], result: str, more: str) -> str:
+    return "\n".join([*map(block, body), more, result]).replace("$", "")
+
+
+def _given(d: Draft, body: list[str], result: str, traced: Callable[..., str]) -> tuple[list[str], list[str], str]:
+    """Steps that do something to arguments beside `x` and `y`."""
+    match d.form:
+        case "given dict":
+            start = "given = {'h': torch.zeros(3), 'n': torch.zeros(()), 'log': [], 'k': 0}"
+            options = (
+                "given['h'] = given['h'] * 0.5 + out.detach().mean(0)",
+                "given['h'].mul_(0.5).add_(out.detach().mean(0))",
+                "given['n'] += 1",
+                "given['log'].append(loss.detach())",
+                "given['log'].append(y[1])",
+                "given['last'] = out.detach()",
+                "given['best'] = given.get('best', given['h']) + given['h']",
+                "given['k'] += 1",
+                "given.pop('last', None)",
+            )
+            more = "\n".join(d.rng.sample(options, d.rng.randint(1, 4)))
+            return [], [start, traced("def step(x, y, given):", body=_late(body, result, more))], "step(x, y, given)"
+        case "given list":
+            start = "given = [torch.zeros(3), torch.ones(3)]"
+            options = (
+                "given[0] = given[0] * 0.5 + out.detach().mean(0)",
+                "given[0], given[1] = given[1], given[0]",
+                "given[1] += out.detach().mean(0)",
+                "given[:] = [given[1], out.detach().mean(0)]",
+            )
+            more = "\n".join(d.rng.sample(options, d.rng.randint(1, 3)))
+            call = d.pick("step(x, y, given)", "step(x, given=given, y=y)")
+            return [], [start, traced("def step(x, y, given):", body=_late(body, result, more))], call
+        case "given tensors":
+            start = d.pick("h = torch.zeros(3)", "h = torch.zeros(2, 3)[0]", "h = torch.zeros(3, 2)[:, 1]")
+            options = (
+                "h.mul_(0.5).add_(out.detach().mean(0))",
+                "y.mul_(0.5)",
+                "y[0] = 0.0",
+                "h[1:] += y[0, 1:]",
+                "h.copy_(y.mean(0))",
+                "y.t()[1].zero_()",
+            )
+            more = "\n".join(d.rng.sample(options, d.rng.randint(1, 3)))
+            at = d.rng.randint(0, len(body))
+            text = "\n".join([*map(block, body[: max(at, 1)]), *map(block, body[max(at, 1) :]), more, result])
+            if d.chance(0.5):
+                d.each.append(d.pick("h = h * 0.9", "h = h.clone()", "older = h", "h = y[0] if i == 4 else h"))
+            return [], [start, traced("def step(x, y, h):", body=text.replace("$", ""))], "step(x, y, h)"
+        case "given weights":
+            options = (
+                "norm = sum((p.grad ** 2).sum() for p in params if p.grad is not None)",
+                "with torch.no_grad():\n    for p in params:\n        p.mul_(0.99)",
+                "for p in params:\n    p.grad = None",
+            )
+            more = "\n".join(d.rng.sample(options, d.rng.randint(1, 3)))
+            call = d.pick("list(m.parameters())", "[m.z.weight]", "dict(m.named_parameters()).values()")
+            step = traced("def step(x, y, params):", "params = list(params)", body=_late(body, result, more))
+            return [], [step], f"step(x, y, {call})"
+        case "leaf argument":
+            more = d.pick("g = h.grad * 2", "h.grad = None", "pass", "with torch.no_grad():\n    h.sub_(h.grad)")
+            d.mid.append("pass")
+            start = d.pick("h = torch.ones(3).requires_grad_()", "h = torch.ones(3)")
+            if "requires_grad" not in start:
+                d.each.append("h = torch.ones(3).requires_grad_()")
+            text = "\n".join([*map(block, body), more, result]).replace("$", "")
+            text = text.replace("loss.backward()", "loss = loss + (h * out.mean(0)).sum()\nloss.backward()", 1)
+            return [], [start, traced("def step(x, y, h):", body=text)], "step(x, y, h)"
+        case _:
+            more = "if h is y:\n    loss = loss.detach() * 2"
+            call = d.pick("step(x, y, y)", "step(x, y, y if i % 2 else y.clone())", "step(x, y, y[:])")
+            return [], [traced("def step(x, y, h):", body=_late(body, result, more))], call

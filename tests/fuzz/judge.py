@@ -36,6 +36,7 @@ _ARTIFACTS = os.environ.get("FIRSTLOSS_FUZZ_ARTIFACTS", str(Path(_folder.name) /
 _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.LayerNorm, nn.GELU)] + [
     (cls, "step") for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam)
 ]
+_PATCHED += [(nn.functional, "linear"), (torch.Tensor, "mean")]
 
 
 def check(source: str, traceback: bool = False) -> Outcome:

@@ -673,8 +673,8 @@ def read_value(d: Draft) -> None:
 
 
 def argument_edited(d: Draft) -> None:
-    """The batch edited in place, which is refused."""
-    d.pre.append("y.mul_(0.5)")
+    """The batch edited in place."""
+    d.pre.append(d.pick("y.mul_(0.5)", "y[0] = 0.0", "y.t()[1].add_(0.1)", "x.mul_(1)", "y.clamp_(-1, 1)"))
 
 
 def closed_over(d: Draft) -> None:
@@ -948,5 +948,6 @@ PIECES = (
     + [reused_batch] * 3
     + [edited_after] * 3
     + [closed_over]
+    + [argument_edited] * 3
 )
-RARE = [drawn, read_value, argument_edited]
+RARE = [drawn, read_value]

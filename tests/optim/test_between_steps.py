@@ -304,27 +304,6 @@ def test_a_momentum_that_is_a_tensor_may_become_zero(backend):
     )
 
 
-@pytest.mark.parametrize("rate", [0.05, torch.tensor(0.05)])
-def test_a_scheduler_of_pytorchs_inside_a_step_is_refused_at_its_line(rate, backend):
-    """Also one that changes nothing yet: later it would."""
-    run = Run(backend, lambda p: torch.optim.AdamW(p, lr=copy.deepcopy(rate)))
-    scheduler = theirs.StepLR(run.optimizer, 100)
-
-    @fl.trace
-    def step(x, y):
-        loss = F.mse_loss(run.compiled(x), y)
-        loss.backward()
-        run.optimizer.step()
-        scheduler.step()
-        return loss
-
-    with pytest.raises(fl.errors.TraceError, match=r"test_between_steps.py:\d+: StepLR counts its steps in Python"):
-        run.train(step)
-    before = scheduler.last_epoch
-    scheduler.step()
-    assert scheduler.last_epoch == before + 1  # outside of a step, it is PyTorch's own
-
-
 # -- groups and weights --
 
 
@@ -494,11 +473,22 @@ def test_state_that_begins_as_something_of_the_first_step(cls, set_to_none, back
     check(backend, cls, set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize("cls", [Counting, CountingInAList, Toggling, Phases])
-def test_python_values_that_count_in_the_state_are_refused_at_the_users_line(cls, backend):
-    run = Run(backend, cls)
+@pytest.mark.parametrize("cls", [Counting, Toggling, Phases])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_python_values_that_count_in_the_state(cls, backend):
+    check(backend, cls)
+
+
+def test_a_step_whose_optimizer_counts_in_python_is_traced_at_each_call_and_says_so(backend):
+    run = Run(backend, Counting)
+    with pytest.warns(fl.errors.GraphChangeWarning, match=r"traced at each call.*state\['n'\]"):
+        run.train(run.step())
+
+
+def test_what_counts_in_a_list_in_the_state_is_refused_at_the_users_line(backend):
+    run = Run(backend, CountingInAList)
     with pytest.raises(
-        fl.errors.TraceError, match=rf"test_between_steps.py:\d+: {cls.__name__} keeps state.*torch.tensor"
+        fl.errors.TraceError, match=r"test_between_steps.py:\d+: CountingInAList keeps a list in state.*torch.zeros"
     ):
         run.train(run.step())
     assert not run.optimizer.state

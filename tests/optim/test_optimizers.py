@@ -249,26 +249,23 @@ def test_what_cannot_be_traced_is_an_error(name, backend):
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts in Python, where `place` says."""
+    """Counts in Python, in its groups."""
 
-    def __init__(self, parameters, place):
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
-        self.place = place
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                table = group if self.place == "group" else self.state[p]
-                table["count"] = table.get("count", 0) + 1
-                p.sub_(group["lr"] / table["count"] * p.grad)
+                group["count"] = group.get("count", 0) + 1
+                p.sub_(group["lr"] / group["count"] * p.grad)
 
 
-@pytest.mark.parametrize("place", ["group", "state"])
-def test_a_count_in_python_is_an_error_and_leaves_nothing_behind(place, backend):
+def test_a_count_in_python_is_an_error_and_leaves_nothing_behind(backend):
     model, xs, _ = problem()
     compiled = fl.compile(model, backend)
-    optimizer = Counting(model.parameters(), place)
+    optimizer = Counting(model.parameters())
 
     @fl.trace
     def step(x):

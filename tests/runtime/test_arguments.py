@@ -1,4 +1,4 @@
-"""Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done at every call."""
+"""Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done each time."""
 
 import collections
 
@@ -81,7 +81,7 @@ def views_of_another_dtype(net, model, optimizer):
     def step(x):
         return x.view(torch.int32)[1], x.flatten()[3:5], x.reshape(3, 8)[0]
 
-    for i in range(4):
+    for _i in range(4):
         x = batch()
         views = step(x)
         x.mul_(2)
@@ -97,7 +97,7 @@ def gradients_of_an_argument(net, model, optimizer):
         loss.backward()
         return loss, x.detach() + 0.1 * x.grad.sign()
 
-    for i in range(4):
+    for _i in range(4):
         x = batch().requires_grad_()
         yield step(x), x.grad
         optimizer.step()
@@ -128,7 +128,7 @@ def wants_gradients_from_now_on(net, model, optimizer):
         (g,) = torch.autograd.grad(net(x).sum(), x)
         return g.sum()
 
-    for i in range(3):
+    for _i in range(3):
         x = batch()
         yield step(x), x.requires_grad, x.grad
 
@@ -147,7 +147,7 @@ def weights(net, model, optimizer):
             p.grad = None
         return loss, norm
 
-    for i in range(4):
+    for _i in range(4):
         yield step(list(model.parameters()), batch())
     yield step([model.a.weight], batch())
 
@@ -162,9 +162,9 @@ def one_weight_and_its_view(net, model, optimizer):
         optimizer.zero_grad()
         return loss, w.sum()
 
-    for i in range(3):
+    for _i in range(3):
         yield step(model.a.weight, batch())
-    for i in range(3):
+    for _i in range(3):
         yield step(model.a.weight.detach(), batch())
 
 
@@ -181,7 +181,7 @@ def of_another_optimizer(net, model, optimizer):
         other.zero_grad()
         return loss
 
-    for i in range(4):
+    for _i in range(4):
         yield step(x), x.detach().clone()
 
 
@@ -191,7 +191,7 @@ def the_same_twice(net, model, optimizer):
     def step(x, y):
         return net(x).sum() if x is y else net(y).sum() * 2
 
-    for i in range(3):
+    for _i in range(3):
         x = batch()
         yield step(x, x), step(x, x.clone()), step(x, x[:])
 
@@ -203,7 +203,7 @@ def overlapping_and_edited(net, model, optimizer):
         x.mul_(2)
         return net(y).sum()
 
-    for i in range(4):
+    for _i in range(4):
         x = batch()
         yield step(x, x[:3]), x
         yield step(x, batch()[:3]), x
@@ -218,7 +218,7 @@ def overlapping_what_the_step_reads(net, model, optimizer):
         x.mul_(0.5)
         return net(data).sum()
 
-    for i in range(3):
+    for _i in range(3):
         yield step(data[:3]), step(torch.randn(3, 4)), data.clone()
 
 
@@ -247,7 +247,7 @@ def gives_attributes(net, model, optimizer):
         x.seen = net(x).sum()
         return x.seen * 2
 
-    for i in range(3):
+    for _i in range(3):
         x = batch()
         yield step(x), x.seen
 
@@ -261,7 +261,7 @@ def dicts_that_grow(net, model, optimizer):
         del batch["unused"]
         return batch
 
-    for i in range(4):
+    for _i in range(4):
         given = {"x": batch(), "all": [], "unused": torch.ones(2)}
         yield step(given) is given, given
 
@@ -278,7 +278,7 @@ def state_in_a_dict(net, model, optimizer):
         state["best"] = out.max() if state["best"] is None else torch.maximum(state["best"], out.max())
         return out.sum()
 
-    for i in range(5):
+    for _i in range(5):
         yield step(state, batch()), dict(state)
 
 
@@ -291,7 +291,7 @@ def state_in_a_list(net, model, optimizer):
         h[0] = h[0] * 0.5 + net(x).mean(0)
         return h[0].sum()
 
-    for i in range(4):
+    for _i in range(4):
         yield step(h, batch()), h[0]
 
 
@@ -305,7 +305,7 @@ def numbers_in_a_dict(net, model, optimizer):
         state["sum"] = state["sum"] + net(x).sum() * state["n"]
         return state["sum"]
 
-    for i in range(4):
+    for _i in range(4):
         yield step(batch(), state), state["n"]
 
 
@@ -318,7 +318,7 @@ def dicts_of_other_kinds(net, model, optimizer):
         return given["y"].sum()
 
     for kind in (dict, collections.OrderedDict, collections.UserDict):
-        for i in range(3):
+        for _i in range(3):
             given = kind(x=batch())
             yield step(given), given["x"], given["y"], len(given)
 
@@ -327,7 +327,7 @@ def dicts_of_other_kinds(net, model, optimizer):
 def kept_dicts_and_lists(net, model, optimizer):
     class Kept:
         last = None
-        all: list = []  # noqa: RUF012
+        all: list = []
 
     Kept.all = []
 
@@ -337,7 +337,7 @@ def kept_dicts_and_lists(net, model, optimizer):
         Kept.all.append(pair)
         return net(given["x"]).sum() + pair[0].sum()
 
-    for i in range(4):
+    for _i in range(4):
         given, pair = {"x": batch()}, [batch(), batch()]
         yield step(given, pair), Kept.last is given, Kept.all[-1] is pair, len(Kept.all)
 
@@ -350,7 +350,7 @@ def more_by_position_and_by_name(net, model, optimizer):
         rest[0].add_(1)
         return net(more["x"]).sum() + len(rest)
 
-    for i in range(3):
+    for _i in range(3):
         other = torch.zeros(2)
         yield step(batch(), other, 2, third=3), other
 

@@ -311,7 +311,8 @@ def find_new_state(
     `optimizer.state` stay there, each as it was when it was made.
 
     Raises:
-        FirstStepDiffers: if the state starts from a weight's or a gradient's value; `optimizer.state` is as before.
+        FirstStepDiffers: if the state starts from a weight's or a gradient's value, or with a number that the step
+            changes; `optimizer.state` is as before.
     """
     had = {p: dict(entries) for p, entries in optimizer.state.items()}
     numbers = _python_state(optimizer)
@@ -320,13 +321,19 @@ def find_new_state(
         with rehearsal.active():
             step()
         made = _python_state(optimizer)
-        _refuse_changes(optimizer, numbers, made)
+        counts = _changes(optimizer, numbers, made)
         found = _new_state(optimizer, had, rehearsal)
-        if made.keys() - numbers.keys():  # constants, if another step leaves them as they are
+        for entry in found.values():
+            entry._store.trace = None
+        if not counts and made.keys() - numbers.keys():  # constants, if another step leaves them as they are
             with StepTrace().active():
                 step()
-            _refuse_changes(optimizer, made, _python_state(optimizer))
+            counts = _changes(optimizer, made, _python_state(optimizer))
             _put_back(optimizer, found)
+        if counts and len(made) > len(numbers):
+            raise FirstStepDiffers  # nobody knows where it began to count
+        for parameter, key in numbers:
+            optimizer.state[parameter][key] = had[parameter][key]
     except BaseException:
         for parameter, entries in list(optimizer.state.items()):
             entries.clear()
@@ -334,8 +341,6 @@ def find_new_state(
             if parameter not in had:
                 del optimizer.state[parameter]
         raise
-    for entry in found.values():
-        entry._store.trace = None
     return found
 
 
@@ -393,20 +398,31 @@ def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], lis
     return found
 
 
-def _refuse_changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> None:
-    """A step must not change Python values in its optimizer's state: a compiled one runs no Python."""
+def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
+    """Whether a step has changed Python numbers in its optimizer's state.
+
+    Raises:
+        TraceError: if it has changed something in a list or a dict there.
+    """
+    changed = False
     for (parameter, key), now in after.items():
         was = before.get((parameter, key))
         if was is not None and (
             len(was) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(was, now, strict=True))
         ):
-            kind = type(now[0]).__name__
-            kind = "number" if kind in ("int", "float") else kind
-            raise TraceError(
-                f"{here()}: {type(optimizer).__name__} keeps state[{key!r}] as a Python {kind} and changes it in "
-                "step(): a compiled step would see the same one for ever. Keep it as a tensor: "
-                f"state[{key!r}] = torch.tensor(0.0)."
-            )
+            entry = optimizer.state[parameter][key]
+            if not isinstance(entry, PLAIN):
+                raise TraceError(
+                    f"{here()}: {type(optimizer).__name__} keeps a {type(entry).__name__} in state[{key!r}] and "
+                    f"changes what is in it in step(). Keep tensors there, each under a key of its own: "
+                    f"state['{key}_0'] = torch.zeros(...)."
+                )
+            changed = True
+    return changed
+
+
+# What an optimizer may count in.
+PLAIN = (int, float, bool, str, type(None))
 
 
 def _put_back(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:

@@ -87,7 +87,7 @@ class Known:
     def traced_each_time(self) -> str | None:
         """Why it has to be traced at each call, if so."""
         if self.executable.why_not is not None:
-            return f"it leaves {self.executable.why_not}, which cannot be made anew at each call"
+            return str(self.executable.why_not)
         for held, what in self.guards.unwatchable.values():
             kind = type(held).__qualname__
             return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"

@@ -69,13 +69,14 @@ class Outgoing(NamedTuple):
 class Call:
     """One call of an executable: its arguments, and what it returns and binds once the step has been run."""
 
-    __slots__ = ("arguments", "homes", "result", "bindings")
+    __slots__ = ("arguments", "homes", "result", "bindings", "schedules")
 
     def __init__(self, arguments: Arguments, homes: Sequence[Store | torch.Tensor]) -> None:
         self.arguments = arguments
         self.homes = homes  # of the state that it changes
         self.result: Any = None
         self.bindings: list[Bind] | None = None
+        self.schedules: list[Bind] = []  # what asks for its results
 
 
 class Shared(Exception):
@@ -158,7 +159,7 @@ class Executable:
         itself = {i for i, leaf in arguments.data() if leaf.requires_grad and snapshot.holds(leaf)}
         if itself:  # an optimizer's, perhaps
             raise Shared(itself)
-        with Undo() as undo, undo, self._tracing.active(), self._optimizers.watched():
+        with Undo() as undo, undo, self._tracing.active(), self._optimizers.watched(self._around.recording):
             self._around.recording.begin(undo)
             made_of: dict[int, DeferredTensor] = {}
             for i, leaf in arguments.data():
@@ -301,7 +302,7 @@ class Executable:
                 found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, attributes)
                 del tensor
         self._outgoing = [found[number] for number in range(len(left.tensors))]
-        self.why_not = left.why_not
+        self.why_not = self._optimizers.counts or left.why_not and _leaves(left.why_not)
         tensors.clear()
         left.release()
         self._held: dict[str, Store] = {}
@@ -332,7 +333,7 @@ class Executable:
             found = alive()
         found = [store for store in found if id(store) in expected or _is_held(store)]
         if self.why_not is None and any(id(store) not in expected for store in found):
-            self.why_not = "a tensor in a place that cannot be seen"
+            self.why_not = _leaves("a tensor in a place that cannot be seen")
         return found
 
     def signature(self) -> tuple:
@@ -507,6 +508,7 @@ class Executable:
             env = Env(self._fresh(arrays), arguments.leaves, arguments.containers, self._stand_in)
             call.result = self._result(env)
             call.bindings = self.effects.bindings(env)
+            call.schedules = [make(env) for make in self._optimizers.schedulers.afterwards]
         for bind in call.bindings:
             bind()
         self._modes.leave()
@@ -615,6 +617,8 @@ class Executable:
         to_closures = dict(zip(self._arguments, results[len(self._out) :], strict=True))
         for i, closure in enumerate(self._tracing.closures):
             closure.after_step([to_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
+        for schedule in call.schedules:
+            schedule()
         loop = loops.current()
         if loop is not None:
             loop.dispatched(results)
@@ -649,6 +653,10 @@ class Executable:
 
     def _whole(self, output: str) -> Value:
         return self.program.outputs[output].value
+
+
+def _leaves(what: str) -> str:
+    return f"it leaves {what}, which cannot be made anew at each call"
 
 
 def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:

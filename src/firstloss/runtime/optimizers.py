@@ -19,15 +19,16 @@ from ..capture.running_averages import without_counts
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
 from ..capture.scalars import tensor_of
 from ..capture.source import here
-from ..capture.step import FirstStepDiffers, StepTrace, find_new_state
+from ..capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state
 from ..errors import TraceError
 from ..optim.adafactor import without_reads
 from ..optim.optimizer import Optimizer
 from ..optim.schedule import schedules_of
 from ..undo import Undo
-from .guards import Effects, Env, Left, Snapshot
+from .guards import Effects, Env, Left, Recording, Snapshot
 from .guards.effects import Bind, Make
 from .reload import load_in_place
+from .schedulers import Schedulers
 
 # What these do cannot be one fixed computation on dense tensors.
 _REFUSED = {
@@ -67,8 +68,10 @@ class Optimizers:
     Attributes:
         seen: those that have stepped.
         new_state: the state that their first step would make, made before it.
+        schedulers: PyTorch's, that have stepped.
         schedule_state: the tensors of `firstloss.optim` schedules.
         hyperparameters: the inputs of the step that are numbers in parameter groups.
+        counts: what one of them changes in Python, in words.
         first_step_only: an optimizer's first step is another computation than the ones after it, and was traced.
     """
 
@@ -78,7 +81,9 @@ class Optimizers:
         self.new_state: list[torch.Tensor] = []
         self.schedule_state: list[torch.Tensor] = []
         self.hyperparameters: dict[Any, Hyperparameter] = {}
+        self.schedulers = Schedulers()
         self.first_step_only = False
+        self.counts: str | None = None
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._rehearsing = False
@@ -89,12 +94,16 @@ class Optimizers:
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
         self._fused: list[list[torch.Tensor]] = []  # weights for which PyTorch's fused kernels were asked
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
-        self._entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []  # of state, before the step's own changes
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []  # of state, before the step's own changes
         self._state: list[StateOf] = []
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Prepare every optimizer just before its first step in the block; afterwards their groups are as before."""
+    def watched(self, recording: Recording) -> Iterator[None]:
+        """Prepare every optimizer just before its first step in the block; afterwards their groups are as before.
+
+        Args:
+            recording: what the step reads.
+        """
         changed: list[str] = []
         with Undo() as undo, undo:
             undo(lambda: changed.extend(self._restore_groups()))
@@ -105,14 +114,18 @@ class Optimizers:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
             torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
-            with without_reads(), without_counts(), _without_torchs_scaler(), _without_torchs_schedulers():
+            with (
+                without_reads(),
+                without_counts(),
+                _without_torchs_scaler(),
+                self.schedulers.watched(recording.times_read),
+            ):
                 yield
         if changed:
             raise TraceError(
                 f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only once, while "
-                "it is traced. Call a scheduler's step() outside of the traced step, or use a schedule from "
-                "firstloss.optim.lr_scheduler, which is a function of a step tensor; an optimizer of your own counts "
-                "in a tensor in its state."
+                "it is traced. Set it outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, "
+                "which is a function of a step tensor; an optimizer of your own counts in a tensor in its state."
             )
         self._baked = self._constants()
 
@@ -171,9 +184,17 @@ class Optimizers:
         Args:
             move: tells the executable which tensor stands now where another did.
         """
+        self.schedulers.traced(effects, left)
         for entries, key, old in self._entries:
             new = entries.get(key)
-            if new is not old and isinstance(new, torch.Tensor):
+            if isinstance(old, PLAIN):
+                if new is not old and (type(new) is not type(old) or new != old):
+                    self.counts = self.counts or f"its optimizer changes a Python number, state[{key!r}]"
+                    effects.also(
+                        functools.partial(operator.setitem, entries, key, old),
+                        _constantly(functools.partial(operator.setitem, entries, key, new)),
+                    )
+            elif new is not old and isinstance(new, torch.Tensor):
                 effects.also(
                     functools.partial(operator.setitem, entries, key, old),
                     functools.partial(self._bind, entries, key, left.make(new), move),
@@ -214,6 +235,7 @@ class Optimizers:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if session.trace is None or self._rehearsing:
             return
+        self.schedulers.before_step(optimizer)
         if not any(seen is optimizer for seen in self.seen):
             self._first_step(optimizer, args, kwargs)
         self._widen(optimizer)
@@ -307,9 +329,8 @@ class Optimizers:
             for key in list(group):
                 self._make_input(optimizer, i, key)
         for entries in optimizer.state.values():
-            self._entries += [
-                (entries, key, value) for key, value in entries.items() if isinstance(value, torch.Tensor)
-            ]
+            kept = (torch.Tensor, *PLAIN)
+            self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
 
     def _make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
         """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
@@ -420,31 +441,6 @@ def _without_torchs_scaler() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _without_torchs_schedulers() -> Iterator[None]:
-    """Inside, PyTorch's schedulers, which count in Python, are an error that says where they belong."""
-
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if session.trace is None:  # another thread's
-                return original(self, *args, **kwargs)
-            raise TraceError(
-                f"{here()}: {type(self).__name__} counts its steps in Python and sets numbers in a parameter group, "
-                "which in a traced step happens only once, while it is traced. Call a scheduler's step() outside of "
-                "the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function of a step "
-                "tensor."
-            )
-
-        return step
-
-    with Undo() as undo, undo:
-        for kind in vars(torch.optim.lr_scheduler).values():
-            if isinstance(kind, type) and "step" in vars(kind):
-                undo(setattr, kind, "step", vars(kind)["step"])
-                kind.step = refusing(vars(kind)["step"])  # type: ignore[attr-defined]
-        yield
-
-
 def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor] = ()) -> None:
     """
     Args:
@@ -477,6 +473,10 @@ def _hooks_of_all() -> list[Callable[..., Any]]:
     tables = (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
+
+
+def _constantly(bind: Bind) -> Callable[[Env], Bind]:
+    return lambda env: bind
 
 
 def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:

@@ -8,6 +8,7 @@ call in which a step is traced ends as every other does.
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import operator
 import types
@@ -130,6 +131,8 @@ class Left:
         if known is not None:
             return known
         kind = kind_of(type(value))
+        if hasattr(type(value), "refuse"):  # what is not there yet (`schedulers.py`)
+            value.refuse()
         if kind is Kind.LEAF or kind is not Kind.TENSOR and self._is_old(value):
             return _constant(value)
         self._kept.append(value)  # so that its id stays its own
@@ -410,7 +413,9 @@ class Effects:
         for content, read, before in snapshot.opaque.values():
             if id(content) in snapshot.sequences or id(content) in snapshot.tables:
                 continue
-            if guards is not None and not same(before, read()):  # it cannot be repeated: the step is traced each time
+            if isinstance(content, contextvars.ContextVar):
+                self._context(content, before, guards)
+            elif guards is not None and not same(before, read()):  # it cannot be repeated: the step is traced each time
                 self.places.add(id(content))
                 guards.guard_content(content)
 
@@ -512,6 +517,20 @@ class Effects:
             self._apply.append(_always(functools.partial(put, MISSING)))
         else:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), guards)
+
+    def _context(self, variable: contextvars.ContextVar, old: Any, guards: GuardSet | None) -> None:
+        now = variable.get(None)
+        if now is old:
+            return
+        self.places.add(id(variable))
+
+        def put(value: Any) -> None:
+            variable.set(value)
+
+        self._undo.append(functools.partial(put, old))
+        if guards is not None:
+            guards.guard_content(variable)
+        self._apply.append(_setting(put, self._left.make(now)))
 
     def _items(self, table: dict, before: dict, guards: GuardSet | None) -> None:
         now = table_of(table)

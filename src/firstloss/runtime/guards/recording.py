@@ -64,6 +64,11 @@ class Recording:
             else:
                 sys.setprofile(_profiler(self.codes, self.whole))
 
+    def times_read(self, owner: Any) -> int:
+        """How often an attribute of an object has been looked up, its `step` aside."""
+        found = [sites for (which, name), (_, sites) in self.reads.items() if which == id(owner) and name != "step"]
+        return sum(sum(sites.values()) for sites in found)
+
     def forget(self) -> None:
         """Let go of what was noted: objects that the step has made are among them."""
         self.reads.clear()
