@@ -11,8 +11,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
-from firstloss.engine.slices import Slicer
-from firstloss.engine.torch_engine import run
+from firstloss.engine.reader import Reader
+from firstloss.engine.run import run
 from firstloss.rng import counter, native_counter
 from firstloss.rng.counter_stream import CounterStream
 
@@ -102,10 +102,10 @@ def test_slices_are_the_wholes(kind, dtype):
     found = capture(lambda: getattr(torch.empty(5000, dtype=dtype), kind)())
     value = found._store.value
     whole = fl.materialize_tensor(found)
-    slicer = Slicer(lambda value: pytest.fail("made whole"))
+    reader = Reader(lambda value: pytest.fail("made whole"))
     for begin, end in ((0, 5000), (1, 2), (17, 4999), (4990, 5000), (2503, 2507)):
         part = torch.empty(end - begin, dtype=dtype)
-        slicer.window(value, begin, end, part)
+        reader.window(value, begin, end, part)
         assert torch.equal(part, whole[begin:end]), (begin, end)
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import firstloss as fl
-from firstloss.engine import shard_engine
+from firstloss.engine import run
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
-    shard_engine._WORTH = 0  # these models are small
+    run._WORTH = 0  # these models are small
 
 
 class Block(nn.Module):
@@ -434,20 +434,20 @@ def collectives_are_refused():
 
 def nothing_whole():
     """No rank makes a whole weight, and each draws about its own part."""
-    from firstloss.engine.sampler import Pen
+    from firstloss.engine.sampler import StreamSampler
 
     world = dist.get_world_size()
     drawn = 0
     longest = 0
-    real = Pen.draw
+    real = StreamSampler.fill
 
-    def counted(self, op, target, args, kwargs):
+    def counted(self, name, target, first, second):
         nonlocal drawn, longest
         drawn += target.numel()
         longest = max(longest, target.untyped_storage().nbytes())
-        return real(self, op, target, args, kwargs)
+        return real(self, name, target, first, second)
 
-    Pen.draw = counted
+    StreamSampler.fill = counted
     torch.manual_seed(0)
     rows, width = 4000, 1024
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.engine import shard_engine
+from firstloss.engine import run
+from firstloss.engine.plan import Planner
 from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 
@@ -45,8 +46,13 @@ def values(make):
     return [tensor._store.value for tensor in found], found
 
 
-def test_a_part_is_told_from_an_edit(monkeypatch):
-    monkeypatch.setattr(shard_engine, "_WORTH", 0)
+def by_range(wanted):
+    found = run.by_range(wanted, Planner())
+    return [value for value in wanted if value in found]
+
+
+def test_what_shares_no_work_is_made_range_by_range(monkeypatch):
+    monkeypatch.setattr(run, "_WORTH", 0)
 
     def make():
         edited = fill(10, 20)
@@ -57,12 +63,12 @@ def test_a_part_is_told_from_an_edit(monkeypatch):
         return edited, part, converted, arithmetic
 
     (edited, part, converted, arithmetic), kept = values(make)
-    assert shard_engine.shards_among([edited, part, converted, arithmetic]) == [part, converted]
+    assert by_range([edited, part, converted, arithmetic]) == [edited, part, converted, arithmetic]
     del kept
 
 
 def test_what_is_made_anyway_is_not_made_again(monkeypatch):
-    monkeypatch.setattr(shard_engine, "_WORTH", 0)
+    monkeypatch.setattr(run, "_WORTH", 0)
 
     def make():
         whole = fill(30, 20)
@@ -70,20 +76,27 @@ def test_what_is_made_anyway_is_not_made_again(monkeypatch):
         return whole, whole[:10].clone(), *thirds
 
     found, kept = values(make)
-    assert shard_engine.shards_among(found) == []
-    assert shard_engine.shards_among(found[1:4]) == found[1:4]
+    assert by_range(found) == found[:1]
+    assert by_range(found[1:4]) == found[1:4]
     del kept
 
 
-def test_small_parts_are_left_to_the_other_engine():
-    found, kept = values(lambda: [fill(30, 20)[:10].clone()])
-    assert shard_engine.shards_among(found) == []
+def test_what_is_shared_is_made_once():
+    def make():
+        small, tied = fill(30, 20), fill(300, 200)
+        seen = fill(300, 200)
+        doubled = seen * 2
+        seen.add_(1)
+        return small[:10].clone(), small[10:20].clone(), tied, tied.clone(), tied.clone(), seen, doubled
+
+    found, kept = values(make)
+    assert by_range(found) == [found[2]]
     del kept
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_parts_without_ranks(threads, monkeypatch):
-    monkeypatch.setattr(shard_engine, "_SPAN", 1000)
+    monkeypatch.setattr(run, "_SPAN", 1000)
 
     def make():
         big = fill(300, 200)

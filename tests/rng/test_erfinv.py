@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstloss.engine.native_check import DOUBT, Doubtful, erfinv_trusted
-from firstloss.engine.sampler import Pen
+from firstloss.engine.sampler import StreamSampler, has_erfinv
 from firstloss.rng import Position, Stream, native
 
 from . import fit_erfinv
@@ -86,10 +86,10 @@ def test_a_draw_with_its_inverse_and_its_end(seed, drawn, count, misaligned, int
     expected.erfinv_().mul_(factor).add_(term).clamp_(low, high)
     room = torch.full((count + misaligned + 16,), 7.0)
     found = room[misaligned : misaligned + count]
-    pen = Pen()
-    pen.move(stream, Position(drawn))
-    assert pen.has_erfinv(torch.ops.aten.uniform_.default, found, interval, {})
-    pen.draw_erfinv(found, interval, {}, finish)
+    sampler = StreamSampler()
+    sampler.seek(stream, Position(drawn))
+    assert has_erfinv(stream, "uniform", found, *interval)
+    sampler.fill_erfinv(found, *interval, finish)
     assert torch.equal(bits(found), bits(expected))
     assert (room[:misaligned] == 7).all() and (room[misaligned + count :] == 7).all()
 

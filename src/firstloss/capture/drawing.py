@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from ..engine.counter_fill import has_rule, words_of
+from ..engine.counter_fill import words_of
 from ..engine.rejection import Rejection
 from ..errors import CaptureError
 from ..program.graph import Draw, Node, is_contiguous
+from ..program.kinds import has_counter_rule
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.deferred_stream import LateStream
@@ -42,11 +43,11 @@ def _record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> boo
         dense = is_contiguous(size, stride)
     else:
         return False
-    if device.type == "cuda" and not (session.generators.policy == "counter" and has_rule(node.op)):
+    if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
         given = call.given_generator()
         return cuda_draw.record(node, call.traits.random or "", math.prod(size), dtype, device, given)
     generator = call.generator()
-    counted = session.generators.policy == "counter" and has_rule(node.op) and generator.device.type == "cpu"
+    counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
     if not counted:
         check_device(node, device, generator)
     stream, position = session.generators.where(generator)

@@ -8,27 +8,9 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverload
 
-aten = torch.ops.aten
+from ..program.kinds import replaces_target
 
-# In-place operations whose result does not depend on what the target held before.
-_FILLS = frozenset(
-    {
-        "aten::zero_",
-        "aten::fill_",
-        "aten::copy_",
-        "aten::uniform_",
-        "aten::normal_",
-        "aten::bernoulli_",
-        "aten::exponential_",
-        "aten::random_",
-        "aten::cauchy_",
-        "aten::log_normal_",
-        "aten::geometric_",
-        "firstloss::trunc_normal_",
-        "aten::_foreach_zero_",
-        "aten::_foreach_copy_",
-    }
-)
+aten = torch.ops.aten
 
 # These share memory with their argument although their schema does not say so.
 _UNANNOTATED_VIEWS = frozenset(
@@ -98,7 +80,7 @@ def traits(op: OpOverload) -> Traits:
     # Some that draw have no tag, as binomial; what they draw from tells.
     draws = torch.Tag.nondeterministic_seeded in op.tags or any(arg.name == "generator" for arg in schema.arguments)
     random = base.rstrip("_") if draws else None
-    fill = schema.name in _FILLS and len(writes) == 1
+    fill = replaces_target(op) and len(writes) == 1
     return Traits(
         view and not writes and replacement is None,
         tuple(writes),

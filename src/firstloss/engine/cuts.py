@@ -36,6 +36,13 @@ def cover(first: int, last: int, count: int, unit: int, piece: int) -> list[tupl
     return list(zip(cuts, [*cuts[1:], end], strict=True))
 
 
+class Box(NamedTuple):
+    """A part of a tensor: indices [begin, begin + size) of each dimension."""
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+
+
 class Block(NamedTuple):
     """A block of a strided read: indices [begin, begin + size) of each dimension, `span` elements apart at most."""
 
@@ -51,6 +58,24 @@ def row_blocks(size: Sequence[int], stride: Sequence[int], limit: int) -> Iterat
     what lies between need not be made. A single element spans 1.
     """
     yield from _cut_blocks([0] * len(size), list(size), stride, limit)
+
+
+def cut_dimension(size: Sequence[int], boxes: Sequence[Box]) -> int | None:
+    """The one dimension after the first along which boxes, in this order, make up the rows of a tensor of `size`.
+
+    None if there is none: they are cut along several, or do not fill the rows. The first dimension is left out of
+    account.
+    """
+    cut = {d for box in boxes for d in range(1, len(size)) if box.size[d] != size[d]}
+    if len(cut) != 1:
+        return None
+    dim = cut.pop()
+    at = 0
+    for box in boxes:
+        if box.begin[dim] != at:
+            return None
+        at += box.size[dim]
+    return dim if at == size[dim] else None
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..rng import draws
 from ..rng.deferred_stream import at_root
 from ..rng.stream import Position, Stream
-from .sampler import Pen
+from .sampler import StreamSampler
 
 _PIECE = 1 << 18
 # Drawing so many pieces in vain costs what a jump does.
@@ -154,7 +154,7 @@ class _Walk:
         self._before = round_ * rejection.words_a_round
         self._pieces = pieces
         self._next: int | None = None
-        self._pen = Pen()
+        self._sampler = StreamSampler()
         half = rejection._dtype in (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow at float16
         self.precision = np.dtype(np.float64 if rejection._dtype == torch.float64 else np.float32)
         self._scratch: torch.Tensor | None = None
@@ -163,30 +163,30 @@ class _Walk:
     def outside(self, number: int) -> np.ndarray:
         """The indices of those of piece `number` that lie outside the bounds, counted from its beginning."""
         own, count = self._rejection, self._go_to(number)
-        if self._pen.has_selection(count, own._dtype):
-            return self._pen.normals_outside(count, own._mean, own._std, own.low, own.high)
+        if self._sampler.has_selection(count, own._dtype):
+            return self._sampler.normals_outside(count, own._mean, own._std, own.low, own.high)
         return own._outside(self._drawn(count))
 
     def at(self, number: int, places: np.ndarray) -> np.ndarray:
         """The candidates at these indices of piece `number`."""
         own, count = self._rejection, self._go_to(number)
-        if self._pen.has_selection(count, own._dtype):
-            return self._pen.normals_at(count, own._mean, own._std, places)
+        if self._sampler.has_selection(count, own._dtype):
+            return self._sampler.normals_at(count, own._mean, own._std, places)
         return self._drawn(count)[places]
 
     def _go_to(self, number: int) -> int:
-        """The pen stands where piece `number` begins; returns how many elements it has, which are drawn next."""
+        """The sampler stands where piece `number` begins; returns how many elements it has, which are drawn next."""
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
             stream, position = at_root(*own._where)
             before = draws.words_before("normal", _name(own._dtype), self._pieces[number][0])
             words = position.words + self._before + before
-            self._pen.move(stream, Position(words, position.spare))
+            self._sampler.seek(stream, Position(words, position.spare))
         else:
             for skipped in range(self._next, number):
                 begin, end = self._pieces[skipped]
-                if self._pen.has_selection(end - begin, own._dtype):
-                    self._pen.normals_at(end - begin, own._mean, own._std, np.empty(0, np.int32))
+                if self._sampler.has_selection(end - begin, own._dtype):
+                    self._sampler.normals_at(end - begin, own._mean, own._std, np.empty(0, np.int32))
                 else:
                     self._draw(end - begin)
         self._next = number + 1
@@ -198,7 +198,7 @@ class _Walk:
         if self._scratch is None or len(self._scratch) < count:
             self._scratch = torch.empty(count, dtype=own._dtype)
         out = self._scratch[:count]
-        self._pen.draw(torch.ops.aten.normal_.default, out, (own._mean, own._std), {})
+        self._sampler.fill("normal", out, own._mean, own._std)
         return out
 
     def _drawn(self, count: int) -> np.ndarray:

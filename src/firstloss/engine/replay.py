@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..capture.cuda_draw import generator_at
 from ..errors import MaterializeError
-from ..program.graph import Node, Ref, Value, slice_for
+from ..program.graph import Draw, Node, Ref, Value, slice_for
+from ..program.kinds import Fill, has_counter_rule, kind_of
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
 from . import counter_fill
-from .sampler import draw
+from .sampler import call_with
 
 # Values up to this size are kept once they have been computed, so that reading one element after another of a
 # captured tensor does not run its recipe for each.
@@ -54,28 +54,20 @@ class Replay:
 
     def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
-        self._allocate = allocate
-        self._generator: torch.Generator | None = None
+        self.allocate = allocate
+        self._generator = torch.Generator()
 
     def buffer(self, value: Value) -> torch.Tensor:
         """The buffer that holds `value`: computed, known, or fresh memory where nothing has been written."""
         buffer = self.buffers.get(value)
         if buffer is None:
-            buffer = self._allocate(value)
+            buffer = self.allocate(value)
             if value.known:
                 buffer.copy_(value.content())  # a recipe may go on to edit it in place
             self.buffers[value] = buffer
         if type(buffer) is _Unforeseen:
             buffer.refuse()
         return buffer
-
-    def generator(self, node: Node) -> torch.Generator:
-        """A generator of our own, set to where `node` begins to draw."""
-        assert node.draw is not None
-        if self._generator is None:
-            self._generator = torch.Generator()
-        self._generator.set_state(torch.from_numpy(node.draw.stream.state_at(node.draw.position)))
-        return self._generator
 
     def run(self, nodes: Iterable[Node]) -> None:
         """Run `nodes`, which are in the order of recording."""
@@ -90,17 +82,7 @@ class Replay:
             self.buffers.setdefault(node.writes[0].value, self._fresh_target(node))
         args = [self._real(a) for a in node.args]
         kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
-        if node.draw is None:
-            result = node.op(*args, **kwargs)
-        elif isinstance(node.draw.stream, PhiloxStream):
-            device = node.outputs[0].device
-            result = draw(node.op, args, kwargs, generator_at(node.draw.stream, node.draw.position, device))
-        elif isinstance(node.draw.stream, CounterStream):
-            result = counter_fill.run(
-                node.op, args, kwargs, node.draw.stream, node.draw.position, lambda g: draw(node.op, args, kwargs, g)
-            )
-        else:
-            result = draw(node.op, args, kwargs, self.generator(node))
+        result = node.op(*args, **kwargs) if node.draw is None else self._draw(node, node.draw, args, kwargs)
         for ref, value in zip(node.writes, node.outputs, strict=False):
             self.buffers[value] = self.buffers[ref.value]
         made = node.outputs[len(node.writes) :]
@@ -109,10 +91,25 @@ class Replay:
             for value, tensor in zip(made, tensors[len(tensors) - len(made) :], strict=True):
                 self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
 
+    def _draw(self, node: Node, draw: Draw, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What a random operation returns at its place in the stream."""
+        stream, position = draw.stream, draw.position
+        if isinstance(stream, PhiloxStream):
+            generator = torch.Generator(node.outputs[0].device)
+        else:
+            does = kind_of(node)
+            if isinstance(stream, CounterStream) and isinstance(does, Fill) and has_counter_rule(node.op):
+                target = args[0] if node.writes else node.outputs[0].empty()
+                counter_fill.fill(does.name, target, *does.pair, stream, position)
+                return target
+            generator = self._generator
+        generator.set_state(torch.from_numpy(stream.state_at(position)))
+        return call_with(node.op, args, kwargs, generator)
+
     def _fresh_target(self, node: Node) -> torch.Tensor:
         value = node.writes[0].value
         known = self.buffers.get(value)
-        return known if known is not None else self._allocate(value)
+        return known if known is not None else self.allocate(value)
 
     def _real(self, arg: Any) -> Any:
         if type(arg) is Ref:
@@ -120,6 +117,13 @@ class Replay:
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
+
+
+def make_whole(value: Value) -> torch.Tensor:
+    """All of one Value, on fresh memory that nobody else holds."""
+    replay = Replay()
+    replay.run(slice_for([value]))
+    return replay.buffer(value)
 
 
 def compute(refs: list[Ref]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -14,8 +15,8 @@ from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
 from ..capture.first_use import close_door
 from ..capture.tensor import DeferredTensor, Hooks, Store, become
-from ..engine import shard_engine, torch_engine
 from ..engine.memory import allocate_huge
+from ..engine.run import run
 from ..errors import MaterializeError, MetaTensorsWarning
 from ..program.graph import Value
 from ..program.source import here
@@ -216,26 +217,21 @@ def run_recipes(
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
     niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
-    """Run the recipes of `values` on the torch engine (see its `run`): a buffer for each, that nobody else holds."""
+    """Run the recipes of `values` on the torch engine (`engine/run.py`): a buffer for each, that nobody else holds."""
     with torch._C._DisableTorchDispatch():
         done = None
         if progress is not None:
+            lock = threading.Lock()
             total = sum(value.nbytes for value in values)
             made = 0
 
             def done(count: int) -> None:
                 nonlocal made
-                made += count
-                progress(min(made, total), total)
+                with lock:
+                    made += count
+                    progress(min(made, total), total)
 
-        shards = shard_engine.shards_among(values)
-        apart = set(shards)
-        rest = [value for value in values if value not in apart]
-        out = torch_engine.run(rest, allocate, num_threads, done, niceness)
-        if shards:
-            threads = num_threads or torch_engine.default_threads()
-            out |= shard_engine.run(shards, torch_engine.make_whole, allocate, threads, done)
-        return out
+        return run(values, allocate, num_threads, done, niceness)
 
 
 def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.Tensor:

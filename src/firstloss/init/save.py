@@ -24,16 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import timeline
-from ..engine.slices import Slicer, Wholes
-from ..engine.torch_engine import default_threads
+from ..engine.reader import Reader, Wholes
+from ..engine.run import default_threads, make_whole
 from ..errors import SaveError
 from ..files import sync_folder
-from ..program.graph import Value
 from . import shards
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
 from .journal import Journal
-from .materialize import run_recipes
 from .safetensors_header import header
 from .saved_tensors import Saved, config_names, tensors_to_save, write_configs
 
@@ -204,7 +202,7 @@ class _Writer:
         self._saved = saved
         self._count = count
         self._stop = threading.Event()
-        self._wholes = Wholes(_make_whole)
+        self._wholes = Wholes(make_whole)
         self._own = threading.local()
         self._written: list[_Run] = []  # and not yet known to be on disk
         self._lock = threading.Lock()
@@ -228,13 +226,13 @@ class _Writer:
     def _write_run(self, run: _Run, out: DirectFile, journal: Journal) -> None:
         own = self._own
         if not hasattr(own, "buffer"):
-            own.buffer, own.slicer = aligned(_PIECE), Slicer(self._wholes)
+            own.buffer, own.reader = aligned(_PIECE), Reader(self._wholes)
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             for begin in range(run.begin, run.end, _PIECE):
                 if self._stop.is_set():
                     return
                 end = min(begin + _PIECE, run.end)
-                self._make(run.file, begin, end, own.slicer, own.buffer)
+                self._make(run.file, begin, end, own.reader, own.buffer)
                 whole_blocks = -(-(end - begin) // BLOCK) * BLOCK
                 out.write(own.buffer[:whole_blocks], len(run.file.head) + begin)
                 self._count(end - begin)
@@ -252,7 +250,7 @@ class _Writer:
             out.sync()
             journal.add(*(run.line for run in written))
 
-    def _make(self, file: _File, begin: int, end: int, slicer: Slicer, buffer: torch.Tensor) -> None:
+    def _make(self, file: _File, begin: int, end: int, reader: Reader, buffer: torch.Tensor) -> None:
         """Bytes [begin, end) of a file's data, in `buffer`."""
         for place in file.places:
             low, high = max(place.begin, begin), min(place.end, end)
@@ -261,11 +259,8 @@ class _Writer:
             ref = self._saved[place.which].ref
             part = buffer[low - begin : high - begin].view(ref.dtype)
             first = (low - place.begin) // ref.dtype.itemsize
-            slicer.read(ref._replace(size=(part.numel(),), stride=(1,), offset=ref.offset + first), part)
-
-
-def _make_whole(value: Value) -> torch.Tensor:
-    return run_recipes([value])[value]
+            flat = ref._replace(size=(part.numel(),), stride=(1,), offset=ref.offset + first)
+            reader.materialize(flat, None, part)
 
 
 # -- finishing ---------------------------------------------------------------------------------------------------------

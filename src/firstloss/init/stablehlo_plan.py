@@ -16,7 +16,7 @@ from ..program.source import here
 from .shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
 from .stablehlo_fill import Box, words_drawn
 from .stablehlo_sketch import Unsketchable, known, sketch
-from .stablehlo_tree import Apply, Fill, Masked, Sketch, Truncated, Whole
+from .stablehlo_tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
 
 if TYPE_CHECKING:
     from .recipes import InitProgram, Recipe
@@ -198,7 +198,7 @@ def _words(found: Sketch, local: tuple[int, ...]) -> int:
 def _words_in(tree: Any, box: Box) -> int:
     if type(tree) is Truncated:
         return _words_in(tree.fill, box)
-    if type(tree) is Fill:
+    if type(tree) is Drawn:
         if not tree.words:  # the counter policy draws what it keeps
             return math.prod(box.local)
         made = kernel(tree.name, tree.dtype, dict(tree.arguments))

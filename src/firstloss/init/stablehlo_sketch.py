@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.slices import UNWRITTEN
 from ..lower.functional import functional
 from ..lower.mt19937_fills import kernel
 from ..lower.program import View, _template, constant, view_of
 from ..lower.rules import RULES
 from ..program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
+from ..program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.deferred_stream import at_root
-from .stablehlo_tree import Apply, Data, Fill, Masked, Number, Place, Sketch, Step, Truncated, Whole
+from .stablehlo_tree import Apply, Data, Drawn, Masked, Number, Place, Sketch, Step, Truncated, Whole
 
 aten = torch.ops.aten
 
@@ -74,18 +74,26 @@ class _Drawer:
         if value.real is not None:
             return self._known(value)
         node = value.node
-        if node is None or node.op in UNWRITTEN:
+        if is_unwritten(node):
             return Number(float, 0.0, value.dtype)  # memory that nobody wrote
-        if len(node.outputs) != 1 or len(node.writes) > 1:
+        assert node is not None
+        does = kind_of(node)
+        if isinstance(does, Opaque):
             raise _No
-        if node.writes:
-            return self._written(node, value, depth)
-        made = _FACTORIES.get(node.op)
-        if made is not None:
-            return made(node, value)
-        if node.draw is not None:
-            return self.fill(node, Ref.of(value))
-        return self._apply(node, value.dtype, node.args, depth, Ref.of(value))
+        target = does.target
+        if node.writes and target.dtype != value.dtype:
+            raise _No
+        if target.covers:
+            if isinstance(does, Copy):
+                return self._copy(node, does, depth, value.dtype)
+            if isinstance(does, Pointwise):
+                return self._apply(node, value.dtype, node.args, depth, target)
+            if does.name == "constant":
+                return _number(does.value, value.dtype)
+            if node.draw is None or (node.writes and not node.overwrites):
+                raise _No
+            return self.fill(node, target)
+        return self._in_part(node, does, depth, value.dtype)
 
     def _known(self, value: Value) -> Data:
         if not is_contiguous(value.shape, value.stride):
@@ -101,37 +109,30 @@ class _Drawer:
         self.data[digest] = array
         return Data(digest, array.shape, dtype)
 
-    def _written(self, node: Node, value: Value, depth: int) -> Any:
-        target = node.writes[0]
-        if not node.args or node.args[0] is not target or target.dtype != value.dtype:
+    def _copy(self, node: Node, copy: Copy, depth: int, dtype: torch.dtype) -> Any:
+        if copy.dim is not None:
             raise _No
-        if target.covers:
-            if node.draw is not None:
-                if not node.overwrites:
-                    raise _No
-                return self.fill(node, target)
-            if node.op in _CONSTANTS:
-                return _number(0.0 if node.op is aten.zero_.default else node.args[1], value.dtype)
-            if node.op is aten.copy_.default:
-                return self._argument(node.args[1], target, depth, cast=value.dtype)
-            return self._apply(node, value.dtype, node.args, depth, target)
+        if node.writes:
+            return self._argument(copy.sources[0], copy.target, depth, cast=dtype)
+        return self._apply(node, dtype, node.args, depth, copy.target)
+
+    def _in_part(self, node: Node, does: Fill | Copy | Pointwise, depth: int, dtype: torch.dtype) -> Masked:
+        """What writes a part of the weight."""
+        target = does.target
         if node.draw is not None or not is_contiguous(target.size, target.stride):
             raise _No
         begin, end = target.offset, target.offset + math.prod(target.size)
-        if node.op in _CONSTANTS:
-            new: Any = _number(0.0 if node.op is aten.zero_.default else node.args[1], value.dtype)
+        if isinstance(does, Fill):
+            new: Any = _number(does.value, dtype)
         elif all(type(a) in (int, float, bool) for a in (*node.args[1:], *node.kwargs.values())):
             everything = Ref.of(target.value)
-            new = self._apply(node, value.dtype, (everything, *node.args[1:]), depth, everything)
+            new = self._apply(node, dtype, (everything, *node.args[1:]), depth, everything)
         else:
             raise _No
-        old = self.value(target.value, depth - 1)
-        return Masked(begin, end, new, old)
+        return Masked(begin, end, new, self.value(target.value, depth - 1))
 
     def _apply(self, node: Node, dtype: torch.dtype, args: tuple, depth: int, like: Ref) -> Apply:
         op = functional(node.op)
-        if torch.Tag.pointwise not in node.op.tags and node.op not in _POINTWISE and op not in _POINTWISE:
-            raise _No
         if RULES.get(op) is None and RULES.get(node.op) is None:
             raise Unsketchable(node, "has no lowering")
         out = tuple(self._argument(a, like, depth) for a in args)
@@ -154,27 +155,27 @@ class _Drawer:
 
     # -- draws -------------------------------------------------------------------------------------------------------
 
-    def fill(self, node: Node, target: Ref) -> Fill | Truncated:
+    def fill(self, node: Node, target: Ref) -> Drawn | Truncated:
         """The fill that `node` makes of `target`."""
-        asked = _asked(node)
+        does = kind_of(node)
         assert node.draw is not None
         count = math.prod(target.size)
         straight = is_contiguous(target.size, target.stride)
-        if asked is None or not straight or target.value.device.type != "cpu":
+        if not isinstance(does, Fill) or not straight or target.value.device.type != "cpu":
             raise Unsketchable(node, "draws in a way that only PyTorch's kernel knows")
-        name, arguments = asked
+        name, arguments = does.name, does.numbers
         stream, position = at_root(node.draw.stream, node.draw.position)
         dtype = target.dtype
         if isinstance(stream, CounterStream):
             if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise Unsketchable(node, "draws with a generator of its own under the counter policy")
             self.places.append(Place(stream, number_and_word(position)[0]))
-            return Fill(len(self.places) - 1, name, arguments, dtype, 0)
+            return Drawn(len(self.places) - 1, name, arguments, dtype, 0)
         if kernel(name, dtype, dict(arguments)) is None or (name == "normal" and count < draws.MIN_PIECE):
             raise Unsketchable(node, f"has no {_short(dtype)} kernel for {count} elements")
         words = node.draw.after.words - node.draw.position.words
         self.places.append(Place(stream, position.words))
-        fill = Fill(len(self.places) - 1, name, arguments, dtype, words)
+        fill = Drawn(len(self.places) - 1, name, arguments, dtype, words)
         again = node.draw.rejection
         return fill if again is None else Truncated(fill, again.low, again.high)
 
@@ -228,44 +229,3 @@ def _number(value: Any, dtype: torch.dtype) -> Number:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _asked(node: Node) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
-    """What a draw asks for: its kernel's name and arguments."""
-    found = _DRAWS.get(node.op)
-    if found is None:
-        return None
-    name, parameters = found
-    schema = [argument.name for argument in node.op._schema.arguments]
-    given = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
-    values = []
-    for ours, theirs, default in parameters:
-        value = given.get(theirs, default) if theirs is not None else default
-        if value is not None and type(value) not in (int, float, bool):
-            return None
-        values.append((ours, value))
-    return name, tuple(values)
-
-
-_DRAWS: dict[Any, tuple[str, tuple[tuple[str, str | None, Any], ...]]] = {
-    aten.uniform_.default: ("uniform", (("low", "from", 0.0), ("high", "to", 1.0))),
-    aten.normal_.default: ("normal", (("mean", "mean", 0.0), ("std", "std", 1.0))),
-    torch.ops.firstloss.trunc_normal_.default: ("normal", (("mean", "mean", 0.0), ("std", "std", 1.0))),
-    aten.bernoulli_.float: ("bernoulli", (("p", "p", 0.5),)),
-    aten.random_.default: ("random", (("low", None, None), ("high", None, None))),
-    aten.random_.to: ("random", (("low", None, 0), ("high", "to", None))),
-    getattr(aten.random_, "from"): ("random", (("low", "from", None), ("high", "to", None))),
-    aten.rand.default: ("uniform", (("low", None, 0.0), ("high", None, 1.0))),
-    aten.randn.default: ("normal", (("mean", None, 0.0), ("std", None, 1.0))),
-    aten.normal.float_float: ("normal", (("mean", "mean", 0.0), ("std", "std", 1.0))),
-    aten.randint.default: ("random", (("low", None, 0), ("high", "high", None))),
-    aten.randint.low: ("random", (("low", "low", None), ("high", "high", None))),
-}
-_CONSTANTS = {aten.zero_.default, aten.fill_.Scalar}
-_FACTORIES = {
-    aten.zeros.default: lambda node, value: _number(0.0, value.dtype),
-    aten.ones.default: lambda node, value: _number(1.0, value.dtype),
-    aten.full.default: lambda node, value: _number(node.args[1], value.dtype),
-}
-# Element by element, though not tagged so.
-_POINTWISE = {aten.copy.default, aten._to_copy.default, aten.clone.default}

@@ -16,7 +16,7 @@ from ..lower.program import Template, View
 from ..rng.stream import Stream
 
 
-class Fill(NamedTuple):
+class Drawn(NamedTuple):
     """A random fill of the whole weight. `draw` numbers the recipe's places in the stream."""
 
     draw: int
@@ -29,7 +29,7 @@ class Fill(NamedTuple):
 class Truncated(NamedTuple):
     """Normals drawn anew until they lie inside the bounds: the fill is its first round."""
 
-    fill: Fill
+    fill: Drawn
     low: float
     high: float
 
@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
     template: Template
     inputs: tuple[int, ...]
-    fill: Any  # of a draw: a Fill, and the view that is filled
+    fill: Any  # of a draw: a Drawn, and the view that is filled
     size: tuple[int, ...]
     view: View | None
 
@@ -121,4 +121,4 @@ class Sketch:
     @property
     def pure(self) -> bool:
         """Whether it is a fill or a number, with nothing else to it."""
-        return type(self.tree) in (Fill, Truncated, Number)
+        return type(self.tree) in (Drawn, Truncated, Number)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .. import timeline
-from ..engine.torch_engine import default_threads
+from ..engine.run import default_threads
 from ..errors import BackendError, ShardingError
 from ..program.source import here
 from .shardings import starts

@@ -182,6 +182,7 @@ class Node:
         "overwrites",
         "draw",
         "source",
+        "kind",
         "saved_constants",
     )
 
@@ -205,6 +206,7 @@ class Node:
         self.draw = draw
         self.source = source
         self.outputs: tuple[Value, ...] = ()
+        self.kind: Any = None  # see `kinds.kind_of`
         self.saved_constants: list[tuple[torch.Tensor, int]] | None = None
 
     def refs(self) -> Iterator[Ref]:

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 from ..capture.file_value import FileValue
 from ..capture.recorder import new_index
 from ..capture.step import dense_stride
-from ..engine import torch_engine
-from ..engine.slices import Slicer, Wholes
+from ..engine.plan import Planner
 from ..init.materialize import run_recipes
 from ..init.xla_host import make_on_host
 from ..lower import unwritten
@@ -56,9 +55,9 @@ class Shard(NamedTuple):
 
 
 def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
-    """Run the recipes of the parts that devices of this process hold; `niceness` as in `torch_engine.run`."""
-    asking = Slicer(Wholes(torch_engine.make_whole))
-    drawn = {value: lie for value, lie in wanted.items() if _is_straight(value) and asking.cuttable(value)}
+    """Run the recipes of the parts that devices of this process hold; `niceness` as in `engine.run.run`."""
+    planner = Planner()
+    drawn = {value: lie for value, lie in wanted.items() if _is_straight(value) and planner.can_run(value, True)}
     out: dict[Value, jax.Array] = {}
     # On CPU devices all at once, straight into their memory.
     for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):

@@ -17,7 +17,7 @@ from .. import timeline
 from ..capture.first_use import close_door
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.tensor import HOOKS, Geometry, Hooks, geometry_of, note_memory, store_at
-from ..engine.torch_engine import default_threads
+from ..engine.run import default_threads
 from ..init.materialize import run_recipes
 from ..program.graph import Value, dense_count
 from . import mesh_placement

@@ -1,4 +1,4 @@
-"""Pens: torch's bits, whichever kernels they write with."""
+"""Stream samplers: torch's bits, whichever kernels they write with."""
 
 import pytest
 import torch
@@ -6,12 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine import native_check
-from firstloss.engine import sampler as pen
+from firstloss.engine import native_check, reader, sampler
 from firstloss.rng import Position, Stream, native
-
-aten = torch.ops.aten
-NORMAL, UNIFORM = aten.normal_.default, aten.uniform_.default
 
 with_kernels = pytest.mark.skipif(
     not native_check.trusted(),
@@ -26,7 +22,7 @@ def bits(tensor):
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(pen, "trusted", lambda: False)
+        monkeypatch.setattr(sampler, "trusted", lambda: False)
     elif not native_check.trusted():
         pytest.skip("no native kernels")
     return request.param
@@ -35,15 +31,13 @@ def kernels(request, monkeypatch):
 # Some have native kernels and some have not, so that the stream is handed from one to the other.
 fills = st.sampled_from(
     [
-        (NORMAL, (), {}),
-        (NORMAL, (0.5,), {}),
-        (NORMAL, (1, 2), {}),
-        (NORMAL, (), {"std": 0.02, "generator": None}),
-        (UNIFORM, (), {}),
-        (UNIFORM, (-1.0, 0.5), {}),
-        (UNIFORM, (), {"from": -3, "to": -3}),
-        (aten.exponential_.default, (2.0,), {}),
-        (aten.bernoulli_.float, (0.3,), {}),
+        ("normal", 0.0, 1.0),
+        ("normal", 0.5, 1.0),
+        ("normal", 1.0, 2.0),
+        ("normal", 0.0, 0.02),
+        ("uniform", 0.0, 1.0),
+        ("uniform", -1.0, 0.5),
+        ("uniform", -3.0, -3.0),
     ]
 )
 tensors = st.tuples(
@@ -62,15 +56,15 @@ def target(count, dtype, strided):
 def test_fill_after_fill(sequence, trust):
     with pytest.MonkeyPatch.context() as patch:
         if not trust:
-            patch.setattr(pen, "trusted", lambda: False)
+            patch.setattr(sampler, "trusted", lambda: False)
         generator = torch.Generator().manual_seed(1)
         stream = Stream.from_state(generator.get_state().numpy())
-        ours = pen.Pen()
-        ours.move(stream, Position(0))
-        for (op, args, kwargs), how in sequence:
+        ours = sampler.StreamSampler()
+        ours.seek(stream, Position(0))
+        for (name, first, second), how in sequence:
             drawn, expected = target(*how), target(*how)
-            ours.draw(op, drawn, args, kwargs)
-            op(expected, *args, **{**kwargs, "generator": generator})
+            ours.fill(name, drawn, first, second)
+            getattr(expected, f"{name}_")(first, second, generator=generator)
             assert torch.equal(bits(drawn), bits(expected))
 
 
@@ -78,40 +72,40 @@ def test_moving_there_and_back(kernels):
     generator = torch.Generator().manual_seed(1)
     stream = Stream.from_state(generator.get_state().numpy())
     expected = torch.empty(1000).normal_(generator=generator)
-    ours = pen.Pen()
+    ours = sampler.StreamSampler()
     for begin in (480, 0, 16):
         drawn = torch.empty(160)
-        ours.move(stream, Position(begin))
-        ours.draw(NORMAL, drawn, (), {})
+        ours.seek(stream, Position(begin))
+        ours.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin : begin + 160])
         ours.at = (stream, Position(begin + 160))
-        ours.move(stream, Position(begin + 160))
-        ours.draw(NORMAL, drawn, (), {})
+        ours.seek(stream, Position(begin + 160))
+        ours.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin + 160 : begin + 320])
 
 
 @pytest.mark.parametrize(
-    "op, args", [(NORMAL, (0.0, -1.0)), (UNIFORM, (1.0, 0.0)), (UNIFORM, (-3e38, 3e38)), (UNIFORM, (0.0, 1e300))]
+    "name, numbers",
+    [("normal", (0.0, -1.0)), ("uniform", (1.0, 0.0)), ("uniform", (-3e38, 3e38)), ("uniform", (0.0, 1e300))],
 )
-def test_what_torch_refuses_is_refused(op, args):
+def test_what_torch_refuses_is_refused(name, numbers):
     stream = Stream.from_state(torch.Generator().get_state().numpy())
-    ours = pen.Pen()
-    ours.move(stream, Position(0))
+    ours = sampler.StreamSampler()
+    ours.seek(stream, Position(0))
     with pytest.raises(RuntimeError):
-        ours.draw(op, torch.empty(100), args, {})
+        ours.fill(name, torch.empty(100), *numbers)
     assert ours.at is None
 
 
 @with_kernels
 def test_what_is_native():
     contiguous = torch.empty(100)
-    assert pen.is_native(NORMAL, contiguous, (), {})
-    assert pen.is_native(UNIFORM, contiguous[3:90], (0, 1), {"generator": None})
-    assert not pen.is_native(NORMAL, contiguous[:15], (), {})
-    assert not pen.is_native(NORMAL, contiguous[::2], (), {})
-    assert not pen.is_native(NORMAL, contiguous.double(), (), {})
-    assert not pen.is_native(NORMAL, torch.empty(100, device="meta"), (), {})
-    assert not pen.is_native(aten.exponential_.default, contiguous, (), {})
+    assert sampler.is_native("normal", contiguous, 0.0, 1.0)
+    assert sampler.is_native("uniform", contiguous[3:90], 0.0, 1.0)
+    assert not sampler.is_native("normal", contiguous[:15], 0.0, 1.0)
+    assert not sampler.is_native("normal", contiguous[::2], 0.0, 1.0)
+    assert not sampler.is_native("normal", contiguous.double(), 0.0, 1.0)
+    assert not sampler.is_native("normal", torch.empty(100, device="meta"), 0.0, 1.0)
 
 
 @pytest.fixture
@@ -196,9 +190,7 @@ def weights(module):
 
 
 def test_a_module_is_as_eager_made_it(kernels, monkeypatch):
-    from firstloss.engine import torch_engine
-
-    monkeypatch.setattr(torch_engine, "_NATIVE_PIECE", 1 << 17)
+    monkeypatch.setattr(reader, "_NATIVE_PIECE", 1 << 17)
     deferred = fl.deferred_init(Layers)
     state = torch.get_rng_state()
     expected = weights(eager())

@@ -4,14 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine.sampler import Pen
-from firstloss.engine.slices import Slicer, Wholes
-from firstloss.init import materialize
+from firstloss.engine.reader import Reader, Wholes
+from firstloss.engine.run import make_whole
+from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
-
-
-def whole_by_engine(value):
-    return materialize.run_recipes([value])[value]
 
 
 def refuse(value):
@@ -143,12 +139,12 @@ def both(make):
 def test_a_window_is_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     value = tensor._store.value
-    slicer = Slicer(refuse if name in CUTTABLE else Wholes(whole_by_engine))
+    reader = Reader(refuse if name in CUTTABLE else Wholes(make_whole))
     for _ in range(3):
         begin = data.draw(st.integers(0, value.numel))
         end = data.draw(st.integers(begin, value.numel))
         out = torch.empty(end - begin, dtype=value.dtype)
-        slicer.window(value, begin, end, out)
+        reader.window(value, begin, end, out)
         assert torch.equal(out, expected.reshape(-1)[begin:end])
 
 
@@ -156,7 +152,7 @@ def test_a_window_is_the_slice_of_the_whole(name, data):
 def test_all_of_a_value(name):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     out = torch.empty_like(expected)
-    Slicer(Wholes(whole_by_engine)).make(tensor._store.value, out)
+    Reader(Wholes(make_whole)).make(tensor._store.value, out)
     assert torch.equal(out, expected)
 
 
@@ -177,18 +173,18 @@ def test_reading_through_a_view_makes_what_it_shows(view):
     with fl.deferred():
         seen = view(tensor)
     out = torch.empty(seen.shape)
-    Slicer(refuse).read(seen._ref(), out)
+    Reader(refuse).materialize(seen._ref(), None, out)
     assert torch.equal(out, view(expected))
 
 
 def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr("firstloss.engine.slices._BLOCK_BYTES", 4000)
+    monkeypatch.setattr("firstloss.engine.reader._BLOCK_BYTES", 4000)
     expected, tensor = both(lambda: normal((100, 48)))
     with fl.deferred():
         shard = tensor[:, 12:24].clone()
-    slicer = Slicer(refuse)
+    reader = Reader(refuse)
     longest = 0
-    window = slicer.window
+    window = reader.window
 
     def watched(value, begin, end, out):
         nonlocal longest
@@ -196,9 +192,9 @@ def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
             longest = max(longest, end - begin)
         window(value, begin, end, out)
 
-    monkeypatch.setattr(slicer, "window", watched)
+    monkeypatch.setattr(reader, "window", watched)
     out = torch.empty(100, 12)
-    slicer.make(shard._store.value, out)
+    reader.make(shard._store.value, out)
     assert torch.equal(out, expected[:, 12:24])
     assert 0 < longest <= 1000
 
@@ -206,7 +202,7 @@ def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
 def test_consecutive_windows_need_one_jump(monkeypatch):
     _, tensor = both(lambda: normal(1 << 20))
     value = tensor._store.value
-    slicer = Slicer(refuse)
+    reader = Reader(refuse)
     stream = type(value.node.draw.stream)
     real, seeks = stream.state_at, []
 
@@ -216,14 +212,14 @@ def test_consecutive_windows_need_one_jump(monkeypatch):
 
     monkeypatch.setattr(stream, "state_at", watched)
     for begin in range(0, 1 << 20, 1 << 17):
-        slicer.window(value, begin, begin + (1 << 17), torch.empty(1 << 17))
+        reader.window(value, begin, begin + (1 << 17), torch.empty(1 << 17))
     assert len(seeks) == 1
 
 
 def test_joined_parts_are_made_without_the_whole():
     expected, tensor = both(joined)
     out = torch.empty_like(expected)
-    Slicer(refuse).make(tensor._store.value, out)
+    Reader(refuse).make(tensor._store.value, out)
     assert torch.equal(out, expected)
 
 
@@ -231,7 +227,7 @@ def test_a_read_of_other_bits_is_of_the_whole():
     expected, tensor = both(lambda: normal((8, 8)))
     value = tensor._store.value
     out = torch.empty(8, 8, dtype=torch.int32)
-    Slicer(Wholes(whole_by_engine)).read(Ref(value, (8, 8), (8, 1), 0, torch.int32), out)
+    Reader(Wholes(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
     assert torch.equal(out, expected.view(torch.int32))
 
 
@@ -241,7 +237,7 @@ def test_an_edited_constant_is_an_error():
         kept = torch.empty(1000, 1000).copy_(constant)
     constant.add_(1)
     with pytest.raises(fl.errors.ConstantChangedError):
-        Slicer(refuse).make(kept._store.value, torch.empty(1000, 1000))
+        Reader(refuse).make(kept._store.value, torch.empty(1000, 1000))
 
 
 def test_what_is_written_anew_is_not_drawn(monkeypatch):
@@ -259,8 +255,8 @@ def test_what_is_written_anew_is_not_drawn(monkeypatch):
     torch.manual_seed(0)
     deferred = fl.deferred_init(make)
     drawn = []
-    draw = Pen.draw
-    monkeypatch.setattr(Pen, "draw", lambda pen, op, target, *rest: (drawn.append(op), draw(pen, op, target, *rest)))
+    draw = StreamSampler.fill
+    monkeypatch.setattr(StreamSampler, "fill", lambda self, name, *rest: (drawn.append(name), draw(self, name, *rest)))
     fl.materialize_tensor(deferred)
     assert torch.equal(deferred, eager)
-    assert set(drawn) == {torch.ops.aten.uniform_.default}
+    assert set(drawn) == {"uniform"}

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine.columns import cut_dimension, draw_columns
-from firstloss.engine.slices import Slicer
+from firstloss.engine.cuts import Box, cut_dimension
+from firstloss.engine.reader import Reader
 from firstloss.rng import native
 
 needs_kernel = pytest.mark.skipif(
@@ -29,13 +29,13 @@ def recipe(make, seed):
     return fl.init_program(module).recipes["weight"].ref, make()
 
 
-def drawn(ref, dim, rows, widths, slicer=None):
+def drawn(ref, dim, rows, widths, reader=None):
     size = list(ref.size)
     parts = [
         torch.full([rows[1] - rows[0], *size[1:dim], w, *size[dim + 1 :]], torch.nan, dtype=ref.dtype) for w in widths
     ]
-    slicer = slicer or Slicer(lambda value: pytest.fail("made whole"))
-    return draw_columns(slicer, ref, dim, rows, parts), parts
+    reader = reader or Reader(lambda value: pytest.fail("made whole"))
+    return reader.fill_columns(ref, dim, rows, parts), parts
 
 
 @needs_kernel
@@ -60,9 +60,9 @@ def test_parts_are_those_of_the_whole(kind, seed, outer, widths, rows, first):
 @needs_kernel
 def test_one_stretch_goes_on_where_the_last_ended():
     ref, eager = recipe(lambda: torch.empty(64, 96).normal_(), 1)
-    slicer = Slicer(lambda value: pytest.fail("made whole"))
+    reader = Reader(lambda value: pytest.fail("made whole"))
     for rows in ((0, 16), (16, 48), (48, 64)):
-        done, parts = drawn(ref, 1, rows, [48, 48], slicer)
+        done, parts = drawn(ref, 1, rows, [48, 48], reader)
         assert done and torch.equal(torch.cat(parts, 1), eager[slice(*rows)])
 
 
@@ -84,8 +84,8 @@ def test_what_the_kernel_cannot_do_is_left_alone(make, rows):
 
 
 def test_boxes_side_by_side():
-    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 2, 0)], [(2, 2, 8), (2, 4, 8)]) == 1
-    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 0, 4)], [(2, 6, 4), (2, 6, 4)]) == 2
-    assert cut_dimension((4, 6, 8), [(0, 0, 0)], [(2, 2, 8)]) is None  # the rest of the row is not ours
-    assert cut_dimension((4, 6, 8), [(0, 0, 0), (0, 3, 4)], [(4, 3, 4), (4, 3, 4)]) is None  # along two
-    assert cut_dimension((4, 6, 8), [(0, 0, 0)], [(2, 6, 8)]) is None  # along none
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8)), Box((0, 2, 0), (2, 4, 8))]) == 1
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 4)), Box((0, 0, 4), (2, 6, 4))]) == 2
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8))]) is None  # the rest of the row is not ours
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (4, 3, 4)), Box((0, 3, 4), (4, 3, 4))]) is None  # along two
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 8))]) is None  # along none

@@ -1,0 +1,205 @@
+"""Plans: how any range of a Value's elements is made without making the rest.
+
+Most recipes are a random fill with a few edits on top, and such a recipe can be run on any range of its elements: only
+the words that those elements take are drawn, at their place in the stream. A plan is the steps of such a recipe. What
+has none (an operation whose result at one element depends on others, or on where it lies in a vector register) is run
+whole, node by node (`replay.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
+from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
+from ..rng import draws
+
+# Recipes are followed through so many edits and copies; beyond, they are made whole.
+_MAX_STEPS = 64
+_MAX_DEPTH = 8
+
+
+class Step(NamedTuple):
+    """One operation on the way to a Value.
+
+    Attributes:
+        edits: further ones, on the same elements, whose operands are numbers: run on each piece in turn.
+        partial: whether it can be run on a range of the storage.
+    """
+
+    does: Fill | Copy | Pointwise
+    node: Node
+    edits: tuple[Pointwise, ...]
+    partial: bool
+
+
+class Plan(NamedTuple):
+    """`steps`, first to last, on top of `base`: a Value known, or made whole; None where they overwrite all of it."""
+
+    base: Value | None
+    steps: tuple[Step, ...]
+
+
+class Planner:
+    """Finds plans, and keeps them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[Value, bool], Plan] = {}
+
+    def plan(self, value: Value, partial: bool) -> Plan:
+        """The plan for a part of `value`, or for all of it."""
+        key = (value, partial)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = _find(value, partial, _MAX_DEPTH)
+        return plan
+
+    def can_run(self, value: Value, partial: bool) -> bool:
+        """Whether a part of `value`, or all of it, can be made so; if not, it is made node by node."""
+        return is_dense(value) and _can_run(self.plan(value, partial), value)
+
+    def first_draw(self, value: Value) -> int:
+        """The number of the node where its recipe first draws: the order of these is that of the stream, mostly."""
+        for _ in range(_MAX_DEPTH):
+            if value.known or not is_dense(value):
+                break
+            steps = self.plan(value, False).steps
+            draw = next((step.node for step in steps if step.node.draw is not None), None)
+            if draw is not None:
+                return draw.index
+            copied = [step.does.sources[0] for step in steps if isinstance(step.does, Copy)]
+            if not copied:
+                break
+            value = copied[0].value
+        return value.node.index if value.node is not None else 0
+
+
+def is_dense(value: Value) -> bool:
+    """Whether the layout of `value` has no gaps."""
+    return dense_count(value.shape, value.stride) == value.numel
+
+
+def is_empty(value: Value) -> bool:
+    """Whether `value` is memory that nobody has written."""
+    return not value.known and is_unwritten(value.node)
+
+
+def _can_run(plan: Plan, value: Value) -> bool:
+    """Whether the plan begins with something else than `value` made whole."""
+    return plan.base is not value or value.known or is_empty(value)
+
+
+def _find(value: Value, partial: bool, depth: int) -> Plan:
+    steps: list[Step] = []
+    # Ranges that a later step writes anew, as the second fill of a padded shard.
+    replaced: list[tuple[int, int]] = []
+    at = value
+    base: Value | None = None
+    while True:
+        node = at.node
+        if at.known or node is None or is_unwritten(node):
+            base = at
+            break
+        if _is_within(node, replaced):
+            at = node.writes[0].value
+            continue
+        step = _step(at, node, depth)
+        if step is None or (partial and not step.partial) or len(steps) == _MAX_STEPS:
+            base = at
+            break
+        steps.append(step)
+        if not step.node.writes or step.node.overwrites:
+            break
+        if not isinstance(step.does, Pointwise) and (span := _span(step.does.target)) is not None:
+            replaced.append(span)
+        at = step.does.target.value
+    return Plan(base, _fused(steps[::-1]))
+
+
+def _fused(steps: list[Step]) -> tuple[Step, ...]:
+    """Edits by numbers, of what the fill before them has filled, belong to the fill."""
+    out: list[Step] = []
+    for step in steps:
+        if out and _is_edit(step.does, out[-1]):
+            out[-1] = out[-1]._replace(edits=(*out[-1].edits, step.does))  # type: ignore[arg-type]
+        else:
+            out.append(step)
+    return tuple(out)
+
+
+def _is_edit(edit: Fill | Copy | Pointwise, filled: Step) -> bool:
+    if not isinstance(edit, Pointwise) or not isinstance(filled.does, Fill) or not edit.in_place:
+        return False
+    draw, target = filled.node.draw, filled.does.target
+    if draw is not None and draw.rejection is not None:  # it is not through after its first round
+        return False
+    same = edit.target[1:] == target[1:] and is_contiguous(target.size, target.stride)
+    return same and all(isinstance(a, (int, float, type(None))) for a in (*edit.args[1:], *edit.kwargs.values()))
+
+
+def _step(value: Value, node: Node, depth: int) -> Step | None:
+    """The operation that made `value`, if it can be run on the bare storage."""
+    does = kind_of(node)
+    if not isinstance(does, (Fill, Copy, Pointwise)) or not is_dense(value) or value.device.type != "cpu":
+        return None
+    target = does.target
+    if target.dtype != value.dtype:
+        return None
+    partial = is_contiguous(target.size, target.stride)
+    if isinstance(does, Fill):
+        if does.name in ("uniform", "normal"):
+            if node.draw is None or draws.granule(does.name, dtype_name(value)) is None:
+                return None
+            partial = partial and math.prod(target.size) >= draws.MIN_PIECE
+        elif does.name != "constant":
+            return None
+        return Step(does, node, (), partial)
+    if isinstance(does, Copy) and does.dim is not None:
+        alike = all(ref.dtype == value.dtype for ref in does.sources)
+        return Step(does, node, (), False) if alike else None
+    if isinstance(does, Copy):
+        operands: tuple = does.sources
+    else:
+        operands = does.args[1:] if does.in_place else does.args
+        if not does.exact or any(type(a) is Ref for a in does.kwargs.values()):
+            return None
+    if depth == 0 or any(type(a) in (list, tuple) for a in operands):
+        return None
+    for ref in operands:
+        if type(ref) is not Ref or math.prod(ref.size) == 1:
+            continue
+        if ref.size != target.size:
+            return None
+        # Its own storage read while it is written, or a source that is expensive to enter: at once or not at all.
+        partial = partial and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
+    return Step(does, node, (), partial)
+
+
+def _is_flat(ref: Ref) -> bool:
+    """Whether a read shows elements one after the other as they lie in memory."""
+    return is_contiguous(ref.size, ref.stride) and ref.dtype == ref.value.dtype and is_dense(ref.value)
+
+
+def _is_shallow(value: Value, depth: int) -> bool:
+    """Whether parts of `value` can be made through at most `depth` further sources."""
+    return depth >= 0 and _can_run(_find(value, True, depth), value)
+
+
+def _span(target: Ref) -> tuple[int, int] | None:
+    """The elements of its storage that a target without gaps shows."""
+    if target.dtype != target.value.dtype or not is_contiguous(target.size, target.stride):
+        return None
+    return target.offset, target.offset + math.prod(target.size)
+
+
+def _is_within(node: Node, replaced: list[tuple[int, int]]) -> bool:
+    """Whether all that `node` writes is written anew later, by whom nothing is read of it."""
+    if len(node.outputs) != 1 or len(node.writes) != 1 or (span := _span(node.writes[0])) is None:
+        return False
+    return any(begin <= span[0] and span[1] <= end for begin, end in replaced)
+
+
+def dtype_name(of: Value | Ref) -> str:
+    """A dtype as the table of words drawn (`rng.draws`) calls it."""
+    return str(of.dtype).removeprefix("torch.")

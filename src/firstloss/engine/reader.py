@@ -1,0 +1,284 @@
+"""Readers: write what a Ref shows, or any part of it, into memory that is there."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..program.graph import Draw, Ref, Value, is_contiguous
+from ..program.kinds import Copy, Fill, Pointwise
+from ..rng import draws
+from ..rng.deferred_stream import at_root
+from ..rng.stream import Position
+from .cuts import Box, cover, row_blocks
+from .edits import Finish, apply, split_finish
+from .plan import Planner, Step, dtype_name, is_empty
+from .replay import make_whole
+from .sampler import StreamSampler, has_erfinv, is_native
+
+aten = torch.ops.aten
+
+# Bytes of a source that are made at a time where its reader takes only some of them, as a column block takes of a
+# weight's rows.
+_BLOCK_BYTES = 8 << 20
+# Elements drawn at a time: they stay in a core's L2 cache, which PyTorch's normal kernel goes over twice (measured:
+# 300 M values/s in pieces of 256 KiB, 200 M/s on the whole).
+_PIECE = 1 << 16
+# The native kernels keep to the cache by themselves. Pieces of some milliseconds tell how far they are.
+_NATIVE_PIECE = 1 << 22
+# With edits behind them a piece has to stay in the cache as well, but threads that hand each other the interpreter's
+# lock for every edit wait for it: measured, pieces of 1 MiB take 30% less than those of 256 KiB.
+_EDITED_PIECE = 1 << 18
+# A fill this short is drawn whole: nothing is saved by cutting it.
+_SHORT = 1 << 10
+
+
+class Wholes:
+    """Values that had to be made whole, remembered for the next reader: the last `keep` of them. Thread-safe."""
+
+    def __init__(self, make: Callable[[Value], torch.Tensor] = make_whole, keep: int = 2) -> None:
+        self._make = make
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._made: OrderedDict[Value, torch.Tensor] = OrderedDict()
+
+    def __call__(self, value: Value) -> torch.Tensor:
+        """The content of `value`; not to be written."""
+        with self._lock:  # one at a time: it is memory that is short
+            buffer = self._made.pop(value, None)
+            if buffer is None:
+                while len(self._made) >= self._keep:
+                    self._made.popitem(last=False)
+                buffer = self._make(value)
+            self._made[value] = buffer
+            return buffer
+
+
+class Reader:
+    """Makes Values, and parts of them. It goes on in the stream where it is, so use one per thread."""
+
+    def __init__(self, whole: Callable[[Value], torch.Tensor] | None = None, planner: Planner | None = None) -> None:
+        """`whole` gives the buffer of a Value that has to be made whole; what it returns is only read."""
+        self.planner = planner or Planner()
+        self._whole = whole or Wholes()
+        self._sampler = StreamSampler()
+
+    def materialize(self, ref: Ref, box: Box | None, out: torch.Tensor) -> None:
+        """Write what `ref` shows, or the part of it in `box`, into `out`, a tensor of that size.
+
+        Where the dtypes differ, elements are converted.
+        """
+        if box is not None:
+            offset = ref.offset + sum(b * s for b, s in zip(box.begin, ref.stride, strict=True))
+            ref = ref._replace(size=box.size, offset=offset)
+        value = ref.value
+        count = math.prod(ref.size)
+        if not count:
+            return
+        partial = count < value.numel or not is_contiguous(ref.size, ref.stride)
+        if ref.dtype != value.dtype or not self.planner.can_run(value, partial):
+            out.copy_(ref.view(self.content(value)))
+            return
+        if is_contiguous(ref.size, ref.stride) and out.is_contiguous() and out.dtype == ref.dtype:
+            self.window(value, ref.offset, ref.offset + count, out.view(-1))
+            return
+        memory: torch.Tensor | None = None
+        limit = max(_BLOCK_BYTES // value.dtype.itemsize, 1)
+        for block in row_blocks(ref.size, ref.stride, limit):
+            if memory is None or memory.numel() < block.span:
+                memory = torch.empty(block.span, dtype=value.dtype, device=value.device)
+            begin = ref.offset + sum(b * s for b, s in zip(block.begin, ref.stride, strict=True))
+            self.window(value, begin, begin + block.span, memory[: block.span])
+            part = out
+            for dim, (first, length) in enumerate(zip(block.begin, block.size, strict=True)):
+                if length != ref.size[dim]:
+                    part = part.narrow(dim, first, length)
+            part.copy_(memory.as_strided(block.size, ref.stride, 0))
+
+    def make(self, value: Value, out: torch.Tensor) -> None:
+        """Make all of `value` in `out`, a tensor laid out as it is; of what it copies, only what it copies is made."""
+        if not value.numel:
+            return
+        if self.planner.can_run(value, False):
+            self.window(value, 0, value.numel, flat(out, value))
+        else:
+            out.copy_(self.content(value))
+
+    def window(self, value: Value, begin: int, end: int, out: torch.Tensor) -> None:
+        """Make elements [begin, end) of `value`, as they lie in memory, in `out`: one-dimensional, of its dtype."""
+        plan = self.planner.plan(value, not (begin == 0 and end == value.numel))
+        if plan.base is not None and not is_empty(plan.base):
+            out.copy_(flat(self.content(plan.base), plan.base)[begin:end])
+        for step in plan.steps:
+            self._run(step, begin, end, out)
+
+    def content(self, value: Value) -> torch.Tensor:
+        """All of `value`, known or made whole; not to be written."""
+        return value.content() if value.known else self._whole(value)
+
+    def fill_columns(self, ref: Ref, dim: int, rows: tuple[int, int], parts: Sequence[torch.Tensor]) -> bool:
+        """Make rows [first, last) of what `ref`, row-major, shows, cut along `dim` into `parts`, each row-major.
+
+        Returns:
+            Whether that was done. It is for a recipe that is one fill by a native kernel; else nothing has happened.
+        """
+        plan = self.planner.plan(ref.value, True)
+        step = plan.steps[0] if len(plan.steps) == 1 else None
+        if step is None or not isinstance(step.does, Fill) or step.edits or step.node.draw is None:
+            return False
+        fill, draw = step.does, step.node.draw
+        if draw.rejection is not None:
+            return False
+        row, count = math.prod(ref.size[1:]), math.prod(fill.target.size)
+        first, last = (ref.offset + number * row - fill.target.offset for number in rows)
+        if not is_contiguous(fill.target.size, fill.target.stride) or not 0 <= first < last <= count:
+            return False
+        # A kernel makes so many normals together, and the last of a ragged fill anew.
+        group = draws.MIN_PIECE
+        if first % group or last % group or (count % group and last > count - group):
+            return False
+        self._seek(draw, _position(draw, fill, first))
+        stretches = (rows[1] - rows[0]) * math.prod(ref.size[1:dim])
+        if not self._sampler.fill_columns(fill.name, stretches, parts, *fill.pair):
+            return False
+        self._sampler.at = at_root(draw.stream, _position(draw, fill, last))
+        return True
+
+    # -- the steps of a plan -----------------------------------------------------------------------------------------
+
+    def _run(self, step: Step, begin: int, end: int, out: torch.Tensor) -> None:
+        """Run one step on elements [begin, end) of the storage, which `out` holds."""
+        does = step.does
+        target = does.target
+        count = math.prod(target.size)
+        if is_contiguous(target.size, target.stride):
+            first, last = max(begin - target.offset, 0), min(end - target.offset, count)  # of the target's elements
+            if first >= last:
+                return
+            into = out[target.offset + first - begin : target.offset + last - begin]
+        else:
+            if not count:
+                return
+            first, last = 0, count
+            into = out.as_strided(target.size, target.stride, target.offset + out.storage_offset())
+        if isinstance(does, Fill):
+            self._fill(step, does, first, last, count, into)
+        elif isinstance(does, Copy):
+            self._copy(does, first, last, count, into)
+        else:
+            self._edit(does, first, last, count, into)
+
+    def _copy(self, copy: Copy, first: int, last: int, count: int, into: torch.Tensor) -> None:
+        if copy.dim is not None:
+            into, at = into.view(copy.target.size), 0
+            for source in copy.sources:
+                if source.size != (0,):  # which may stand beside tensors of any shape
+                    self.materialize(source, None, into.narrow(copy.dim, at, source.size[copy.dim]))
+                    at += source.size[copy.dim]
+            return
+        (source,) = copy.sources
+        if math.prod(source.size) != count:
+            into.copy_(self._operand(source, first, last, count))
+        elif last - first == count:
+            self.materialize(source, None, into.view(source.size))
+        elif source.dtype == into.dtype:
+            self.window(source.value, source.offset + first, source.offset + last, into)
+        else:
+            into.copy_(self._operand(source, first, last, count))
+
+    def _edit(self, edit: Pointwise, first: int, last: int, count: int, into: torch.Tensor) -> None:
+        if last - first == count:
+            into = into.view(edit.target.size)
+        operands = edit.args[1:] if edit.in_place else edit.args
+        args = [self._operand(a, first, last, count) if type(a) is Ref else a for a in operands]
+        if edit.in_place:
+            edit.op(into, *args, **edit.kwargs)
+        else:
+            into.copy_(edit.op(*args, **edit.kwargs).view(into.shape))
+
+    def _operand(self, ref: Ref, first: int, last: int, count: int) -> torch.Tensor:
+        """Elements [first, last) of an operand that has `count` elements; one of one element as it is."""
+        if math.prod(ref.size) == 1 != count or last - first == count:
+            made = torch.empty(ref.size, dtype=ref.dtype)
+            self.materialize(ref, None, made)
+            # Whether it has dimensions matters to type promotion; how many does not.
+            return made.reshape(-1) if made.numel() == 1 != count and made.dim() else made
+        part = torch.empty(last - first, dtype=ref.dtype)
+        self.window(ref.value, ref.offset + first, ref.offset + last, part)
+        return part
+
+    def _fill(self, step: Step, fill: Fill, first: int, last: int, count: int, into: torch.Tensor) -> None:
+        """Elements [first, last) of a fill of `count` elements, and the edits behind it."""
+        draw = step.node.draw
+        if draw is None:
+            into.fill_(fill.value)
+            apply(step.edits, into)
+            return
+        if last - first == count and (not into.is_contiguous() or count < _SHORT):
+            self._seek(draw, draw.position)
+            self._sampler.fill(fill.name, into.view(fill.target.size), *fill.pair)
+            self._sampler.at = at_root(draw.stream, draw.after)
+            if draw.rejection is not None:
+                draw.rejection.correct(into)
+            apply(step.edits, into)
+            return
+        self._draw(step, fill, draw, first, last, count, into.view(-1))
+        if draw.rejection is not None:
+            draw.rejection.correct(into, first)
+
+    def _draw(self, step: Step, fill: Fill, draw: Draw, first: int, last: int, count: int, into: torch.Tensor) -> None:
+        """Draw piece by piece, each with its edits."""
+        native = is_native(fill.name, into, *fill.pair)
+        edits, finish = split_finish(step.edits) if native else (list(step.edits), None)
+        by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
+        by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
+        unit = draws.granule(fill.name, dtype_name(fill.target))
+        assert unit is not None
+        piece = _PIECE if not native else _EDITED_PIECE if step.edits and not by_erfinv else _NATIVE_PIECE
+        pieces = cover(first, last, count, unit, piece) if count >= _SHORT else [(0, count)]
+        rough: torch.Tensor | None = None  # stays in the cache
+        for begin, end in pieces:
+            inside = first <= begin and end <= last
+            part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
+            self._seek(draw, _position(draw, fill, begin))
+            if by_erfinv:
+                self._sampler.fill_erfinv(part, *fill.pair, finish or Finish())
+            elif finish is None:
+                self._sampler.fill(fill.name, part, *fill.pair)
+                apply(edits, part)
+            else:
+                if rough is None or rough.numel() < end - begin:
+                    rough = torch.empty(end - begin, dtype=into.dtype)
+                drawn = rough[: end - begin]
+                self._sampler.fill(fill.name, drawn, *fill.pair)
+                apply(edits, drawn)
+                finish.write(part, drawn)
+            after = draw.after if end == count else _position(draw, fill, end)
+            self._sampler.at = at_root(draw.stream, after)
+            if not inside:
+                low, high = max(begin, first), min(end, last)
+                into[low - first : high - first] = part[low - begin : high - begin]
+
+    def _seek(self, draw: Draw, position: Position) -> None:
+        self._sampler.seek(*at_root(draw.stream, position))
+
+
+def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
+    """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does so for many, on all cores."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        Reader().materialize(ref, box, out)
+
+
+def flat(buffer: torch.Tensor, value: Value) -> torch.Tensor:
+    """A buffer laid out as `value` as its elements lie in memory."""
+    return buffer.as_strided((value.numel,), (1,), buffer.storage_offset())
+
+
+def _position(draw: Draw, fill: Fill, element: int) -> Position:
+    """Where a fill draws the element of this number, which begins a piece."""
+    words = draws.words_before(fill.name, dtype_name(fill.target), element)
+    return Position(draw.position.words + words, draw.position.spare)
