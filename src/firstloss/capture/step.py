@@ -8,6 +8,7 @@ backward pass and the optimizer are captured like everything else.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,12 +97,37 @@ class StepTrace(recorder._Tracing):
             self.inputs[value] = home
             known = self._real[key] = (home, store)
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), key)
+        if _nbytes(tensor) > _nbytes(known[0]):
+            self._overlapping(tensor, known[0])
         return known[1]
+
+    def refuse_overlaps(self) -> None:
+        """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
+        spans = [(begin, begin + _nbytes(home), home, store) for begin, (home, store) in sorted(self._real.items())]
+        for (_, end, home, store), (begin, _, other, other_store) in itertools.pairwise(spans):
+            if begin < end and any(s.value is not s.first for s in (store, other_store)):
+                self._overlapping(home, other)
+
+    def _overlapping(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
+        raise TraceError(
+            f"{here()}: the step uses two tensors, of {_nbytes(a):,} and {_nbytes(b):,} bytes, that were made of "
+            "overlapping parts of the memory of something else, such as an array of NumPy's. Make one tensor of all of "
+            "it, and take parts of that."
+        )
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
         """Whether the step has not written to a real tensor from outside."""
         known = self._real.get(storage_key(tensor))
         return known is None or known[1].value is known[1].first
+
+    def outside_of(self, store: Store) -> torch.Tensor | None:
+        """The real tensor from outside that `store` stands for, all of its storage."""
+        return next((home for home, known in self._real.values() if known is store), None)
+
+    def views_of(self, tensor: torch.Tensor) -> int:
+        """How many real tensors from outside show the memory of one of them."""
+        known = self.outside.get(id(tensor))
+        return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
 
     def shares(self, key: int) -> bool:
         """Whether a real tensor from outside lies in that storage."""
@@ -253,14 +279,23 @@ _MOST_BYTES = 1 << 28
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share a storage."""
+    """The same for tensors whose storages begin at the same place: NumPy's memory may have several."""
     if type(tensor) is DeferredTensor:
         return id(tensor._store)
     with torch._C._DisableTorchDispatch():
         try:
-            return tensor.untyped_storage()._cdata
+            storage = tensor.untyped_storage()
+            return (storage.data_ptr() if tensor.device.type == "cpu" else 0) or storage._cdata
         except (RuntimeError, NotImplementedError):  # it has none
             return id(tensor)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    with torch._C._DisableTorchDispatch():
+        try:
+            return tensor.untyped_storage().nbytes()
+        except (RuntimeError, NotImplementedError):
+            return 0
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,7 @@ class Executable:
             try:
                 result = [self._trace(step, arguments)]
                 self._modes.traced()
+                self._tracing.refuse_overlaps()
                 self._settle(result)
                 self._optimizers.settled()
                 shared = self.shared(arguments)
@@ -212,6 +213,7 @@ class Executable:
             {id(made._store): i for made, i in self._traced},
             {id(container): n for n, container in enumerate(self._containers)},
             view_of,
+            tracing.outside_of,
         )
         left = Left(lambda tensor: is_traced(tensor, tracing), self._around.snapshot.holds, given)
         self._result = left.make(result.pop())
@@ -396,6 +398,8 @@ class Executable:
                     return False
                 continue
             if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+                return False
+            if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False

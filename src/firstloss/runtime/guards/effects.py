@@ -54,6 +54,7 @@ class Given:
         stores: by id, their storages, likewise.
         containers: by id, the dicts, lists and objects that hold them, each with its number.
         view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
+        outside: the tensor from outside, whole, that a storage stands for, if it does.
     """
 
     def __init__(
@@ -62,14 +63,16 @@ class Given:
         stores: dict[int, int],
         containers: dict[int, int],
         view: Callable[[torch.Tensor, Any], torch.Tensor],
+        outside: Callable[[Any], torch.Tensor | None],
     ) -> None:
         self.tensors = tensors
         self.stores = stores
         self.containers = containers
         self.view = view
+        self.outside = outside
 
 
-NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor)
+NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None)
 
 
 class Left:
@@ -190,7 +193,11 @@ class Left:
             assert type(value) is DeferredTensor
             shown = self._given.stores.get(id(value._store))
             if shown is not None and not value.is_conj():
-                return self._view_of_argument(value, shown)
+                return self._view(value, lambda env: env.arguments[shown], self._given.view)
+            home = self._given.outside(value._store)
+            if home is not None and not value.is_conj() and value.dtype == home.dtype:
+                key = id(home)
+                return self._view(value, lambda env: env.stand_in.get(key, home), _same_memory)
             number = self.number(value)
             return lambda env: env.fresh(number)
         key = id(value)
@@ -206,13 +213,14 @@ class Left:
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
         return lambda env: DeferredTensor.wrap(store, *geometry)
 
-    def _view_of_argument(self, value: DeferredTensor, argument: int) -> Make:
-        geometry, view = geometry_of(value), self._given.view
+    def _view(self, value: DeferredTensor, of: Make, view: Callable[[torch.Tensor, Any], torch.Tensor]) -> Make:
+        """A tensor that shows what another one holds, an argument or one from outside."""
+        geometry = geometry_of(value)
         leaf = value.requires_grad and value.is_leaf
         attributes = {k: v for k, v in value.__dict__.items() if k != "_store"}
 
         def make(env: Env) -> tuple[torch.Tensor, Callable[[Any], None]]:
-            made = view(env.arguments[argument], geometry).requires_grad_(leaf)
+            made = view(of(env), geometry).requires_grad_(leaf)
             return made, lambda new: new.__dict__.update(attributes)
 
         return self._once(value, make)
@@ -274,12 +282,13 @@ class Left:
             for name, part in slotted.items():
                 object.__setattr__(new, name, part(env))
 
+        base: Any = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
         try:
-            object.__new__(cls)
+            base.__new__(cls)
         except TypeError:
             made = self._cannot(value)
             return lambda env: (made(env), lambda new: None)
-        return lambda env: (object.__new__(cls), lambda new: fill(new, env))
+        return lambda env: (base.__new__(cls), lambda new: fill(new, env))
 
     def _function(self, value: types.FunctionType) -> Make:
         cells = [self.make(cell) for cell in value.__closure__ or ()]
@@ -306,6 +315,14 @@ class Left:
                 f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()}
             )
         return _constant(value)
+
+
+def _same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
+    """Another tensor in the same storage."""
+    if type(tensor) is DeferredTensor:
+        return DeferredTensor.wrap(tensor._store, *geometry)
+    size, stride, offset, _ = geometry
+    return tensor.detach().as_strided(size, stride, offset)
 
 
 class _Constant:
