@@ -90,7 +90,7 @@ class StepTrace(recorder._Tracing):
         key = storage_key(tensor)
         known = self._real.get(key)
         if known is None:
-            home = _whole(tensor)
+            home = whole_storage(tensor)
             value = Value(tuple(home.shape), home.stride(), home.dtype, home.device, label=f"in{len(self.inputs)}")
             store = Store(value)
             store.trace = self
@@ -298,7 +298,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
             return 0
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is all of the storage of `tensor`: itself, where it is."""
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from ..capture.program import Ref, Value
-from ..capture.tensor import DeferredTensor, Store
+from ..capture.step import storage_key, whole_storage
+from ..capture.tensor import DeferredTensor, Geometry, Store, geometry_of
 from .guards import Effects, Env, Left
 from .guards.effects import Bind, Make
 
@@ -22,11 +23,19 @@ class Gradients:
         """To be made before the step is traced."""
         self._before = {p: p.grad for p in weights}
         self._left: list[torch.Tensor] = []  # whose gradients it leaves or clears
-        self._read: dict[Value, tuple[torch.Tensor, Ref | None]] = {}  # how it looked at its memory
+        # By the input that is their memory, weights, and how their gradients looked at it.
+        self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
     def traced(self, inputs: Homes, effects: Effects, left: Left) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
-        whose = {id(_home(g)): (p, _view(g)) for p, g in self._before.items() if g is not None}
+        real = {storage_key(home): home for home in inputs.values() if _is_real(home)}
+        whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+        for parameter, gradient in self._before.items():
+            if _is_real(gradient):
+                home = real.get(storage_key(gradient))
+                whose.setdefault(id(home), []).append((parameter, None if home is gradient else geometry_of(gradient)))
+            elif gradient is not None:
+                whose.setdefault(id(_home(gradient)), []).append((parameter, _view(gradient)))
         self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
@@ -40,7 +49,12 @@ class Gradients:
 
     def fit(self) -> bool:
         """Whether the gradients that are there now can stand for those that the step was traced with."""
-        return all(_is_laid_out(value, parameter.grad, view) for value, (parameter, view) in self._read.items())
+        for value, readers in self._read.items():
+            if not all(_is_laid_out(value, parameter.grad, view) for parameter, view in readers):
+                return False
+            if len(readers) > 1 and len({_memory(parameter.grad) for parameter, _ in readers}) > 1:
+                return False
+        return True
 
     @property
     def read(self) -> Iterable[Value]:
@@ -54,9 +68,16 @@ class Gradients:
             Whether there were such.
         """
         others = False
-        for value, (parameter, _) in self._read.items():
-            home = _home(parameter.grad)
-            stand_in[id(self._before[parameter])] = parameter.grad
+        for value, readers in self._read.items():
+            for parameter, _ in readers:
+                stand_in[id(self._before[parameter])] = parameter.grad
+            parameter, view = readers[0]
+            gradient: Any = parameter.grad
+            home: Any = _home(gradient)
+            if view is not None and not isinstance(view, Ref):  # a part of a real tensor
+                if storage_key(gradient) == storage_key(inputs[value]):  # type: ignore[arg-type]
+                    continue
+                home = whole_storage(gradient)
             if home is not inputs[value]:
                 others = True
                 inputs[value] = home
@@ -94,15 +115,32 @@ def _view(gradient: torch.Tensor) -> Ref | None:
     return gradient._ref() if type(gradient) is DeferredTensor else None
 
 
-def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | None) -> bool:
+def _is_real(gradient: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(gradient, torch.Tensor) and type(gradient) is not DeferredTensor
+
+
+def _memory(gradient: Any) -> Any:
+    """The same for gradients that share memory."""
+    return storage_key(gradient) if _is_real(gradient) else gradient._store
+
+
+def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geometry | None) -> bool:
     if gradient is None:
         return False
     now = _view(gradient)
+    if view is not None and not isinstance(view, Ref):  # it was a part of a real tensor
+        return now is None and geometry_of(gradient) == view and _bytes_behind(gradient) == value.nbytes
     if now is None:
-        return gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
+        fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
+        return fits and whole_storage(gradient) is gradient
     if view is None:
         return now.whole and _alike(now.value, value)
     return now[1:] == view[1:] and _alike(now.value, value)
+
+
+def _bytes_behind(gradient: torch.Tensor) -> int:
+    with torch._C._DisableTorchDispatch():
+        return gradient.untyped_storage().nbytes()
 
 
 def _alike(a: Value, b: Value) -> bool:
