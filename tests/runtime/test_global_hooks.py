@@ -147,3 +147,54 @@ def test_without_checking_as_well(kind, tmp_path, monkeypatch):
     plain = fl.trace
     monkeypatch.setattr(fl, "trace", lambda step: plain(step, check=False))
     test_a_hook_counts_in_each_step_in_which_eager_has_it(kind, "added each time", tmp_path)
+
+
+class Fails(torch.nn.Module):
+    def forward(self, x):
+        raise ValueError("in forward")
+
+
+@pytest.mark.parametrize("of_all", [True, False], ids=["of all modules", "of one"])
+@pytest.mark.parametrize("caught", [True, False], ids=["caught in the step", "raised by it"])
+@pytest.mark.parametrize("hook_fails", [True, False], ids=["hook fails", "hook"])
+def test_a_hook_is_always_called(of_all, caught, hook_fails, tmp_path):
+    """`always_call=True`: also where `forward` raises."""
+
+    def train(backend):
+        seen = []
+
+        def hook(mod, args, out):
+            seen.append((type(mod).__name__, out is None))
+            if hook_fails:
+                raise RuntimeError("in the hook")
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), Fails())
+        compiled = fl.compile(model, backend)
+        if of_all:
+            modules.register_module_forward_hook(hook, always_call=True)
+        else:
+            model[1].register_forward_hook(hook, always_call=True)
+
+        @fl.trace
+        def step(x):
+            if not caught:
+                return compiled(x)
+            try:
+                return compiled(x)
+            except (ValueError, RuntimeError):
+                return x * 2
+
+        found = []
+        for _ in range(3):
+            try:
+                found.append(step(torch.ones(2, 3)).tolist())
+            except (ValueError, RuntimeError) as error:
+                found.append(str(error))
+        replace_all()
+        return found, seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, of the hook's error, and ours of another graph
+        eager = train(fl.backend("CPU"))
+        assert train(fl.backend("XLA", artifact_dir=tmp_path)) == eager
+    assert eager[1]

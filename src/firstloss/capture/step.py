@@ -9,6 +9,7 @@ backward pass and the optimizer are captured like everything else.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,10 +246,14 @@ def _pop_modes(depth: int) -> None:
 
 
 class _Tracing:
-    """Is true in a thread that traces a step."""
+    """Is true in a thread that traces a step.
+
+    But not to a module that asks whether it may leave out what its hooks with `always_call=True` are for: to be called
+    when `forward` has raised something that the step then catches.
+    """
 
     def __bool__(self) -> bool:
-        return session.trace is not None
+        return session.trace is not None and sys._getframe(1).f_code is not torch.nn.Module._call_impl.__code__
 
     # Where libraries go on computing with the flag, it is a bool like PyTorch's own.
     def __or__(self, other: Any) -> Any:
