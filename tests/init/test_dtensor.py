@@ -97,6 +97,7 @@ def test_what_is_shared_is_made_once():
 @pytest.mark.parametrize("threads", [1, 3])
 def test_parts_without_ranks(threads, monkeypatch):
     monkeypatch.setattr(run, "_SPAN", 1000)
+    monkeypatch.setattr(run, "_LEAST_SPAN", 1000)
 
     def make():
         big = fill(300, 200)

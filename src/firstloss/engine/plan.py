@@ -49,10 +49,14 @@ class Planner:
 
     def plan(self, value: Value, partial: bool) -> Plan:
         """The plan for a part of `value`, or for all of it."""
-        key = (value, partial)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = _find(value, partial, _MAX_DEPTH)
+        plan = self._plans.get((value, partial))
+        if plan is None and partial:
+            plan = self.plan(value, False)
+            if not all(step.partial for step in plan.steps):
+                plan = _find(value, True, _MAX_DEPTH)
+            self._plans[value, True] = plan
+        elif plan is None:
+            plan = self._plans[value, False] = _find(value, False, _MAX_DEPTH)
         return plan
 
     def can_run(self, value: Value, partial: bool) -> bool:

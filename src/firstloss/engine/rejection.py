@@ -30,6 +30,7 @@ _JUMP_PIECES = 2
 # standard deviations, and drawing it anew costs some four times what the tensor's first round does.
 _REMEMBERED_BYTES = 1 << 30
 _remembered = 0
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Found(NamedTuple):
@@ -88,7 +89,10 @@ class Rejection:
         if found is None:  # each piece takes as many rounds as it needs, so others need not be looked at
             found = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
         low, high = np.searchsorted(found.places, (begin, end))
-        part[torch.from_numpy(found.places[low:high] - begin)] = torch.from_numpy(found.values[low:high]).to(part.dtype)
+        # By numpy, as elsewhere here: PyTorch would start its own threads, which go on looking for work.
+        bits = _BITS[part.dtype.itemsize]
+        values = torch.from_numpy(found.values[low:high]).to(part.dtype).view(bits).numpy()
+        part.view(bits).numpy()[found.places[low:high] - begin] = values
 
     def _find(self) -> Found:
         global _remembered

@@ -25,14 +25,16 @@ from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from ..rng.deferred_stream import at_root
 from .cuts import Box, cut_dimension
 from .memory import allocate_huge
-from .plan import Planner
+from .plan import Planner, Step
 from .reader import Reader, Wholes, flat
 from .replay import Replay
 
-# Elements of a task: what one thread makes in one go.
-_SPAN = 1 << 20
+# Elements of a task: what one thread makes in one go. Fewer where there are few in all, for all threads to have some.
+_SPAN = 1 << 22
+_LEAST_SPAN = 1 << 18
 # A segment of so many elements takes 30 ms to draw natively and 100 without, against some ms for the jump to its start.
 _SEGMENT = 1 << 25
+_TASKS = 8  # that a thread has at least, for its share to be as large as the others'
 _LEAST = 1 << 16  # elements of a segment that is worth a thread
 _JUMP_COST = 1 << 14  # elements that could be drawn in the time that a task takes beside its elements
 # Bytes of the blocks of rows of which columns are copied; they stay in a core's cache.
@@ -91,7 +93,9 @@ def run(
     nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
     hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
     outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
-    tasks = [task for output in outputs.values() for task in _whole_tasks(output, planner, done)]
+    span = sum(value.numel for value in outputs) // (_TASKS * (num_threads or default_threads()))
+    span = min(max(span // _LEAST_SPAN, 1) * _LEAST_SPAN, _SPAN)
+    tasks = [task for output in outputs.values() for task in _whole_tasks(output, planner, span, done)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
     replay = Replay(allocate)
@@ -194,7 +198,7 @@ class _Output:
             return self._buffer
 
 
-def _whole_tasks(output: _Output, planner: Planner, done: Callable[[int], None] | None) -> Iterator[Task]:
+def _whole_tasks(output: _Output, planner: Planner, span: int, done: Callable[[int], None] | None) -> Iterator[Task]:
     value = output.value
     _resolve(value, planner)
     order = planner.first_draw(value)
@@ -207,18 +211,20 @@ def _whole_tasks(output: _Output, planner: Planner, done: Callable[[int], None] 
         if done is not None:
             done((end - begin) * value.dtype.itemsize)
 
-    step = _SPAN if value.numel > _SPAN and planner.can_run(value, True) else max(value.numel, 1)
+    step = span if value.numel > span and planner.can_run(value, True) else max(value.numel, 1)
     for begin in range(0, value.numel, step):
         end = min(begin + step, value.numel)
         yield Task((order, begin), end - begin, partial(make, begin, end))
 
 
-def _resolve(value: Value, planner: Planner) -> None:
+def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
     """Find where the streams that a recipe draws from begin, now, while all cores may be used for it."""
-    for made in (value, *(ref.value for ref in _sources(value, planner, parts=True) if ref is not None)):
-        for step in planner.plan(made, False).steps:
-            if step.node.draw is not None:
-                at_root(step.node.draw.stream, step.node.draw.position)
+    for step in planner.plan(value, False).steps:
+        if step.node.draw is not None:
+            at_root(step.node.draw.stream, step.node.draw.position)
+        for ref in _reads(step) if depth else ():
+            if planner.can_run(ref.value, False):
+                _resolve(ref.value, planner, depth - 1)
 
 
 def by_range(wanted: Sequence[Value], planner: Planner) -> set[Value]:
@@ -227,29 +233,33 @@ def by_range(wanted: Sequence[Value], planner: Planner) -> set[Value]:
     A shard is nothing of its own kind. `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view
     of the whole weight, and are recorded doing it; here such a copy makes just what it shows.
     """
+    found = set()
+    sources: dict[Value, list[Ref | None]] = {}
+    for value in wanted:
+        if not value.known and planner.can_run(value, False):
+            reads = list(_sources(value, planner))
+            if reads:
+                sources[value] = reads
+            elif planner.can_run(value, True):
+                found.add(value)
+    if not sources:
+        return found
     users: dict[Value, int] = dict.fromkeys(wanted, 1)
     for node in slice_for(wanted):
         for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
             users[value] = users.get(value, 0) + 1
+    parts = {value: [ref for ref in reads if ref is not None and _is_part(ref)] for value, reads in sources.items()}
     taken: dict[Value, int] = {}
-    parts: dict[Value, list[Ref]] = {}
-    alone = set()
-    for value in wanted:
-        if not value.known and planner.can_run(value, False):
-            sources = list(_sources(value, planner))
-            parts[value] = [ref for ref in sources if ref is not None and _is_part(ref)]
-            if parts[value] or planner.can_run(value, True):
-                if all(ref is not None and (_is_part(ref) or users.get(ref.value, 1) == 1) for ref in sources):
-                    alone.add(value)
-            for ref in parts[value]:
-                taken[ref.value] = taken.get(ref.value, 0) + math.prod(ref.size)
+    for ref in (ref for refs in parts.values() for ref in refs):
+        taken[ref.value] = taken.get(ref.value, 0) + math.prod(ref.size)
     rest = slice_for(value for value in wanted if not parts.get(value))
     made_anyway = {value for node in rest for value in node.outputs}
-
-    def saves_work(ref: Ref) -> bool:
-        return ref.value not in made_anyway and taken[ref.value] < ref.value.numel
-
-    return {value for value in alone if not parts[value] or any(map(saves_work, parts[value]))}
+    for value, reads in sources.items():
+        alone = all(ref is not None and (_is_part(ref) or users.get(ref.value, 1) == 1) for ref in reads)
+        leaves_out = any(r.value not in made_anyway and taken[r.value] < r.value.numel for r in parts[value])
+        if alone and (leaves_out or not parts[value] and planner.can_run(value, True)):
+            found.add(value)
+    return found
 
 
 def _is_part(ref: Ref) -> bool:
@@ -257,26 +267,30 @@ def _is_part(ref: Ref) -> bool:
     return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _WORTH
 
 
-def _sources(value: Value, planner: Planner, depth: int = 8, parts: bool = False) -> Iterator[Ref | None]:
-    """The reads of Values that have to be made for a recipe, but are not what it makes; None if they are too many.
-
-    Behind reads of parts only if `parts`.
-    """
+def _sources(value: Value, planner: Planner, depth: int = 8) -> Iterator[Ref | None]:
+    """The reads of Values that have to be made for a recipe, but are not what it makes; None if they are too many."""
     if not depth:
         yield None
         return
     for step in planner.plan(value, False).steps:
-        does = step.does
-        yield from (Ref.of(edit.target.value) for edit in step.edits)
+        for edit in step.edits:
+            yield Ref.of(edit.target.value)
         if step.node.writes and not step.node.overwrites:
-            yield Ref.of(does.target.value)
-        if isinstance(does, Fill):
-            continue
-        for ref in does.sources if isinstance(does, Copy) else does.args[1 if does.in_place else 0 :]:
-            if type(ref) is Ref and not ref.value.known and not is_unwritten(ref.value.node):
-                yield ref
-                if (parts or not _is_part(ref)) and planner.can_run(ref.value, False):
-                    yield from _sources(ref.value, planner, depth - 1, parts)
+            yield Ref.of(step.does.target.value)
+        for ref in _reads(step):
+            yield ref
+            if not _is_part(ref) and planner.can_run(ref.value, False):
+                yield from _sources(ref.value, planner, depth - 1)
+
+
+def _reads(step: Step) -> list[Ref]:
+    """What a step reads of Values that have to be made."""
+    does = step.does
+    if isinstance(does, Fill):
+        return []
+    operands = does.sources if isinstance(does, Copy) else does.args[1 if does.in_place else 0 :]
+    refs = (a for a in operands if type(a) is Ref)
+    return [ref for ref in refs if not ref.value.known and not is_unwritten(ref.value.node)]
 
 
 def _hoisted(nodes: list[Node], wanted: set[Value], planner: Planner) -> dict[Value, list[Node]]:
