@@ -89,7 +89,7 @@ def write_plainly(path, size, direct):
 
     They are the same 2 MiB again and again, which stay in the cache: bytes from memory are written some 10% slower.
     """
-    from firstloss.init.direct_file import BLOCK, DirectFile, aligned
+    from firstloss.init.disk.direct_file import BLOCK, DirectFile, aligned
 
     data = aligned(2 << 20).random_()
     out = DirectFile(path, direct=direct)

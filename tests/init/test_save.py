@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import firstloss as fl
-from firstloss.init import save, saved_tensors
+from firstloss.init.disk import save
+from firstloss.init.disk import state_dict as saved_tensors
 
 # Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
 FIELDS = {
@@ -132,7 +133,7 @@ def test_pieces_and_runs_do_not_change_the_bytes(tmp_path, monkeypatch):
 def test_the_ordinary_way_of_writing(tmp_path, monkeypatch):
     _, deferred = both(llama)
     fl.save_initialized(deferred, tmp_path / "direct")
-    monkeypatch.setattr("firstloss.init.direct_file._DIRECT", 0)
+    monkeypatch.setattr("firstloss.init.disk.direct_file._DIRECT", 0)
     fl.save_initialized(deferred, tmp_path / "buffered")
     direct, buffered = (tmp_path / name / "model.safetensors" for name in ("direct", "buffered"))
     assert direct.read_bytes() == buffered.read_bytes()
@@ -152,7 +153,7 @@ def test_an_earlier_save_is_replaced_whole(tmp_path):
 CHILD = """
 import sys, torch
 import firstloss as fl
-from firstloss.init import save
+from firstloss.init.disk import save
 from tests.init.test_save import llama
 save._PIECE, save._RUN, save._SYNC = 4096, 10 * 4096, 30 * 4096
 torch.manual_seed(0)

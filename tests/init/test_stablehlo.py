@@ -225,7 +225,8 @@ def test_a_module_does_not_hold_what_no_device_can_make():
 
 def test_lanes_draw_what_one_lane_does():
     """What accelerators do: many lanes, their windows spread from one."""
-    from firstloss.init import stablehlo, stablehlo_plan
+    from firstloss.init.stablehlo import module as stablehlo
+    from firstloss.init.stablehlo import plan as stablehlo_plan
 
     torch.manual_seed(1)
     weight = stablehlo_plan.plan(fl.init_program(fl.deferred_init(nn.Linear, 96, 250, bias=False))).weights[0]

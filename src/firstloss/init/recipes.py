@@ -23,7 +23,7 @@ from .shardings import Mark, mark_of
 from .words import in_words
 
 if TYPE_CHECKING:
-    from .stablehlo_plan import Plan
+    from .stablehlo.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ class InitProgram:
     def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
         """Where each weight lies under a sharding, and what each device does; arguments as for `run`."""
         require_jax("InitProgram.plan")
-        from .stablehlo_plan import plan
+        from .stablehlo.plan import plan
 
         return plan(self, mesh, shardings)
 
@@ -211,7 +211,7 @@ class InitProgram:
             LoweringError: if a weight cannot be made on a device; it is named.
         """
         require_jax("InitProgram.to_stablehlo")
-        from .stablehlo import to_stablehlo
+        from .stablehlo.module import to_stablehlo
 
         return to_stablehlo(self, mesh, shardings)
 
@@ -224,7 +224,7 @@ class InitProgram:
             "weights", which stay, and "temporary", the most that any one executable has beside what it makes.
         """
         require_jax("InitProgram.peak_bytes")
-        from .xla_engine import peak_bytes
+        from .stablehlo.devices import peak_bytes
 
         return peak_bytes(self, mesh, shardings)
 
@@ -247,7 +247,7 @@ class InitProgram:
                 nothing, or if the mesh has more devices than there are. Nothing has been made then.
         """
         require_jax("InitProgram.run")
-        from .xla_engine import run
+        from .stablehlo.devices import run
 
         return run(self, mesh, shardings, engine)
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..init.direct_file import BLOCK, DirectFile, aligned
-from ..init.safetensors_header import DTYPES, header
-from ..init.shards import layout
+from ..init.disk.direct_file import BLOCK, DirectFile, aligned
+from ..init.disk.layout import layout
+from ..init.disk.safetensors_header import DTYPES, header
 
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK

@@ -9,7 +9,7 @@ import torch
 from ..capture.recorder import DeferredTensor
 from ..capture.values import content
 from ..errors import UnsavableError
-from ..init.safetensors_header import DTYPES
+from ..init.disk.safetensors_header import DTYPES
 from .checkpoint_file import Part
 from .checkpoint_map import map_tensors
 

@@ -14,7 +14,7 @@ from ..capture.recorder import new_index
 from ..capture.step import dense_stride
 from ..engine.plan import Planner
 from ..init.materialize import run_recipes
-from ..init.xla_host import make_on_host
+from ..init.stablehlo.host import make_on_host
 from ..lower import unwritten
 from ..lower.dtypes import to_jax
 from ..lower.program import constant

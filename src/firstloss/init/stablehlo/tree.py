@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..lower.program import Template, View
-from ..rng.stream import Stream
+from ...lower.program import Template, View
+from ...rng.stream import Stream
 
 
 class Drawn(NamedTuple):

@@ -9,14 +9,14 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..lower.dtypes import broadcast_to, cast, to_jax
-from ..lower.mt19937_fills import kernel
-from ..lower.program import _function, look, put
-from ..lower.rules import RULES
-from ..lower.unfused import unfused
-from .stablehlo_counter import part_of_draw
-from .stablehlo_fill import Box, Source, flat_indices, part_of_fill
-from .stablehlo_tree import Apply, Data, Drawn, Masked, Number, Sketch, Truncated, Whole
+from ...lower.dtypes import broadcast_to, cast, to_jax
+from ...lower.mt19937_fills import kernel
+from ...lower.program import _function, look, put
+from ...lower.rules import RULES
+from ...lower.unfused import unfused
+from .counter import part_of_draw
+from .fill import Box, Source, flat_indices, part_of_fill
+from .tree import Apply, Data, Drawn, Masked, Number, Sketch, Truncated, Whole
 
 Draws = Sequence[tuple[Any, Any]]  # of each draw: a Source, or under the counter policy a seed; and its position
 

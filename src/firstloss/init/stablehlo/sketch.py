@@ -1,4 +1,4 @@
-"""From a recipe to its sketch (`stablehlo_tree.py`): what it does, without where in the stream it does it."""
+"""From a recipe to its sketch (`tree.py`): what it does, without where in the stream it does it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..lower.functional import functional
-from ..lower.mt19937_fills import kernel
-from ..lower.program import View, _template, constant, view_of
-from ..lower.rules import RULES
-from ..program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
-from ..program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
-from ..rng import draws
-from ..rng.counter_stream import CounterStream, number_and_word
-from ..rng.deferred_stream import at_root
-from .stablehlo_tree import Apply, Data, Drawn, Masked, Number, Place, Sketch, Step, Truncated, Whole
+from ...lower.functional import functional
+from ...lower.mt19937_fills import kernel
+from ...lower.program import View, _template, constant, view_of
+from ...lower.rules import RULES
+from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
+from ...program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
+from ...rng import draws
+from ...rng.counter_stream import CounterStream, number_and_word
+from ...rng.deferred_stream import at_root
+from .tree import Apply, Data, Drawn, Masked, Number, Place, Sketch, Step, Truncated, Whole
 
 aten = torch.ops.aten
 

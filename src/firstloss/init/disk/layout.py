@@ -58,7 +58,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where tensor number `which` lies: bytes [begin, end) of a file's data."""
 
     which: int
@@ -66,16 +66,16 @@ class Place(NamedTuple):
     end: int
 
 
-def layout(sizes: Sequence[int], itemsizes: Sequence[int], block: int) -> list[Place]:
-    """Places of the tensors of one file, without holes; each begins at a multiple of its element's size.
+def layout(sizes: Sequence[int], itemsizes: Sequence[int], block: int) -> list[Extent]:
+    """Extents of the tensors of one file, without holes; each begins at a multiple of its element's size.
 
     Tensors of whole `block`s of bytes come first, so that a file written block by block seldom cuts a tensor at a place
     where its draw may not be cut.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i] % block != 0, -itemsizes[i], i))
-    places = []
+    extents = []
     at = 0
     for index in order:
-        places.append(Place(index, at, at + sizes[index]))
+        extents.append(Extent(index, at, at + sizes[index]))
         at += sizes[index]
-    return places
+    return extents

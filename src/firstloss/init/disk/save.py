@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import timeline
-from ..engine.reader import Reader, Wholes
-from ..engine.run import default_threads, make_whole
-from ..errors import SaveError
-from ..files import sync_folder
-from . import shards
+from ... import timeline
+from ...engine.reader import Reader, Wholes
+from ...engine.run import default_threads, make_whole
+from ...errors import SaveError
+from ...files import sync_folder
+from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
 from .journal import Journal
 from .safetensors_header import header
-from .saved_tensors import Saved, config_names, tensors_to_save, write_configs
+from .state_dict import Saved, config_names, tensors_to_save, write_configs
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
 _RUN = 32 * _PIECE  # bytes that one thread takes on
@@ -71,7 +71,7 @@ def save_initialized(
             safetensors cannot hold.
         ValueError: if `max_shard_size` is no size.
     """
-    limit = shards.parse_size(max_shard_size)
+    limit = layout.parse_size(max_shard_size)
     saved, left_out = tensors_to_save(module)
     with timeline.span("save"):
         plan = _plan(saved, limit, left_out)
@@ -100,7 +100,7 @@ class _File(NamedTuple):
 
     name: str
     head: bytes
-    places: list[shards.Place]
+    places: list[layout.Extent]
 
     @property
     def data(self) -> int:
@@ -125,12 +125,12 @@ class _Run(NamedTuple):
 
 
 def _plan(saved: list[Saved], limit: int, left_out: dict[str, str]) -> list[_File]:
-    groups = shards.split([s.nbytes for s in saved], limit)
+    groups = layout.split([s.nbytes for s in saved], limit)
     files = []
-    for name, group in zip(shards.file_names(len(groups)), groups, strict=True):
+    for name, group in zip(layout.file_names(len(groups)), groups, strict=True):
         places = [
-            shards.Place(group[place.which], place.begin, place.end)
-            for place in shards.layout(
+            layout.Extent(group[place.which], place.begin, place.end)
+            for place in layout.layout(
                 [saved[i].nbytes for i in group], [saved[i].ref.dtype.itemsize for i in group], BLOCK
             )
         ]

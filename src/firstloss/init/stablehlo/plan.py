@@ -7,19 +7,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..engine.replay import compute
-from ..errors import LoweringError, ShardingError
-from ..lower.mt19937_fills import kernel
-from ..lower.program import constant
-from ..program.source import Source as Line
-from ..program.source import here
-from .shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
-from .stablehlo_fill import Box, words_drawn
-from .stablehlo_sketch import Unsketchable, known, sketch
-from .stablehlo_tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
+from ...engine.replay import compute
+from ...errors import LoweringError, ShardingError
+from ...lower.mt19937_fills import kernel
+from ...lower.program import constant
+from ...program.source import Source as Line
+from ...program.source import here
+from ..shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
+from .fill import Box, words_drawn
+from .sketch import Unsketchable, known, sketch
+from .tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
 
 if TYPE_CHECKING:
-    from .recipes import InitProgram, Recipe
+    from ..recipes import InitProgram, Recipe
 
 # Weights of so few elements are made here and written down, where they are more than a fill.
 _SMALL = 1 << 12

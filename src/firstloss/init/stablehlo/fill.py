@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..lower.mt19937 import draw, emitted
-from ..lower.mt19937_fills import BLOCK, Kernel
-from ..lower.mt19937_jump import spread, windows
-from ..rng.mt19937 import N
+from ...lower.mt19937 import draw, emitted
+from ...lower.mt19937_fills import BLOCK, Kernel
+from ...lower.mt19937_jump import spread, windows
+from ...rng.mt19937 import N
 
 # Words that could be drawn in the time of a jump.
 _JUMP_WORTH = 1 << 18

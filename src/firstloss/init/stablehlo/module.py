@@ -14,17 +14,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..errors import LoweringError
-from ..lower.mt19937_jump import bits_for, rewind, table
-from ..rng.counter_stream import CounterStream
-from ..rng.stream import Stream
-from .shardings import Axes, starts
-from .stablehlo_eval import name_of, part
-from .stablehlo_fill import Source
-from .stablehlo_plan import Plan, Weight, plan
+from ...errors import LoweringError
+from ...lower.mt19937_jump import bits_for, rewind, table
+from ...rng.counter_stream import CounterStream
+from ...rng.stream import Stream
+from ..shardings import Axes, starts
+from .evaluate import name_of, part
+from .fill import Source
+from .plan import Plan, Weight, plan
 
 if TYPE_CHECKING:
-    from .recipes import InitProgram
+    from ..recipes import InitProgram
 
 # Words that a lane of a device other than a CPU draws: a jump costs what some hundred thousand words do.
 LANE_WORDS = 1 << 16

@@ -14,12 +14,12 @@ import jax
 import torch
 from jax.sharding import Sharding
 
-from ..engine.cuts import Box
-from ..engine.run import Part, run_parts
-from ..lower.dtypes import to_jax
-from ..lower.program import constant
-from ..program.graph import Ref
-from .shard_memory import Kind, tensor_at, unwritten
+from ...engine.cuts import Box
+from ...engine.run import Part, run_parts
+from ...lower.dtypes import to_jax
+from ...lower.program import constant
+from ...program.graph import Ref
+from .memory import Kind, tensor_at, unwritten
 
 K = TypeVar("K")
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..capture.recorder import DeferredTensor
-from ..errors import SaveError
-from ..program.graph import Ref, Value, is_contiguous
+from ...capture.recorder import DeferredTensor
+from ...errors import SaveError
+from ...program.graph import Ref, Value, is_contiguous
 from .safetensors_header import DTYPES
 
 

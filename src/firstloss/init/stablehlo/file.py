@@ -12,7 +12,7 @@ import numpy as np
 from jax._src.lib.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..errors import ModuleTextError, ShardingError
+from ...errors import ModuleTextError, ShardingError
 
 _MESH = re.compile(r"sdy\.mesh @mesh = <\[([^\]]*)\]>")
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')

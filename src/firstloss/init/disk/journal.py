@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 
-from ..errors import SaveError
+from ...errors import SaveError
 
 
 class Journal:

@@ -9,10 +9,10 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from ..lower.dtypes import cast, to_jax
-from ..lower.unfused import unfused
-from ..rng import counter
-from .stablehlo_fill import Box, flat_indices
+from ...lower.dtypes import cast, to_jax
+from ...lower.unfused import unfused
+from ...rng import counter
+from .fill import Box, flat_indices
 
 
 def part_of_draw(

@@ -1,6 +1,6 @@
 """The xla engine: a program's weights as `jax.Array`s, each device's shards made on that device.
 
-On CPU devices shards are made by PyTorch's kernels in the memory that the devices own (`xla_host.py`), which is as fast
+On CPU devices shards are made by PyTorch's kernels in the memory that the devices own (`host.py`), which is as fast
 and gives eager's bits. Elsewhere each distinct recipe is compiled once for all devices, compiles run side by side, and
 a recipe's weights are made as soon as it is compiled.
 """
@@ -18,17 +18,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .. import timeline
-from ..engine.run import default_threads
-from ..errors import BackendError, ShardingError
-from ..program.source import here
-from .shardings import starts
-from .stablehlo import LANE_WORDS, Functions, Streams, partition_spec
-from .stablehlo_plan import Plan, Weight, plan
-from .xla_host import make_on_host
+from ... import timeline
+from ...engine.run import default_threads
+from ...errors import BackendError, ShardingError
+from ...program.source import here
+from ..shardings import starts
+from .host import make_on_host
+from .module import LANE_WORDS, Functions, Streams, partition_spec
+from .plan import Plan, Weight, plan
 
 if TYPE_CHECKING:
-    from .recipes import InitProgram
+    from ..recipes import InitProgram
 
 
 def run(

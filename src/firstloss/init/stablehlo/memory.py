@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, Sharding
 
-from ..engine.memory import advise_huge
-from ..lower.unwritten import known_to_xla
-from ..lower.unwritten import results as unwritten_results
+from ...engine.memory import advise_huge
+from ...lower.unwritten import known_to_xla
+from ...lower.unwritten import results as unwritten_results
 
 
 class Kind(NamedTuple):

@@ -5,7 +5,7 @@ from huggingface_hub.serialization._base import parse_size_to_int
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.init import shards
+from firstloss.init.disk import layout as shards
 
 
 @pytest.mark.parametrize("size", ["200MB", "5GB", "1.5 KB", "0.1tb", " 3 mb "])
