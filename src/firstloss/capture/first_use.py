@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from ..errors import NotMaterializedWarning
+from ..program.source import here
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
-from .source import here
 from .tensor import DeferredTensor, Hooks, Store
 from .values import call_with_content, run_to_find_out
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import TraceError
+from ..program.graph import Ref
+from ..program.source import here
 from . import session
 from .call import Call
 from .constants import ref_of
-from .program import Ref
-from .source import here
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten

@@ -13,10 +13,10 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from ..errors import CaptureError
+from ..program.source import here
 from . import session
 from .call import Call
 from .scalars import is_symbolic, stand_in
-from .source import here
 from .tensor import Geometry, geometry_of
 
 Tensor = torch.Tensor

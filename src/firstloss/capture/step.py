@@ -20,14 +20,14 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from ..errors import TraceError, ValueReadError
+from ..program.graph import Draw, Node, Value, dense_count
+from ..program.source import here, raised_at
 from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
 from .deferred import _Capture
-from .program import Draw, Node, Value, dense_count
 from .recorder import DeferredTensor, Store
-from .source import here, raised_at
 from .tensor import geometry_of
 from .values_read import ValueRead
 
@@ -472,7 +472,7 @@ def _put_back(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, 
 
 
 def _reads_inputs(value: Value, trace: StepTrace) -> bool:
-    from .program import slice_for
+    from ..program.graph import slice_for
 
     return any(v in trace.inputs for node in slice_for([value]) for v in node.reads()) or value in trace.inputs
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..capture.compare import Parting, parting
-from ..capture.source import here
 from ..errors import GraphChangedError, GraphChangeWarning
+from ..program.compare import Parting, parting
+from ..program.source import here
 from .guards import Change, Effects, GuardSet, Left, Recording, Snapshot
 from .guards.guard_set import generators
 from .guards.recording import functions_of

@@ -14,18 +14,18 @@ from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..capture import numbers_in_memory, session
-from ..capture.compare import same_bytes
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
-from ..capture.program import Program, Ref, Value
 from ..capture.recorder import DeferredTensor, Store
-from ..capture.source import here
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
 from ..capture.tensor import Geometry, geometry_of
 from ..errors import FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.segments import cut
+from ..program.compare import same_bytes
+from ..program.graph import Program, Ref, Value
+from ..program.source import here
 from ..undo import Undo
 from . import dispatch
 from . import loop as loops

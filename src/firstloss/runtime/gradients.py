@@ -7,9 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..capture.program import Ref, Value
 from ..capture.step import storage_key, whole_storage
 from ..capture.tensor import DeferredTensor, Geometry, Store, geometry_of
+from ..program.graph import Ref, Value
 from .guards import Effects, Env, Left
 from .guards.effects import Bind, Make
 

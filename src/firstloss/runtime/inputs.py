@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from ..capture.program import Value
 from ..capture.recorder import DeferredTensor, Store
+from ..program.graph import Value
 from .backend import Backend
 from .cell import Cell, renew
 from .jaxlib import given, to_host

@@ -18,12 +18,12 @@ from ..capture.recorder import DeferredTensor
 from ..capture.running_averages import without_counts
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
 from ..capture.scalars import tensor_of
-from ..capture.source import here
 from ..capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state
 from ..errors import TraceError
 from ..optim.adafactor import without_reads
 from ..optim.optimizer import Optimizer
 from ..optim.schedule import schedules_of
+from ..program.source import here
 from ..undo import Undo
 from .guards import Effects, Env, Left, Recording, Snapshot
 from .guards.effects import Bind, Make

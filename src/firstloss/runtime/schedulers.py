@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture import session
-from ..capture.source import Source, here
 from ..capture.tensor import DeferredTensor
 from ..errors import TraceError
+from ..program.source import Source, here
 from ..undo import Undo
 from .guards import Env, Left
 from .guards.effects import Bind, Make

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..capture.source import here
 from ..errors import GraphChangeWarning, ShapeError, TraceError
+from ..program.source import here
 from .arguments import Arguments
 from .structures import flatten
 

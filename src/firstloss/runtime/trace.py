@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..capture import session
-from ..capture.program import Program
 from ..errors import TraceError
+from ..program.graph import Program
 from ..uncollected import pause, put_off
 from ..undo import Undo
 from .arguments import Arguments, home_of

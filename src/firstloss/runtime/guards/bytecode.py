@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...capture.source import Source
+from ...program.source import Source
 
 
 class Update(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...capture.source import Source
+from ...program.source import Source
 from . import bytecode, contents
 from .bytecode import Collect, Update, Use
 from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, table_of

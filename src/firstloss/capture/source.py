@@ -1,3 +1,0 @@
-"""Moved to `program/source.py`: here until nobody asks for it by this name."""
-
-from ..program.source import *  # noqa: F403
