@@ -132,6 +132,17 @@ def hook_of_a_result_kept(m, move, x, log):
 
 
 @situation
+def gradient_of_a_result(m, move, x, log):
+    """As of a weight that an optimizer with `differentiable=True` steps."""
+    m.fast = m.lin.weight.clone()
+    m.fast.grad = torch.ones_like(m.fast)
+    move()
+    torch.optim.SGD([m.fast], lr=0.5, differentiable=True).step()
+    m.fast.square().sum().backward()
+    log.append(m.fast.tolist())
+
+
+@situation
 def gradient_there_before(m, move, x, log):
     m(x).mean().backward()
     move()

@@ -155,7 +155,7 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
             if tensor.layout != torch.strided:
                 raise BackendError(
                     f"the {kind} {name} has the layout {str(tensor.layout).removeprefix('torch.')}, and tensors on the "
-                    f'backend are dense. Keep it as one, model.{name} = model.{name}.to_dense(), or use backend "CPU".'
+                    f'backend are dense. Make it one, with to_dense(), before compile; or use backend "CPU".'
                 )
         backend.claim(tensor for _, tensor, _ in named)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -218,7 +219,7 @@ def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> 
     """Make `tensor`, the Python object, one that looks at `store`. Autograd goes on with it: hooks, its gradient, and
     the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
-    grad = tensor.grad if leaf else None
+    grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
     hooks = [(name, getattr(tensor, name)) for name in HOOKS] if leaf and requires_grad else []
     new: Any
     if leaf:
@@ -247,6 +248,13 @@ def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> 
             setattr(tensor, name, registered)  # what is below the Python object has to know them, too
     if hooks:
         new._post_accumulate_grad_hooks = {}  # a graph that leads there leads on to here, where they run
+
+
+def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which somebody may have set, and about which PyTorch warns whoever looks at it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.grad
 
 
 def _lead_on(weight: torch.Tensor) -> None:
