@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -127,6 +128,11 @@ def _serve(kind: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     module = importlib.import_module(f"tests.fuzz.{kind}")
+    if kind == "steps":
+        from .interpret import instead_of_compiling
+
+        instead_of_compiling()
+    gc.freeze()  # what is there now is looked through at no collection
     for line in sys.stdin:
         try:
             outcome = module.check(json.loads(line))

@@ -95,6 +95,7 @@ class Optimizers:
         self._fused: list[list[torch.Tensor]] = []  # weights for which PyTorch's fused kernels were asked
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
         self._entries: list[tuple[dict[str, Any], str, Any]] = []  # of state, before the step's own changes
+        self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # state, likewise
         self._state: list[StateOf] = []
 
     @contextmanager
@@ -199,6 +200,12 @@ class Optimizers:
                     functools.partial(operator.setitem, entries, key, old),
                     functools.partial(self._bind, entries, key, left.make(new), move),
                 )
+
+        for optimizer, had in self._had:
+            for p, entries in list(optimizer.state.items()):
+                for key in [key for key in entries if key not in had.get(p, ())]:
+                    undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
+                    effects.also(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
 
     def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
         new = make(env)
@@ -331,6 +338,7 @@ class Optimizers:
         for entries in optimizer.state.values():
             kept = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
+        self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
     def _make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
         """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
@@ -473,6 +481,21 @@ def _hooks_of_all() -> list[Callable[..., Any]]:
     tables = (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
+
+
+def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, had: bool) -> None:
+    optimizer.state.get(p, {}).pop(key, None)
+    if not had and not optimizer.state.get(p, True):
+        del optimizer.state[p]
+
+
+def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: Env) -> Bind:
+    new = make(env)
+
+    def bind() -> None:
+        optimizer.state.setdefault(p, {})[key] = new
+
+    return bind
 
 
 def _constantly(bind: Bind) -> Callable[[Env], Bind]:

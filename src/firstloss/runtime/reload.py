@@ -15,9 +15,9 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def load_in_place(optimizer: torch.optim.Optimizer) -> None:
     """Bring the state that `optimizer` has to the backend, and keep it there.
 
-    From here on `optimizer.load_state_dict` keeps its groups, which a compiled step reads; and on a mesh its state's
-    tensors, which lie there, and copies into them. Elsewhere the loaded tensors are the state from then on, as
-    `torch.optim` has it (whoever holds them sees them change), and the step is traced again.
+    From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which lie there, and copies into
+    them. Elsewhere the loaded tensors are the state from then on, as `torch.optim` has it (whoever holds them sees them
+    change). Either way its groups are new ones, and the step is traced again.
     """
     state = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
     backend = current_backend()
@@ -29,10 +29,8 @@ def load_in_place(optimizer: torch.optim.Optimizer) -> None:
         return
     _watched.add(optimizer)
     before: dict[Any, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
 
     def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        groups[:] = optimizer.param_groups
         before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
 
     def copy_back(optimizer: torch.optim.Optimizer) -> None:
@@ -44,12 +42,7 @@ def load_in_place(optimizer: torch.optim.Optimizer) -> None:
                 if isinstance(new, torch.Tensor) and new.shape == old.shape:
                     with torch.no_grad():
                         entries[key] = old.copy_(new)
-        for old, new in zip(groups, optimizer.param_groups, strict=True):
-            old.clear()
-            old.update(new)
-        optimizer.param_groups[:] = groups
         before.clear()
-        groups.clear()
 
     optimizer.register_load_state_dict_pre_hook(remember)
     optimizer.register_load_state_dict_post_hook(copy_back)

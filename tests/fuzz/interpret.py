@@ -1,0 +1,92 @@
+"""Run what was traced by PyTorch's own kernels, operation by operation, instead of compiling it.
+
+A generated program is run once, and compiling its steps by XLA takes nine tenths of its time. What these programs are
+to find, guards, effects, arguments and state, is the same either way, and the results are PyTorch's, bit for bit, so
+that nothing has to be tolerated. The rules of the lowering have tests of their own (`tests/lower`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import torch
+
+from firstloss.engine.replay import Replay
+from firstloss.program.graph import Node, Ref
+from firstloss.runtime.executable import Executable
+from firstloss.runtime.jaxlib import given, to_host
+from firstloss.runtime.segmented import there
+
+WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
+_compile = Executable._compile
+
+
+class _Kernels(Replay):
+    """As recipes are replayed; the numbers of an optimizer that are inputs of the step are numbers again."""
+
+    def _run_one(self, node: Node) -> None:
+        if node.op is torch.ops.firstloss.barrier.default:  # its results are its operands
+            for value, ref in zip(node.outputs, node.args[0], strict=True):
+                self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
+            return
+        schema = node.op._schema.arguments
+        numbers = {argument.name for argument in schema if _is_number(argument.type)}
+        if not numbers or not any(True for _ in node.refs()):
+            return super()._run_one(node)
+        args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
+        kwargs = {k: self._number(v) if k in numbers else v for k, v in node.kwargs.items()}
+        plain = Node(node.index, node.op, tuple(args), kwargs, node.writes, node.overwrites, node.draw, node.source)
+        plain.outputs = node.outputs
+        return super()._run_one(plain)
+
+    def _number(self, argument: Any) -> Any:
+        if type(argument) is Ref:
+            return argument.view(self.buffer(argument.value)).item()
+        return [self._number(part) for part in argument] if type(argument) in (list, tuple) else argument
+
+
+def _is_number(kind: Any) -> bool:
+    text = str(kind)
+    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
+
+
+class Interpreted:
+    """Stands for the compiled step of an executable: takes what that takes, and like it takes the state away."""
+
+    def __init__(self, executable: Executable) -> None:
+        self._program = executable.program
+        self._inputs = [*executable._changed, *executable._read]
+        self._new = [f"new{i}" for i in range(len(executable._changed))]
+        self._made = list(executable._made)
+        self._names = [*executable._out, *executable._arguments]
+
+    def _call(self, state: tuple, rest: tuple, seed: Any) -> tuple:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            replay = _Kernels()
+            for value, array in zip(self._inputs, [*state, *rest], strict=True):
+                logical = to_host(jax.numpy.asarray(there(array)))
+                replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
+            replay.run(self._program.nodes)
+            found = {
+                name: jax.numpy.array(given(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
+                for name, ref in self._program.outputs.items()
+            }
+        for array in state:
+            if isinstance(array, jax.Array):
+                array.delete()
+        return tuple(tuple(found[name] for name in names) for names in (self._new, self._made, self._names))
+
+
+def instead_of_compiling() -> None:
+    """From here on, in this process; but for steps that draw random numbers."""
+    if not os.environ.get(WHOLE):
+        Executable._compile = _interpreted  # type: ignore[method-assign]
+
+
+def _interpreted(self: Executable) -> Any:
+    if self._tracing.draws or self._backend.mesh is not None:
+        return _compile(self)
+    self.inputs.lie((*self._changed, *self._read))
+    return Interpreted(self)
