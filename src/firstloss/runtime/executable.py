@@ -141,8 +141,14 @@ class Executable:
                 self._forget_arguments()
                 same = find(self) if backend.mesh is None else None
                 self._modes.undo()  # what the step leaves is left when it has been run
-            except BaseException:
+            except BaseException as error:
                 self._undo()
+                if isinstance(error, Shared) and around.snapshot.advanced():
+                    raise TraceError(
+                        f"{here()}: {self._name} takes something from an iterator, and edits an argument whose memory "
+                        "is that of another tensor which it uses. Edit a clone of it, or take what the iterator gives "
+                        "before the step, and pass it."
+                    ) from None
                 raise
         del self._around  # whose snapshot holds all that was there before
         self._compiled: Any = self._compile() if same is None else same._compiled

@@ -206,12 +206,12 @@ class Left:
         if type(value) is not DeferredTensor:
             with torch.no_grad():
                 kept = value.detach().clone()
-            return lambda env: kept.clone()
+            return self._once(value, lambda env: (kept.clone(), _nothing_more))
         if value._store.resident is None and value._store.value.known:  # the step has made it of constants
             known = Hooks.value_of(value)
-            return lambda env: known.clone()
+            return self._once(value, lambda env: (known.clone(), _nothing_more))
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
-        return lambda env: DeferredTensor.wrap(store, *geometry)
+        return self._once(value, lambda env: (DeferredTensor.wrap(store, *geometry), _nothing_more))
 
     def _view(self, value: DeferredTensor, of: Make, view: Callable[[torch.Tensor, Any], torch.Tensor]) -> Make:
         """A tensor that shows what another one holds, an argument or one from outside."""
@@ -323,6 +323,10 @@ def _same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
         return DeferredTensor.wrap(tensor._store, *geometry)
     size, stride, offset, _ = geometry
     return tensor.detach().as_strided(size, stride, offset)
+
+
+def _nothing_more(new: Any) -> None:
+    """It is all there."""
 
 
 class _Constant:

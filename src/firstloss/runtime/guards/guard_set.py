@@ -28,6 +28,7 @@ from .snapshot import (
     Snapshot,
     Table,
     apart_in_optimizers,
+    cell_content,
     class_table,
     definition,
     own_attributes,
@@ -189,12 +190,16 @@ class GuardSet:
                 if not is_installed(functions[0].__module__)  # nobody changes those between the first two calls
                 for inner in bytecode.with_inner(code)
             ]
+        cached = [f for f in snapshot.cached if not is_closed(f.__module__) and not is_installed(f.__module__)]
+        executed = [*executed, *((inner, f.__globals__) for f in cached for inner in bytecode.with_inner(f.__code__))]
         self._codes = [code for code, _ in executed]
         own = [code for code, table in executed if not is_installed(table.get("__name__"))]
         self.mentioned = {name for code in own for name in _names(code)}
         self._any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
         self._functions(executed, recording)
         self._attributes(recording)
+        for function in cached:
+            self._reads_of(function)
         for root in snapshot.roots:
             if kind_of(type(root)) in (Kind.BINDING, Kind.CLASS):  # a method, perhaps of a class
                 self._value(root, "the step or its arguments", "")
@@ -230,6 +235,16 @@ class GuardSet:
                     self._name(table, name, value, _describe_global(table))
         if {"environ", "getenv"} & self.mentioned:
             self._read("environ", _environment, snapshot_environment(snapshot), "what is in os.environ", "environ")
+
+    def _reads_of(self, function: types.FunctionType) -> None:
+        """What a function may read of objects, of which nothing was noted, since it did not run."""
+        names = [name for code in bytecode.with_inner(function.__code__) for name in bytecode.global_names(code)]
+        held = [self._before(function.__globals__).get(name) for name in names]
+        held += [cell_content(cell) for cell in function.__closure__ or ()]
+        for value in held:
+            table = own_attributes(value) if kind_of(type(value)) is Kind.INSTANCE else None
+            if table is not None:
+                self._some(table, _describe_attribute(value))
 
     def _definition(self, function: types.FunctionType) -> None:
         if id(function) in self._reads:

@@ -7,6 +7,7 @@ Python's own library are not entered; of installed packages' modules what the co
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -14,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..compiled import CompiledModel, module_of
@@ -69,6 +71,7 @@ class Snapshot:
         classes: the classes, made by Python, of the objects that were reached.
         tensors: by id.
         types: objects whose class may become another one.
+        cached: functions behind a cache of `functools`, which may not run though the step calls them.
         unknown: by id, objects of which nobody can say whether they have changed.
         groups: by the optimizer's id, what was in its parameter groups.
         hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
@@ -89,6 +92,7 @@ class Snapshot:
         self.unknown: dict[int, Any] = {}
         self.types: list[tuple[Any, type]] = []
         self.groups: dict[int, list[dict[str, Any]]] = {}
+        self.cached: list[types.FunctionType] = []
         self.seen: dict[int, Any] = {}
         self.environment = tuple(os.environ._data.items())  # type: ignore[attr-defined]
         self._mentioned: set[tuple[int, str]] = set()
@@ -98,6 +102,13 @@ class Snapshot:
         while todo and len(self.seen) < _MOST_OBJECTS:
             self._visit(todo.pop(), todo)
         self.complete = not todo
+
+    def advanced(self) -> bool:
+        """Whether an iterator, which nobody can set back, stands elsewhere than before."""
+        for what, read, before in self.opaque.values():
+            if isinstance(what, Iterator) and not isinstance(what, np.ndarray) and read() != before:
+                return True
+        return False
 
     def also(self, root: Any) -> None:
         """Walk what can be reached from one more."""
@@ -150,6 +161,8 @@ class Snapshot:
             return
         elif kind is Kind.BINDING:
             todo.extend(behind(what))
+            if isinstance(what, functools._lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
+                self.cached.append(what.__wrapped__)
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
