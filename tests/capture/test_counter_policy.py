@@ -12,7 +12,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.capture import session
 from firstloss.engine.reader import Reader
-from firstloss.engine.run import run
+from firstloss.engine.run import materialize_values
 from firstloss.rng import counter, native_counter
 from firstloss.rng.counter_stream import CounterStream
 
@@ -91,7 +91,7 @@ def test_a_big_fill_in_pieces(threads):
     count = (1 << 19) + 77
     found = capture(lambda: torch.empty(count).normal_(1.0, 0.1))
     value = found._store.value
-    (buffer,) = run([value], num_threads=threads).values()
+    (buffer,) = materialize_values([value], num_threads=threads).values()
     assert np.array_equal(buffer.numpy(), counter.normal(SEED, 0, 0, count, 1.0, 0.1))
     del found
 

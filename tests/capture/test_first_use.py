@@ -199,11 +199,11 @@ class Mean(nn.Module):
 
 
 def test_nothing_is_computed_twice(monkeypatch):
-    from firstloss.init import materialize
+    from firstloss.capture import realize
 
     made = []
-    real = materialize.run_recipes
-    monkeypatch.setattr(materialize, "run_recipes", lambda values, *a: made.extend(values) or real(values, *a))
+    real = realize.materialize_values
+    monkeypatch.setattr(realize, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a))
     model = fl.deferred_init(Model)
     with pytest.warns(NotMaterializedWarning):
         train(model)

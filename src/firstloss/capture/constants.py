@@ -7,7 +7,7 @@ import torch
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
-from .tensor import DeferredTensor, Geometry, Hooks, Store, geometry_of, store_at
+from .tensor import DeferredTensor, Geometry, Store, geometry_of, store_at
 
 Tensor = torch.Tensor
 
@@ -48,9 +48,6 @@ def constant_tensor(tensor: Tensor, copy: bool = True) -> DeferredTensor:
     value = constant(tensor, copy)
     # Values are laid out from their storage's start.
     return DeferredTensor.wrap(Store(value), tuple(tensor.shape), value.stride, 0, value.dtype)
-
-
-Hooks.constant_tensor = constant_tensor
 
 
 def edits(tensor: Tensor) -> int | None:

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
 from ..program.source import here, is_machinery
 from ..uncollected import uncollected
-from . import first_use, recorder, session
+from . import first_use, session
 from . import patches as _patches  # in place before the first capture
 from . import regions as _regions  # noqa: F401 - likewise
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
@@ -23,23 +22,10 @@ from . import storages as _storages  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
+from .mode import CaptureMode
 from .recorder import DeferredTensor
-from .tensor import has_strangers
 
 T = TypeVar("T")
-
-
-class _Capture(TorchDispatchMode):
-    """Brings factory functions, whose arguments hold no deferred tensor, to the recorder as well."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, and imports its compiler (a second) to do so
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if has_strangers(types):  # a wrapper's own dispatch comes first; what it does to deferred tensors is recorded
-            return func(*args, **(kwargs or {}))
-        return recorder.dispatch(func, args, kwargs or {})
 
 
 def deferred(rng: str | None = None) -> AbstractContextManager[None]:
@@ -74,7 +60,7 @@ def _deferred(policy: str) -> Iterator[None]:
     session.enter(policy)
     first_use.close_door()
     try:
-        with timeline.span("capture"), uncollected(), _Capture():
+        with timeline.span("capture"), uncollected(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)

@@ -18,6 +18,7 @@ from ..errors import CaptureError
 from ..program.source import here
 
 _MODULE = "torch.distributed.tensor.placement_types"
+_installers: list[Callable[[Any], None]] = []
 _prepared = False
 
 
@@ -67,9 +68,13 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
     placements.mesh_broadcast = _to_nobody(placements.mesh_broadcast, is_deferred)
     from torch.distributed.tensor import DTensor
 
-    from . import dtensor_init  # late: it knows deferred tensors, and they know us
+    for install in _installers:
+        install(DTensor)
 
-    dtensor_init.install(DTensor)
+
+def when_imported(install: Callable[[Any], None]) -> None:
+    """Have `install` called with the DTensor class when that has been imported and a deferred tensor meets it."""
+    _installers.append(install)
 
 
 def _split_only(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:

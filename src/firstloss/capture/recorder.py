@@ -17,9 +17,9 @@ from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count
 from ..program.source import here
 from ..rng.stream import Position
-from . import distributed, first_use, session
+from . import distributed, dtensor_init, first_use, realize, session, values
 from .call import Call
-from .constants import look_of, ref_of, store_of
+from .constants import constant_tensor, look_of, ref_of, store_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .known import run_on_known
@@ -88,10 +88,6 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if how.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
             return run_for_real(call) if all(real) else run_to_find_out(call)
     return _record(call)
-
-
-Hooks.dispatch = dispatch
-Hooks.materialize_all = first_use.materialize  # type: ignore[method-assign]
 
 
 def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -292,3 +288,16 @@ def _with_ref(arg: Any, writes: dict[Ref, Ref]) -> Any:
 def position_of(generator: torch.Generator | None = None) -> Position:
     """Where the (global) generator stands in its stream: for reports and tests."""
     return generators.where(generator or torch.default_generator)[1]
+
+
+Hooks.register(
+    dispatch=dispatch,
+    value_of=values.value_of,
+    memory_of=values.memory_of,
+    constant_tensor=constant_tensor,
+    make=realize.make,
+    materialize=realize.materialize_tensor,
+    materialize_all=first_use.materialize,
+    materialize_stores=realize.materialize_stores,
+)
+distributed.when_imported(dtensor_init.install)

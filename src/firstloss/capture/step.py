@@ -26,7 +26,7 @@ from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
-from .deferred import _Capture
+from .mode import CaptureMode as _Capture
 from .recorder import DeferredTensor, Store
 from .tensor import geometry_of
 from .values_read import ValueRead

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import copy
-import importlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,42 +30,24 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 class Hooks:
-    """What the rest of the house gives a deferred tensor, which may not know it."""
+    """Callbacks of a deferred tensor, registered by the layers that build on it."""
 
     dispatch: Callable[[Any, tuple, dict], Any]  # the recorder's way in
     value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
-    memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that is its home
+    memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that it lives in
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
-    home: Callable[[Tensor], DeferredTensor]  # on the backend, with a real tensor's memory for its home
+    home: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
+    make: Callable[[list[Store]], None]  # computes what they hold; their tensors stay deferred
+    materialize: Callable[[Tensor], Tensor]  # makes it real, in place
+    materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
+    materialize_stores: Callable[[list[Store]], None]  # makes all that looks at them real, in place
+    assert_later: Callable[..., None]  # checks a condition, with a message, whenever the step under way has run
 
-    @staticmethod
-    def make(stores: list[Store]) -> None:
-        """Computes what they hold; their tensors stay deferred."""
-        importlib.import_module("firstloss.init.materialize")  # puts its own in this one's place
-        Hooks.make(stores)
-
-    @staticmethod
-    def materialize_stores(stores: list[Store]) -> None:
-        """Makes all that looks at them real, in place."""
-        importlib.import_module("firstloss.init.materialize")  # likewise
-        Hooks.materialize_stores(stores)
-
-    @staticmethod
-    def materialize_all(tensor: Tensor) -> Tensor:
-        """As `materialize`, with the module that the tensor belongs to."""
-        raise NotImplementedError  # `first_use.py` has it
-
-    @staticmethod
-    def assert_later(condition: Tensor, message: str = "") -> None:
-        """Checks `condition` whenever the step under way has run. (The runtime does so.)"""
-        importlib.import_module("firstloss.runtime.closures")  # puts its own in this one's place
-        Hooks.assert_later(condition, message)
-
-    @staticmethod
-    def materialize(tensor: Tensor) -> Tensor:
-        """Makes it real, in place. (Whoever only captures has not imported what does so.)"""
-        importlib.import_module("firstloss.init.materialize")  # puts its own in this one's place
-        return Hooks.materialize(tensor)
+    @classmethod
+    def register(cls, **callbacks: Callable) -> None:
+        """Take what a layer above has."""
+        for name, callback in callbacks.items():
+            setattr(cls, name, staticmethod(callback))
 
 
 class Store:

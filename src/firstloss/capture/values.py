@@ -40,9 +40,6 @@ def value_of(tensor: DeferredTensor) -> Tensor:
         return replay.compute([tensor._ref()])[0]
 
 
-Hooks.value_of = value_of
-
-
 def check_kept(tensor: DeferredTensor) -> None:
     """A tensor that a traced step made, and that was neither returned nor kept as state, has no value."""
     store = tensor._store
@@ -67,9 +64,6 @@ def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
             note_memory(store)
         ref = tensor._ref()
         return memory.detach() if ref.whole else ref.view(memory)
-
-
-Hooks.memory_of = memory_of
 
 
 def run_for_real(call: Call) -> Any:

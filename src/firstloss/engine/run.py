@@ -72,7 +72,7 @@ class Task(NamedTuple):
     run: Callable[[Reader], None]
 
 
-def run(
+def materialize_values(
     values: Iterable[Value],
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
     num_threads: int | None = None,
@@ -110,7 +110,7 @@ def run(
 
 def make_whole(value: Value) -> torch.Tensor:
     """All of one Value."""
-    return run([value])[value]
+    return materialize_values([value])[value]
 
 
 class Part(NamedTuple):
@@ -120,7 +120,7 @@ class Part(NamedTuple):
     into: list[torch.Tensor]
 
 
-def run_parts(wanted: Iterable[tuple[Ref, list[Part]]], niceness: Sequence[int] = ()) -> None:
+def materialize_parts(wanted: Iterable[tuple[Ref, list[Part]]], niceness: Sequence[int] = ()) -> None:
     """Make the parts of what each Ref shows. What lies together in the stream is drawn together."""
     planner = Planner()
     with torch.no_grad(), torch._C._DisableTorchDispatch():

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from .. import timeline
 from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
-from ..capture.first_use import close_door
-from ..capture.tensor import DeferredTensor, Hooks, Store, become
-from ..engine.memory import allocate_huge
-from ..engine.run import run
+from ..capture.realize import materialize_stores, materialize_tensor, pending
+from ..capture.tensor import Store
 from ..errors import MaterializeError, MetaTensorsWarning
-from ..program.graph import Value
 from ..program.source import here
-from .lost_history import without_history
+
+__all__ = ["materialize_module", "materialize_tensor"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-
-# Made on the host before it is moved or converted.
-_BATCH_BYTES = 1 << 30
-
-
-def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a deferred tensor real, in place; a real tensor is returned as it is.
-
-    Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
-    on sharing.
-    """
-    materialize_stores(_pending(tensor))
-    return tensor
-
-
-def _pending(tensor: torch.Tensor) -> list[Store]:
-    """What has to be made for a tensor to be real."""
-    parts = (part for part in parts_of(tensor) if type(part) is DeferredTensor)
-    return [part._store for part in parts if part._store.resident is None]
 
 
 def _check_arguments(module: Any, buffers_only: Any, check_fn: Any, num_threads: Any) -> None:
@@ -97,7 +73,7 @@ def materialize_module(
             continue
         if check_fn is not None and _owner(name, modules) not in chosen:
             continue
-        stores.update((id(store), store) for store in _pending(tensor))
+        stores.update((id(store), store) for store in pending(tensor))
         if kind != "attribute" and any(part.is_meta for part in parts_of(tensor)):
             on_meta.append(name)
     if on_meta:
@@ -126,173 +102,3 @@ def _owner(name: str, modules: dict[str, torch.nn.Module]) -> str:
     while name not in modules:
         name = name.rpartition(".")[0]
     return name
-
-
-def materialize_stores(
-    stores: list[Store],
-    num_threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Make the content of `stores`, then turn every tensor that looks at one of them into a real tensor."""
-    close_door()
-    if not stores:
-        return
-    if device is not None:
-        _check_device(device)
-    total, before = sum(store.value.nbytes for store in stores), 0
-    told = progress
-    with timeline.span("materialize"):
-        # What is moved or converted is made some at a time, so that no second copy of all weights is in memory.
-        for some in [stores] if device is None and dtype is None else _batches(stores):
-            if progress is not None:
-                told = partial(_tell, progress, before, total)
-            made = run_recipes([store.value for store in some if not store.is_made], num_threads, told)
-            for store in some:
-                buffer = store.made[1] if store.is_made and store.made is not None else made.pop(store.value)
-                store.made = None
-                _turn_real(store, buffer, device, dtype)
-                before += store.value.nbytes
-
-
-def make(stores: list[Store]) -> None:
-    """Compute what `stores` hold, and keep it there; their tensors stay deferred."""
-    stores = [store for store in stores if not store.is_made]
-    with timeline.span("materialize"):
-        made = run_recipes([store.value for store in stores])
-    for store in stores:
-        store.made = store.value, made.pop(store.value)
-
-
-def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
-    progress(before + done, total)
-
-
-def _batches(stores: list[Store]) -> Iterator[list[Store]]:
-    some: list[Store] = []
-    held = 0
-    for store in stores:
-        if some and held + store.value.nbytes > _BATCH_BYTES:
-            yield some
-            some, held = [], 0
-        some.append(store)
-        held += store.value.nbytes
-    yield some
-
-
-def _check_device(device: torch.device | str) -> None:
-    """An error, before anything is made, if nothing can be moved there."""
-    try:
-        with torch._C._DisableTorchDispatch():
-            torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from a build of PyTorch without CUDA
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise MaterializeError(
-            f"{here()}: the weights cannot be made on device {str(device)!r}: {reason}. They are still deferred; leave "
-            "device out to make them where they were constructed for, or name a device that this machine has."
-        ) from None
-
-
-def _turn_real(
-    store: Store, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
-) -> None:
-    """Let every tensor that looks at `store` be a real one that looks at `buffer`, moved and converted."""
-    if device is not None or (dtype is not None and buffer.is_floating_point()):
-        buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-    tensors = store.alive()
-    views = _history(tensors) if buffer.dtype == store.value.dtype else []
-    later = {id(view) for view, _ in views}
-    for tensor in tensors:
-        if id(tensor) not in later:
-            _make_real(tensor, buffer, store.value)
-    for view, weight in views:
-        _view_of_weight(view, weight)
-
-
-def run_recipes(
-    values: list[Value],
-    num_threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    allocate: Callable[[Value], torch.Tensor] = allocate_huge,
-    niceness: Sequence[int] = (),
-) -> dict[Value, torch.Tensor]:
-    """Run the recipes of `values` on the torch engine (`engine/run.py`): a buffer for each, that nobody else holds."""
-    with torch._C._DisableTorchDispatch():
-        done = None
-        if progress is not None:
-            lock = threading.Lock()
-            total = sum(value.nbytes for value in values)
-            made = 0
-
-            def done(count: int) -> None:
-                nonlocal made
-                with lock:
-                    made += count
-                    progress(min(made, total), total)
-
-        return run(values, allocate, num_threads, done, niceness)
-
-
-def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.Tensor:
-    ref = tensor._ref()
-    if buffer.dtype != value.dtype and not ref.whole:
-        ref = ref._replace(dtype=buffer.dtype)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        return ref.view(buffer) if not ref.whole else buffer
-
-
-def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> None:
-    """Make `tensor`, the Python object, a real view of `buffer`."""
-    real = _view(buffer, tensor, value)
-    if getattr(tensor, "_is_param", False):
-        is_computed = _has_history(tensor)
-        lost = without_history(real.detach(), _line(value)) if is_computed else None
-        real = torch.nn.Parameter(real.detach(), tensor.requires_grad and not is_computed)
-        if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
-            with torch.enable_grad():
-                real.copy_(lost)
-    else:
-        real = real.detach()
-        if _has_history(tensor):
-            real = without_history(real, _line(value))
-    become(tensor, real)
-
-
-def _line(value: Value) -> str:
-    return str(value.node.source) if value.node is not None else "a constructor"
-
-
-def _has_history(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:  # a view made in no_grad mode of what was edited since: torch wants nobody to use it
-        return False
-
-
-def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
-    """The tensors that are views of a weight to autograd too, each with the weight."""
-    own = {id(t) for t in tensors}
-    return [
-        (t, base)
-        for t in tensors
-        if _has_history(t) and (base := t._base) is not None and id(base) in own and base.is_leaf and base.requires_grad
-    ]
-
-
-def _view_of_weight(tensor: DeferredTensor, weight: torch.Tensor) -> None:
-    """Make `tensor` a real view of `weight`, through which gradients flow to it."""
-    size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    with torch.enable_grad():
-        become(tensor, weight.as_strided(size, stride, offset))
-
-
-def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
-    """The Stores of the deferred tensors among `tensors`, once each."""
-    found = {id(t._store): t._store for t in tensors if type(t) is DeferredTensor}
-    return list(found.values())
-
-
-Hooks.materialize = materialize_tensor  # type: ignore[method-assign]
-Hooks.make = make  # type: ignore[method-assign]
-Hooks.materialize_stores = materialize_stores  # type: ignore[method-assign]

@@ -11,7 +11,6 @@ import torch
 from ..capture.file_value import FileValue, file_tensor
 from ..capture.step import dense_stride
 from ..errors import CheckpointError
-from ..init import materialize  # noqa: F401 (it teaches deferred tensors to become real)
 from .checkpoint_file import TensorFile
 
 # Smaller tensors are read at once: there would be nothing to gain, and code that looks past PyTorch's dispatcher, as

@@ -168,7 +168,7 @@ def _assert_later(condition: torch.Tensor, message: str = "") -> None:
     _assertion(condition.detach(), message, here())
 
 
-Hooks.assert_later = _assert_later  # type: ignore[method-assign]
+Hooks.register(assert_later=_assert_later)
 
 
 class _Mine(threading.local):

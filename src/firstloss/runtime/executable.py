@@ -27,6 +27,7 @@ from ..program.compare import same_bytes
 from ..program.graph import Program, Ref, Value
 from ..program.source import here
 from ..undo import Undo
+from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import dispatch
 from . import loop as loops
 from .arguments import Arguments, home_of, setting, view_of

@@ -13,7 +13,7 @@ from ..capture.file_value import FileValue
 from ..capture.recorder import new_index
 from ..capture.step import dense_stride
 from ..engine.plan import Planner
-from ..init.materialize import run_recipes
+from ..engine.run import materialize_values
 from ..init.stablehlo.host import make_on_host
 from ..lower import unwritten
 from ..lower.dtypes import to_jax
@@ -72,7 +72,7 @@ def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) ->
         for shard in known:
             memory.take(shard, _read(shard))
         with torch._C._DisableTorchDispatch():
-            parts = run_recipes([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
+            parts = materialize_values([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
         for shard in made:
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()

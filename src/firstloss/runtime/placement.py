@@ -18,8 +18,7 @@ from .. import timeline
 from ..capture.first_use import close_door
 from ..capture.recorder import DeferredTensor, Store
 from ..capture.tensor import HOOKS, Geometry, Hooks, geometry_of, note_memory, store_at
-from ..engine.run import default_threads
-from ..init.materialize import run_recipes
+from ..engine.run import default_threads, materialize_values
 from ..program.graph import Value, dense_count
 from . import mesh_placement
 from .cell import Cell, is_direct
@@ -141,7 +140,7 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
         arrays[memory.data_ptr()] = array
         return memory
 
-    buffers = run_recipes(values, allocate=allocate, niceness=niceness)
+    buffers = materialize_values(values, allocate=allocate, niceness=niceness)
     out: dict[Value, jax.Array] = {}
     for value, buffer in buffers.items():
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
@@ -212,7 +211,7 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
     return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
 
 
-Hooks.home = home
+Hooks.register(home=home)
 
 
 def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> None:

@@ -15,7 +15,7 @@ import torch
 from jax.sharding import Sharding
 
 from ...engine.cuts import Box
-from ...engine.run import Part, run_parts
+from ...engine.run import Part, materialize_parts
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
 from ...program.graph import Ref
@@ -48,7 +48,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
                 memory = {device: torch.empty(_box(shape, i).size, dtype=dtype) for device, i in boxes.items()}
                 sent.append((key, memory))
             parts.append((ref, _parts(shape, sharding, memory)))
-    run_parts(parts, niceness)
+    materialize_parts(parts, niceness)
     for key, memory in sent:
         ref, sharding = wanted[key]
         arrays = [jax.device_put(constant(tensor), device) for device, tensor in memory.items()]
