@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstloss.lower.functional import functional
-from firstloss.lower.program import View, constant, look, put
+from firstloss.lower.program import View, constant, read_view, write_view
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def geometry(base, view):
 def test_a_view_is_read_as_pytorch_reads_it(pair):
     base, view = pair
     with jax.enable_x64(True):
-        found = look(jax.numpy.asarray(base.contiguous().numpy()), geometry(base, view))
+        found = read_view(jax.numpy.asarray(base.contiguous().numpy()), geometry(base, view))
     assert np.array_equal(np.asarray(found), view.numpy())
 
 
@@ -79,7 +79,7 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
         return  # two elements of the view in one place: PyTorch refuses to write
     new = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) - 100
     before = jax.numpy.asarray(base.contiguous().numpy())
-    written = put(before, jax.numpy.asarray(new.contiguous().numpy()), geometry(base, view))
+    written = write_view(before, jax.numpy.asarray(new.contiguous().numpy()), geometry(base, view))
     view.copy_(new)
     assert np.array_equal(np.asarray(written), base.contiguous().numpy())
 
@@ -87,7 +87,7 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
 def test_a_complex_view_of_reals_and_back():
     base = torch.arange(12, dtype=torch.float32).reshape(2, 3, 2)
     view = torch.view_as_complex(base)
-    found = look(jax.numpy.asarray(base.numpy()), geometry(base, view))
+    found = read_view(jax.numpy.asarray(base.numpy()), geometry(base, view))
     assert np.array_equal(np.asarray(found), view.numpy())
 
 

@@ -11,7 +11,7 @@ but the arguments is kept between the two, as under `torch.utils.checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._higher_order_ops import utils as hop_utils
@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..errors import TraceError
-from ..program.graph import Program, Value
+from ..program import operations
+from ..program.graph import Program
+from ..program.operations import FLOWS, Flow, Region
 from ..program.source import here
 from . import session
 from .tensor import DeferredTensor
@@ -30,47 +32,7 @@ from .tensor import DeferredTensor
 Tensor = torch.Tensor
 
 
-class Region(NamedTuple):
-    """A captured function: its Program, whose outputs are in order, the Values of its inputs, and what it lifted."""
-
-    program: Program
-    inputs: list[Value]
-    lifted: list[Tensor]
-    outputs: list[tuple[tuple[int, ...], torch.dtype]]
-    draws: int
-
-
-class Flow(NamedTuple):
-    """What one `firstloss::region` does: "cond" has two regions, "while" a condition and a body, "scan" a body.
-
-    The operands are those that all regions share (cond: the predicate first; scan: `carried` tensors, then those that
-    are walked along), then what each region lifted.
-    """
-
-    kind: str
-    regions: tuple[Region, ...]
-    carried: int
-    walked: int
-    reverse: bool
-    outputs: list[tuple[tuple[int, ...], torch.dtype]]
-
-
-FLOWS: dict[int, Flow] = {}
 _numbers: dict[Any, int] = {}  # by what tells flows apart: a step that is traced again has the same numbers
-
-_library = torch.library.Library("firstloss", "FRAGMENT")
-_library.define("region(Tensor[] operands, int number) -> Tensor[]")
-_library.define(
-    "region_that_draws(Tensor[] operands, int number) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
-)
-
-
-def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in FLOWS[number].outputs]
-
-
-for _name in ("region", "region_that_draws"):
-    _library.impl(_name, _shapes, "Meta")
 
 
 class _Lift(TorchFunctionMode):
@@ -146,7 +108,7 @@ def run(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
     number = _numbers.setdefault(_identity(flow), len(_numbers))
     FLOWS.setdefault(number, flow)
     draws = any(region.draws for region in flow.regions)
-    op = torch.ops.firstloss.region_that_draws if draws else torch.ops.firstloss.region
+    op = operations.region_that_draws if draws else operations.region
     lifted = [x for region in flow.regions for x in region.lifted]
     return op([*operands, *lifted], number)
 

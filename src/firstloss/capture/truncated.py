@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..engine.rejection import may_be_cut
+from ..program import operations
 from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
 from . import session
@@ -23,14 +24,6 @@ from .tensor import DeferredTensor, Hooks
 
 _original = torch.nn.init._no_grad_trunc_normal_
 _BY_REJECTION = "erfinv_" not in _original.__code__.co_names
-
-_library = torch.library.Library("firstloss", "DEF")
-_library.define(
-    "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
-    " -> Tensor(a!)",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-_library.impl("trunc_normal_", lambda *args, **kwargs: _original(*args, **kwargs), "CPU")
 
 # The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
 # smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
@@ -75,7 +68,7 @@ def trunc_normal_(
         if not blocks:
             return _now(tensor, mean, std, a, b, generator)
         args = (tensor, float(mean), float(std), float(a), float(b))
-        return Hooks.dispatch(torch.ops.firstloss.trunc_normal_.default, args, {"generator": generator})
+        return Hooks.dispatch(operations.trunc_normal_, args, {"generator": generator})
 
 
 def rounded(bound: float, dtype: torch.dtype) -> float:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import torch
 from jax import lax
 from jax import numpy as jnp
 
-from ..capture.regions import FLOWS, Flow, Region
+from ..program import operations
+from ..program.operations import FLOWS, Flow, Region
 from .dtypes import cast, to_jax
 from .registry import rule
 
@@ -22,7 +22,7 @@ def _run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
     return tuple(cast(x, to_jax(dtype)) for x, (_, dtype) in zip(program.values(), region.outputs, strict=True))
 
 
-@rule(torch.ops.firstloss.region.default, torch.ops.firstloss.region_that_draws.default)
+@rule(operations.region, operations.region_that_draws)
 def region(operands, number, rng_key=None):
     """The operands are shared, and after them come what each region lifted."""
     flow = FLOWS[number]
@@ -77,7 +77,7 @@ def _round(key: Any, number: Any) -> Any:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-@rule(torch.ops.firstloss.barrier.default)
+@rule(operations.barrier)
 def barrier(xs, after):
     """What comes behind is not merged with what came before: see `capture/rematerialize.py`.
 

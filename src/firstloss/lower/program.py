@@ -71,13 +71,13 @@ class Call(NamedTuple):
     def run(self, operands: Sequence[Any], key: jax.Array | None) -> Sequence[Any]:
         """The outputs' arrays. `key` is the step's; needed if this draws."""
         if isinstance(self.kind, View):
-            return (look(operands[0], self.kind),)
+            return (read_view(operands[0], self.kind),)
         assert self.node is not None
         if self.draw is not None:
             assert key is not None
             operands = [*operands, key]
         try:
-            return _function(self.kind)(*operands)
+            return function_of(self.kind)(*operands)
         except LoweringError as error:
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 def call_of(node: Node) -> Call:
     """`node` as a Call."""
     inputs: list[Value] = []
-    template = _template(node, inputs)
+    template = template_of(node, inputs)
     draw = None
     if template.keyed:
         assert node.draw is not None
@@ -112,7 +112,7 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
     for name, ref in program.outputs.items():
         base = _array(arrays, ref.value)
         view = view_of(ref)
-        out[name] = base if view is None else look(base, view)
+        out[name] = base if view is None else read_view(base, view)
     return out
 
 
@@ -159,7 +159,8 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy().astype(dtype, copy=False)
 
 
-def _template(node: Node, inputs: list[Value]) -> Template:
+def template_of(node: Node, inputs: list[Value]) -> Template:
+    """What is the same in all nodes like `node`; the Values that it reads are added to `inputs`, in their order."""
     index: dict[Value, int] = {}
 
     def slot(ref: Ref) -> Slot:
@@ -199,7 +200,8 @@ def view_of(ref: Ref) -> View | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def _function(template: Template) -> Callable[..., tuple]:
+def function_of(template: Template) -> Callable[..., tuple]:
+    """The jitted function of all nodes of one template, from the arrays that they read to those that they make."""
     op = functional(template.op)
     rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op)
     if rule is None:
@@ -213,7 +215,7 @@ def _function(template: Template) -> Callable[..., tuple]:
         def fill(arg: Any) -> Any:
             if type(arg) is Slot:
                 array = arrays[arg.place]
-                return array if arg.view is None else look(array, arg.view)
+                return array if arg.view is None else read_view(array, arg.view)
             if type(arg) is _Number:
                 return arg.value
             if type(arg) is tuple:
@@ -234,7 +236,7 @@ def _function(template: Template) -> Callable[..., tuple]:
                 out.append(_checked(template, new, shape, dtype))
             else:
                 new = _checked(template, new, view.size, view.dtype)
-                out.append(put(arrays[index], new, view))
+                out.append(write_view(arrays[index], new, view))
         made = [m for m in made if m is not None]
         expected = template.outputs[count:]
         if len(made) != len(expected):
@@ -248,7 +250,7 @@ def _function(template: Template) -> Callable[..., tuple]:
 
 def forget_functions() -> None:
     """Lower nodes anew from here on: a rule has changed."""
-    _function.cache_clear()
+    function_of.cache_clear()
 
 
 def _flatten(results: Any) -> Any:
@@ -291,7 +293,7 @@ def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) ->
     return True
 
 
-def look(base: Any, view: View) -> Any:
+def read_view(base: Any, view: View) -> Any:
     """The view of `base`, an array of `view.base_shape` in logical order."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:
@@ -305,7 +307,7 @@ def look(base: Any, view: View) -> Any:
     return as_strided(memory, view.size, view.stride, view.offset)
 
 
-def put(base: Any, new: Any, view: View) -> Any:
+def write_view(base: Any, new: Any, view: View) -> Any:
     """`base` with `new` written through the view."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:

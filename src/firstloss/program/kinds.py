@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .graph import Node, Ref
+from .operations import trunc_normal_
 
 aten = torch.ops.aten
-# Whoever makes a Program may not have defined it yet, so it is looked for by its name.
-TRUNCATED = "firstloss::trunc_normal_"
 
 
 class Fill(NamedTuple):
@@ -82,6 +81,7 @@ _FILLS: dict[Any, tuple[str, tuple[tuple[str, str | None, Any], ...]]] = {
     aten.uniform_.default: ("uniform", _UNIFORM),
     aten.normal_.default: ("normal", _NORMAL),
     aten.normal.float_float: ("normal", _NORMAL),
+    trunc_normal_: ("normal", _NORMAL),  # between bounds, which the draw has
     aten.rand.default: ("uniform", _STANDARD_UNIFORM),
     aten.rand.generator: ("uniform", _STANDARD_UNIFORM),
     aten.randn.default: ("normal", _STANDARD_NORMAL),
@@ -112,10 +112,11 @@ EXACT = {
     ).split()
 }
 # In-place operations whose result does not depend on what the target held.
-_REPLACING = frozenset(
-    {f"aten::{name}_" for name in "zero fill copy uniform normal bernoulli exponential random cauchy".split()}
-    | {"aten::log_normal_", "aten::geometric_", "aten::_foreach_zero_", "aten::_foreach_copy_", TRUNCATED}
-)
+_REPLACING = {
+    *(f"aten::{name}_" for name in "zero fill copy uniform normal bernoulli exponential random cauchy".split()),
+    *("aten::log_normal_", "aten::geometric_", "aten::_foreach_zero_", "aten::_foreach_copy_"),
+    trunc_normal_._schema.name,
+}
 
 
 def replaces_target(op: Any) -> bool:
@@ -125,7 +126,7 @@ def replaces_target(op: Any) -> bool:
 
 def has_counter_rule(op: Any) -> bool:
     """Whether the counter policy draws this operation by itself, the same on any device."""
-    return op in _FILLS and _FILLS[op][0] in ("uniform", "normal")
+    return op in _FILLS and _FILLS[op][0] in ("uniform", "normal") and op is not trunc_normal_
 
 
 def kind_of(node: Node) -> Kind:
@@ -154,7 +155,7 @@ def _classify(node: Node) -> Kind:
         return _OPAQUE
     target = node.writes[0] if in_place else Ref.of(node.outputs[0])
     op: Any = node.op
-    if op in _FILLS or op._schema.name == TRUNCATED:
+    if op in _FILLS:
         return _fill(node, target)
     if op is aten.cat.default:
         return Copy(target, tuple(node.args[0]), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
@@ -169,7 +170,7 @@ def _classify(node: Node) -> Kind:
 
 
 def _fill(node: Node, target: Ref) -> Kind:
-    name, parameters = _FILLS.get(node.op) or ("normal", _NORMAL)
+    name, parameters = _FILLS[node.op]
     given = arguments_of(node)
     numbers = []
     for ours, theirs, default in parameters:

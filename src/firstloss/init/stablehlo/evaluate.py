@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from ...lower.dtypes import broadcast_to, cast, to_jax
 from ...lower.mt19937_fills import kernel
-from ...lower.program import _function, look, put
+from ...lower.program import function_of, read_view, write_view
 from ...lower.rules import RULES
 from ...lower.unfused import unfused
 from .counter import part_of_draw
@@ -123,13 +123,13 @@ class _Evaluator:
         for step in tree.steps:
             operands = [arrays[i] for i in step.inputs]
             if step.fill is None:
-                arrays.extend(_function(step.template)(*operands))
+                arrays.extend(function_of(step.template)(*operands))
                 continue
             box = Box(step.size, step.size)
             made = self.tree(step.fill, box, [np.int64(0)] * len(step.size))
-            arrays.append(made if step.view is None else put(operands[0], made, step.view))
+            arrays.append(made if step.view is None else write_view(operands[0], made, step.view))
         result = arrays[tree.result]
-        return result if tree.view is None else look(result, tree.view)
+        return result if tree.view is None else read_view(result, tree.view)
 
 
 def name_of(sketch: Sketch, local: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from ...lower.functional import functional
 from ...lower.mt19937_fills import kernel
-from ...lower.program import View, _template, constant, view_of
+from ...lower.program import View, constant, template_of, view_of
 from ...lower.rules import RULES
 from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
 from ...program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
@@ -197,7 +197,7 @@ class _Drawer:
         steps = []
         for node in nodes:
             slots: list[Value] = []
-            template = _template(node, slots)._replace(keyed=False)
+            template = template_of(node, slots)._replace(keyed=False)
             fill: Any = None
             size: tuple[int, ...] = ()
             view: View | None = None

@@ -1,0 +1,70 @@
+"""The operations of our own that a Program may have, and what they refer to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .graph import Program, Value
+
+Tensor = torch.Tensor
+
+
+class Region(NamedTuple):
+    """A captured function: its Program, whose outputs are in order, the Values of its inputs, and what it lifted."""
+
+    program: Program
+    inputs: list[Value]
+    lifted: list[Tensor]
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    draws: int
+
+
+class Flow(NamedTuple):
+    """What one `firstloss::region` does: "cond" has two regions, "while" a condition and a body, "scan" a body.
+
+    The operands are those that all regions share (cond: the predicate first; scan: `carried` tensors, then those that
+    are walked along), then what each region lifted.
+    """
+
+    kind: str
+    regions: tuple[Region, ...]
+    carried: int
+    walked: int
+    reverse: bool
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+
+
+FLOWS: dict[int, Flow] = {}
+
+
+_LIBRARY = torch.library.Library("firstloss", "DEF")
+_SEEDED = (torch.Tag.nondeterministic_seeded,)
+_original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
+
+
+def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in FLOWS[number].outputs]
+
+
+# `torch.nn.init.trunc_normal_`, whose loop reads values: see `capture/truncated.py`.
+_LIBRARY.define(
+    "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
+    " -> Tensor(a!)",
+    tags=_SEEDED,
+)
+_LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: _original_trunc_normal(*args, **kwargs), "CPU")
+# Does nothing, and is not looked through by a compiler: see `capture/rematerialize.py`.
+_LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
+_LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
+# Control flow, by its number in FLOWS: see `capture/regions.py`.
+_LIBRARY.define("region(Tensor[] operands, int number) -> Tensor[]")
+_LIBRARY.define("region_that_draws(Tensor[] operands, int number) -> Tensor[]", tags=_SEEDED)
+_LIBRARY.impl("region", _shapes, "Meta")
+_LIBRARY.impl("region_that_draws", _shapes, "Meta")
+
+trunc_normal_ = torch.ops.firstloss.trunc_normal_.default
+barrier = torch.ops.firstloss.barrier.default
+region = torch.ops.firstloss.region.default
+region_that_draws = torch.ops.firstloss.region_that_draws.default
