@@ -80,7 +80,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def check_stands_where_predicted(stream: Stream, drawn: draws.Draw | None, generator: torch.Generator) -> None:
+def check_stands_where_predicted(stream: Stream, drawn: draws.WordsDrawn | None, generator: torch.Generator) -> None:
     """The generator draws on as a fresh one put at the predicted position, and its state is the same bytes."""
     assert drawn is not None
     predicted = draws.advance(stream.start, drawn)

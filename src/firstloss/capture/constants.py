@@ -7,7 +7,7 @@ import torch
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
-from .tensor import DeferredTensor, Geometry, Store, geometry_of, store_at
+from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, store_at
 
 Tensor = torch.Tensor
 
@@ -47,7 +47,7 @@ def constant_tensor(tensor: Tensor, copy: bool = True) -> DeferredTensor:
     """A deferred tensor whose content is known: `tensor` as it is now."""
     value = constant(tensor, copy)
     # Values are laid out from their storage's start.
-    return DeferredTensor.wrap(Store(value), tuple(tensor.shape), value.stride, 0, value.dtype)
+    return DeferredTensor.wrap(DeferredStorage(value), tuple(tensor.shape), value.stride, 0, value.dtype)
 
 
 def edits(tensor: Tensor) -> int | None:
@@ -65,8 +65,8 @@ def owned_by_torch(tensor: Tensor) -> bool:
         return False
 
 
-def store_of(tensor: Tensor) -> Store:
-    """The Store that a tensor looks at; for a real one, a new one that holds it as it is now."""
+def storage_of(tensor: Tensor) -> DeferredStorage:
+    """The DeferredStorage that a tensor looks at; for a real one, a new one that holds it as it is now."""
     if type(tensor) is DeferredTensor:
         return tensor._store
     if session.trace is not None:
@@ -76,20 +76,20 @@ def store_of(tensor: Tensor) -> Store:
                 session.trace.adopt(found[0])
             return found[0]
         return session.trace.adopt_real(tensor)
-    return Store(constant(tensor))
+    return DeferredStorage(constant(tensor))
 
 
-def look_of(tensor: Tensor) -> Geometry:
-    """How a real tensor from outside a step looks at what `store_of` gives."""
+def outer_geometry(tensor: Tensor) -> Geometry:
+    """How a real tensor from outside a step looks at what `storage_of` gives."""
     found = store_at(tensor)
     return geometry_of(tensor) if found is None else found[1]
 
 
 def ref_of(tensor: Tensor) -> Ref:
-    """How a tensor looks at what its Store holds now."""
+    """How a tensor looks at what its DeferredStorage holds now."""
     if type(tensor) is DeferredTensor:
         return tensor._ref()
-    value = store_of(tensor).value
+    value = storage_of(tensor).value
     if session.trace is not None:
-        return Ref(value, *look_of(tensor))
+        return Ref(value, *outer_geometry(tensor))
     return Ref(value, tuple(tensor.shape), value.stride, 0, value.dtype)

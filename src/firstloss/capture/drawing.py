@@ -13,7 +13,7 @@ from ..program.graph import Draw, Node, is_contiguous
 from ..program.kinds import has_counter_rule
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, next_draw
-from ..rng.deferred_stream import LateStream
+from ..rng.deferred_stream import DeferredOffsetStream
 from ..rng.stream import Position, Stream
 from . import cuda_draw, session
 from .call import Call
@@ -94,7 +94,7 @@ def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, po
     rejection = Rejection(stream, position, numel, dtype, mean, std, lo, hi)
     after = Position(position.words + rejection.words_a_round, position.spare)
     node.draw = Draw(stream, position, after, rejection)
-    late = LateStream(stream, position, rejection.words)
+    late = DeferredOffsetStream(stream, position, rejection.words)
     session.generators.move(generator, late, late.start)
     if not session.depth:
         session.generators.settle()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ..program.graph import Value
-from .tensor import DeferredTensor, Store
+from .tensor import DeferredStorage, DeferredTensor
 
 # What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.
 ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -65,4 +65,4 @@ def is_in_file(tensor: DeferredTensor) -> bool:
 
 def file_tensor(value: FileValue) -> DeferredTensor:
     """A tensor whose content is `value`: read when somebody uses it."""
-    return DeferredTensor.wrap(Store(value), value.shape, value.stride, 0, value.dtype)
+    return DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)

@@ -28,7 +28,7 @@ from ..program.source import here
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
-from .tensor import DeferredTensor, Hooks, Store
+from .tensor import DeferredStorage, DeferredTensor, Hooks
 from .values import call_with_content, run_to_find_out
 
 _COLLECTIVES = distributed.COLLECTIVES
@@ -82,7 +82,7 @@ def materialize(tensor: Any) -> torch.Tensor:
 class _NeedsValues(Exception):
     """A function that was called through the front door needs what `stores` hold."""
 
-    def __init__(self, stores: list[Store], what: str) -> None:
+    def __init__(self, stores: list[DeferredStorage], what: str) -> None:
         super().__init__(what)
         self.stores = stores
         self.what = what
@@ -140,7 +140,7 @@ def close_door() -> None:
     DeferredTensor.__torch_function__ = _CLOSED
 
 
-def _materialize_modules(stores: list[Store], what: str, keep: bool) -> list[Store]:
+def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
     """Make the modules that `stores` belong to, with a warning; returns what is to be made in all.
 
     Args:
@@ -179,7 +179,7 @@ def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
 _looked: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
 
 
-def _modules_of(stores: list[Store]) -> list[torch.nn.Module]:
+def _modules_of(stores: list[DeferredStorage]) -> list[torch.nn.Module]:
     """The outermost modules that hold what is in `stores`, or what it is computed from."""
     global _looked
     begin = time.monotonic()
@@ -205,7 +205,7 @@ def _children(module: torch.nn.Module) -> Iterable[Any]:
     return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
 
 
-def _sources(stores: list[Store]) -> set[Any]:
+def _sources(stores: list[DeferredStorage]) -> set[Any]:
     """The Values of `stores`, and those that they are computed from."""
     found, todo = set(), [store.value for store in stores]
     while todo:

@@ -94,7 +94,7 @@ def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) ->
 
 
 def swap_tensors(t1: Any, t2: Any) -> None:
-    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference: a Store's are put aside for it."""
+    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference: those of storages are put aside."""
     _forget(t1)
     _forget(t2)
     try:

@@ -16,7 +16,7 @@ from ..program.source import here
 from .distributed import parts_of
 from .first_use import close_door
 from .lost_history import without_history
-from .tensor import DeferredTensor, Store, become
+from .tensor import DeferredStorage, DeferredTensor, become
 
 # Made on the host before it is moved or converted.
 _BATCH_BYTES = 1 << 30
@@ -32,14 +32,14 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def pending(tensor: torch.Tensor) -> list[Store]:
+def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
     """What has to be made for a tensor to be real."""
     parts = (part for part in parts_of(tensor) if type(part) is DeferredTensor)
     return [part._store for part in parts if part._store.resident is None]
 
 
 def materialize_stores(
-    stores: list[Store],
+    stores: list[DeferredStorage],
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     device: torch.device | str | None = None,
@@ -66,7 +66,7 @@ def materialize_stores(
                 before += store.value.nbytes
 
 
-def make(stores: list[Store]) -> None:
+def make(stores: list[DeferredStorage]) -> None:
     """Compute what `stores` hold, and keep it there; their tensors stay deferred."""
     stores = [store for store in stores if not store.is_made]
     with timeline.span("materialize"):
@@ -79,8 +79,8 @@ def _tell(progress: Callable[[int, int], None], before: int, total: int, done: i
     progress(before + done, total)
 
 
-def _batches(stores: list[Store]) -> Iterator[list[Store]]:
-    some: list[Store] = []
+def _batches(stores: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
+    some: list[DeferredStorage] = []
     held = 0
     for store in stores:
         if some and held + store.value.nbytes > _BATCH_BYTES:
@@ -105,7 +105,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _turn_real(
-    store: Store, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+    store: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     """Let every tensor that looks at `store` be a real one that looks at `buffer`, moved and converted."""
     if device is not None or (dtype is not None and buffer.is_floating_point()):
@@ -192,7 +192,7 @@ def _view_of_weight(tensor: DeferredTensor, weight: torch.Tensor) -> None:
         become(tensor, weight.as_strided(size, stride, offset))
 
 
-def stores_of(tensors: Iterable[torch.Tensor]) -> list[Store]:
+def stores_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:
     """The Stores of the deferred tensors among `tensors`, once each."""
     found = {id(t._store): t._store for t in tensors if type(t) is DeferredTensor}
     return list(found.values())

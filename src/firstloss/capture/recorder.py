@@ -19,7 +19,7 @@ from ..program.source import here
 from ..rng.stream import Position
 from . import distributed, dtensor_init, first_use, realize, session, values
 from .call import Call
-from .constants import constant_tensor, look_of, ref_of, store_of
+from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .known import run_on_known
@@ -28,13 +28,13 @@ from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
 from .special import SPECIAL, contiguous_stride, resize
-from .tensor import DeferredTensor, Hooks, Store
+from .tensor import DeferredStorage, DeferredTensor, Hooks
 from .traits import traits
 from .values import check_kept, read_and_run, run_for_real, run_on_resident, run_to_find_out
 
 __all__ = [
+    "DeferredStorage",
     "DeferredTensor",
-    "Store",
     "_Tracing",
     "dispatch",
     "enter",
@@ -122,9 +122,9 @@ def _record(call: Call) -> Any:
             call = _with_dtype(call, default)
     if how.view:
         assert geometry is not None
-        store = call.deferred[0]._store if call.deferred else store_of(call.real[0])
+        store = call.deferred[0]._store if call.deferred else storage_of(call.real[0])
         if not call.deferred and trace is not None:
-            shift = look_of(call.real[0])[2] - int(call.real[0].storage_offset())
+            shift = outer_geometry(call.real[0])[2] - int(call.real[0].storage_offset())
             geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
         views = [DeferredTensor.wrap(store, *g) for g in geometry]
         return views[0] if call.returns_one() else views
@@ -132,7 +132,7 @@ def _record(call: Call) -> Any:
     targets = call.written()
     if how.fill and call.op is aten.copy_.default and _is_same_memory(*call.args[:2]):
         return targets[0]  # as matmul's `out`, which C++ does not see to share the memory that it was told to fill
-    if len(targets) > 1 and len({id(store_of(t)) for t in targets}) < len(targets):
+    if len(targets) > 1 and len({id(storage_of(t)) for t in targets}) < len(targets):
         return _in_turn(call, targets)
     if how.out and geometry:
         for target, (size, *_) in zip(targets, geometry, strict=False):
@@ -156,7 +156,7 @@ def _record(call: Call) -> Any:
 
     outputs: list[Value] = []
     for target, ref in zip(targets, writes, strict=True):
-        outputs.append(_write(store_of(target), ref, node))
+        outputs.append(_write(storage_of(target), ref, node))
     made: list[DeferredTensor | None] = []
     if geometry is not None and not all(r is not None for r in how.returns):
         device = call.device()
@@ -168,7 +168,7 @@ def _record(call: Call) -> Any:
             if offset or trace is not None and dense_count(size, stride) is None:
                 stride, offset = contiguous_stride(size), 0  # views to their kernel, apart to the graph
             value = Value(size, stride, dtype, device, node)
-            store = Store(value)
+            store = DeferredStorage(value)
             store.trace = trace
             if trace is not None:
                 trace.made.append(weakref.ref(store))
@@ -200,7 +200,7 @@ def _in_turn(call: Call, targets: list[Tensor]) -> Any:
     return call.args[0] if returns and returns[0] is not None else None
 
 
-def _write(store: Store, ref: Ref, node: Node) -> Value:
+def _write(store: DeferredStorage, ref: Ref, node: Node) -> Value:
     """`node` has written to `store` through `ref`."""
     if store.computed:
         raise CaptureError(
@@ -240,7 +240,7 @@ def _mentioned_once(call: Call, target: Tensor) -> bool:
     """Whether no other argument shares the target's memory: `a.copy_(a)` reads what it writes."""
     if len(call.deferred) == 1:
         return True
-    store = store_of(target)
+    store = storage_of(target)
     return sum(t._store is store for t in call.deferred) == 1
 
 

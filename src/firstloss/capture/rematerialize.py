@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..program.graph import Value
 from ..program.operations import barrier
 from . import session
-from .tensor import DeferredTensor, Store
+from .tensor import DeferredStorage, DeferredTensor
 
 _init_frame = checkpoint._CheckpointFrame.__init__
 _detach_variable = checkpoint.detach_variable
@@ -39,7 +39,7 @@ def behind_barrier(tree: Any) -> Any:
 
 def _look(value: Value, trace: Any) -> DeferredTensor:
     """A tensor of the step that holds `value`."""
-    store = Store(value)
+    store = DeferredStorage(value)
     store.trace = trace
     return DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
 

@@ -19,7 +19,7 @@ from ..program.graph import Node, Value
 from .generators import Generators
 
 if TYPE_CHECKING:
-    from .tensor import Store
+    from .tensor import DeferredStorage
 
 
 class Tracing:
@@ -27,11 +27,11 @@ class Tracing:
 
     cbfloat16 = False  # what is float16 in the step is cbfloat16
     latest: Value | None = None  # what the last recorded operation made
-    made: list[weakref.ref[Store]]  # the storages of what recorded operations made
+    made: list[weakref.ref[DeferredStorage]]  # the storages of what recorded operations made
 
-    def adopt(self, store: Store) -> None: ...
+    def adopt(self, store: DeferredStorage) -> None: ...
 
-    def adopt_real(self, tensor: torch.Tensor) -> Store:
+    def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
         raise NotImplementedError
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:

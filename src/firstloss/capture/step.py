@@ -27,7 +27,7 @@ from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
 from .mode import CaptureMode as _Capture
-from .recorder import DeferredTensor, Store
+from .recorder import DeferredStorage, DeferredTensor
 from .tensor import geometry_of
 from .values_read import ValueRead
 
@@ -47,19 +47,19 @@ class StepTrace(recorder._Tracing):
     """A step under capture.
 
     Attributes:
-        inputs: for each input Value, the Store (weights and state) or the real tensor that it stands for.
+        inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
         made: the storages of what the step's operations have made.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
     """
 
     def __init__(self) -> None:
-        self.inputs: dict[Value, Store | torch.Tensor] = {}
-        self.made: list[weakref.ref[Store]] = []
-        self._before: list[tuple[Store, Value, Any]] = []
-        self._real: dict[int, tuple[torch.Tensor, Store]] = {}  # by their storages
+        self.inputs: dict[Value, DeferredStorage | torch.Tensor] = {}
+        self.made: list[weakref.ref[DeferredStorage]] = []
+        self._before: list[tuple[DeferredStorage, Value, Any]] = []
+        self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by their storages
         self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with how they looked at which storage
-        self._arguments: dict[Value, Store] = {}
+        self._arguments: dict[Value, DeferredStorage] = {}
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
@@ -71,7 +71,7 @@ class StepTrace(recorder._Tracing):
 
     # -- what the recorder asks for --
 
-    def adopt(self, store: Store) -> None:
+    def adopt(self, store: DeferredStorage) -> None:
         """`store` existed before the step: from here on it holds an input."""
         if store.trace is not None and store.resident is None and store.trace is not self._outer:
             raise TraceError(
@@ -85,7 +85,7 @@ class StepTrace(recorder._Tracing):
         store.value = value
         store.trace = self
 
-    def adopt_real(self, tensor: torch.Tensor) -> Store:
+    def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
         """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
         one input."""
         key = storage_key(tensor)
@@ -93,7 +93,7 @@ class StepTrace(recorder._Tracing):
         if known is None:
             home = whole_storage(tensor)
             value = Value(tuple(home.shape), home.stride(), home.dtype, home.device, label=f"in{len(self.inputs)}")
-            store = Store(value)
+            store = DeferredStorage(value)
             store.trace = self
             self.inputs[value] = home
             known = self._real[key] = (home, store)
@@ -121,7 +121,7 @@ class StepTrace(recorder._Tracing):
         known = self._real.get(storage_key(tensor))
         return known is None or known[1].value is known[1].first
 
-    def outside_of(self, store: Store) -> torch.Tensor | None:
+    def outside_of(self, store: DeferredStorage) -> torch.Tensor | None:
         """The real tensor from outside that `store` stands for, all of its storage."""
         return next((home for home, known in self._real.values() if known is store), None)
 
@@ -160,7 +160,7 @@ class StepTrace(recorder._Tracing):
         """
         shape, stride = tuple(tensor.shape), dense_stride(tuple(tensor.shape))
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
-        store = Store(value)
+        store = DeferredStorage(value)
         store.trace = self
         self.inputs[value] = tensor
         if may_change:
@@ -201,7 +201,7 @@ class StepTrace(recorder._Tracing):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Trace what the block does; afterwards every Store is as it was."""
+        """Trace what the block does; afterwards every DeferredStorage is as it was."""
         with session.tracing, Undo() as undo, undo:
             before: Any = session.trace
             self._outer = before
@@ -225,7 +225,7 @@ class StepTrace(recorder._Tracing):
                 raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
 
     def _leave(self, before: Any) -> None:
-        """Every Store is as it was before the step. May be called twice."""
+        """Every DeferredStorage is as it was before the step. May be called twice."""
         recorder.set_trace(before)
         if self.changes is None:
             self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
@@ -233,10 +233,10 @@ class StepTrace(recorder._Tracing):
             store.value = value
             store.trace = trace
 
-    def _stores(self) -> list[tuple[Value, Store]]:
+    def _stores(self) -> list[tuple[Value, DeferredStorage]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
         real = {store.first: store for _, store in self._real.values()} | self._arguments
-        stores = ((v, home if isinstance(home, Store) else real.get(v)) for v, home in self.inputs.items())
+        stores = ((v, home if isinstance(home, DeferredStorage) else real.get(v)) for v, home in self.inputs.items())
         return [(value, store) for value, store in stores if store is not None]
 
 

@@ -1,6 +1,6 @@
-"""Deferred tensors: a geometry, and a Store that stands for the storage.
+"""Deferred tensors: a geometry, and a DeferredStorage in the place of a storage.
 
-A Store knows the `Value` that its storage holds now. Tensors that share memory in eager PyTorch share a Store here, so
+A DeferredStorage knows the `Value` that it holds now. Tensors that share memory in eager PyTorch share one here, so
 ties and views need nothing more.
 """
 
@@ -37,10 +37,10 @@ class Hooks:
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that it lives in
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
     home: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
-    make: Callable[[list[Store]], None]  # computes what they hold; their tensors stay deferred
+    make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place
     materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
-    materialize_stores: Callable[[list[Store]], None]  # makes all that looks at them real, in place
+    materialize_stores: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place
     assert_later: Callable[..., None]  # checks a condition, with a message, whenever the step under way has run
 
     @classmethod
@@ -50,7 +50,7 @@ class Hooks:
             setattr(cls, name, staticmethod(callback))
 
 
-class Store:
+class DeferredStorage:
     """What stands for one storage: the Value it holds now, and the deferred tensors that share it."""
 
     __slots__ = ("value", "tensors", "fills", "resident", "trace", "first", "computed", "lazy", "made", "__weakref__")
@@ -63,7 +63,7 @@ class Store:
         self.resident: Any = None  # on a backend: its cell, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
         self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
-        self.lazy: list[weakref.ref[Store]] = []  # those that are so of this one
+        self.lazy: list[weakref.ref[DeferredStorage]] = []  # those that are so of this one
         self.computed = False  # eager PyTorch would have a lazy view here, and this holds what it shows
 
     @property
@@ -78,7 +78,7 @@ class Store:
         return list(found.values())
 
 
-def _store_of(tensor: Any) -> Store | None:
+def _store_of(tensor: Any) -> DeferredStorage | None:
     return tensor._store if type(tensor) is DeferredTensor else None
 
 
@@ -89,7 +89,7 @@ _refuse_memory = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tens
 class DeferredTensor(Tensor):
     """A tensor with shape, dtype, device and history, and no memory."""
 
-    _store: Store
+    _store: DeferredStorage
 
     def __new__(cls, data: Any = None, requires_grad: bool = True, **attributes: Any) -> Any:
         """A parameter of `data`: what `type(parameter)(data, requires_grad=...)` means to whoever rebuilds one.
@@ -105,7 +105,7 @@ class DeferredTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def wrap(store: Store, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
+    def wrap(store: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
         """A new tensor that looks at `store`."""
         self = Tensor._make_wrapper_subclass(
             DeferredTensor,
@@ -320,13 +320,13 @@ def _array(tensor: DeferredTensor, dtype: Any, copy: bool | None) -> Any:
     return array.copy() if copy else array
 
 
-# Memory that was handed out: the addresses where it begins, in order, and the Store whose content lives there. A real
-# tensor that looks at it, made by way of numpy or DLPack, is one more view of that Store.
+# Memory that was handed out: the addresses where it begins, in order, and the DeferredStorage whose content is there.
+# A real tensor on it, made by way of numpy or DLPack, is one more view of that storage.
 _begins: list[int] = []
-_homes: dict[int, weakref.ref[Store]] = {}
+_homes: dict[int, weakref.ref[DeferredStorage]] = {}
 
 
-def note_memory(store: Store) -> None:
+def note_memory(store: DeferredStorage) -> None:
     """The content of `store` lives in memory that was handed out."""
     begin, _ = store.resident.extent()
     known = _homes.get(begin)
@@ -340,8 +340,8 @@ def note_memory(store: Store) -> None:
     _homes[begin] = weakref.ref(store)
 
 
-def store_at(tensor: Tensor) -> tuple[Store, Geometry] | None:
-    """The Store on a backend whose content lives in the memory of the real `tensor`, and how it looks at that.
+def store_at(tensor: Tensor) -> tuple[DeferredStorage, Geometry] | None:
+    """The storage on a backend whose content lives in the memory of the real `tensor`, and the tensor's geometry in it.
 
     Raises:
         TraceError: in a step, if that is a part of the tensor's memory only.
@@ -367,15 +367,15 @@ def store_at(tensor: Tensor) -> tuple[Store, Geometry] | None:
     return None
 
 
-def _lent_at(begin: int) -> Store | None:
-    """The Store whose content lives in memory that begins there."""
+def _lent_at(begin: int) -> DeferredStorage | None:
+    """The DeferredStorage whose content lives in memory that begins there."""
     store = _homes[begin]()
     if store is None or store.resident is None or not store.resident.lent or store.resident.extent()[0] != begin:
         return None
     return store
 
 
-def reseat(tensor: Tensor, store: Store, geometry: Geometry) -> None:
+def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
     new = DeferredTensor.wrap(store, *geometry)
     if type(tensor) is DeferredTensor:

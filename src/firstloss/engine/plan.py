@@ -20,7 +20,7 @@ _MAX_STEPS = 64
 _MAX_DEPTH = 8
 
 
-class Step(NamedTuple):
+class RangeStep(NamedTuple):
     """One operation on the way to a Value.
 
     Attributes:
@@ -34,20 +34,20 @@ class Step(NamedTuple):
     partial: bool
 
 
-class Plan(NamedTuple):
+class RangePlan(NamedTuple):
     """`steps`, first to last, on top of `base`: a Value known, or made whole; None where they overwrite all of it."""
 
     base: Value | None
-    steps: tuple[Step, ...]
+    steps: tuple[RangeStep, ...]
 
 
 class Planner:
     """Finds plans, and keeps them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[Value, bool], Plan] = {}
+        self._plans: dict[tuple[Value, bool], RangePlan] = {}
 
-    def plan(self, value: Value, partial: bool) -> Plan:
+    def plan(self, value: Value, partial: bool) -> RangePlan:
         """The plan for a part of `value`, or for all of it."""
         plan = self._plans.get((value, partial))
         if plan is None and partial:
@@ -89,13 +89,13 @@ def is_empty(value: Value) -> bool:
     return not value.known and is_unwritten(value.node)
 
 
-def _can_run(plan: Plan, value: Value) -> bool:
+def _can_run(plan: RangePlan, value: Value) -> bool:
     """Whether the plan begins with something else than `value` made whole."""
     return plan.base is not value or value.known or is_empty(value)
 
 
-def _find(value: Value, partial: bool, depth: int) -> Plan:
-    steps: list[Step] = []
+def _find(value: Value, partial: bool, depth: int) -> RangePlan:
+    steps: list[RangeStep] = []
     # Ranges that a later step writes anew, as the second fill of a padded shard.
     replaced: list[tuple[int, int]] = []
     at = value
@@ -118,12 +118,12 @@ def _find(value: Value, partial: bool, depth: int) -> Plan:
         if not isinstance(step.does, Pointwise) and (span := _span(step.does.target)) is not None:
             replaced.append(span)
         at = step.does.target.value
-    return Plan(base, _fused(steps[::-1]))
+    return RangePlan(base, _fused(steps[::-1]))
 
 
-def _fused(steps: list[Step]) -> tuple[Step, ...]:
+def _fused(steps: list[RangeStep]) -> tuple[RangeStep, ...]:
     """Edits by numbers, of what the fill before them has filled, belong to the fill."""
-    out: list[Step] = []
+    out: list[RangeStep] = []
     for step in steps:
         if out and _is_edit(step.does, out[-1]):
             out[-1] = out[-1]._replace(edits=(*out[-1].edits, step.does))  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _fused(steps: list[Step]) -> tuple[Step, ...]:
     return tuple(out)
 
 
-def _is_edit(edit: Fill | Copy | Pointwise, filled: Step) -> bool:
+def _is_edit(edit: Fill | Copy | Pointwise, filled: RangeStep) -> bool:
     if not isinstance(edit, Pointwise) or not isinstance(filled.does, Fill) or not edit.in_place:
         return False
     draw, target = filled.node.draw, filled.does.target
@@ -142,7 +142,7 @@ def _is_edit(edit: Fill | Copy | Pointwise, filled: Step) -> bool:
     return same and all(isinstance(a, (int, float, type(None))) for a in (*edit.args[1:], *edit.kwargs.values()))
 
 
-def _step(value: Value, node: Node, depth: int) -> Step | None:
+def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
     """The operation that made `value`, if it can be run on the bare storage."""
     does = kind_of(node)
     if not isinstance(does, (Fill, Copy, Pointwise)) or not is_dense(value) or value.device.type != "cpu":
@@ -158,10 +158,10 @@ def _step(value: Value, node: Node, depth: int) -> Step | None:
             partial = partial and math.prod(target.size) >= draws.MIN_PIECE
         elif does.name != "constant":
             return None
-        return Step(does, node, (), partial)
+        return RangeStep(does, node, (), partial)
     if isinstance(does, Copy) and does.dim is not None:
         alike = all(ref.dtype == value.dtype for ref in does.sources)
-        return Step(does, node, (), False) if alike else None
+        return RangeStep(does, node, (), False) if alike else None
     if isinstance(does, Copy):
         operands: tuple = does.sources
     else:
@@ -177,7 +177,7 @@ def _step(value: Value, node: Node, depth: int) -> Step | None:
             return None
         # Its own storage read while it is written, or a source that is expensive to enter: at once or not at all.
         partial = partial and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
-    return Step(does, node, (), partial)
+    return RangeStep(does, node, (), partial)
 
 
 def _is_flat(ref: Ref) -> bool:

@@ -16,7 +16,7 @@ from ..rng.deferred_stream import at_root
 from ..rng.stream import Position
 from .cuts import Box, cover, row_blocks
 from .edits import Finish, apply, split_finish
-from .plan import Planner, Step, dtype_name, is_empty
+from .plan import Planner, RangeStep, dtype_name, is_empty
 from .replay import make_whole
 from .sampler import StreamSampler, has_erfinv, is_native
 
@@ -150,7 +150,7 @@ class Reader:
 
     # -- the steps of a plan -----------------------------------------------------------------------------------------
 
-    def _run(self, step: Step, begin: int, end: int, out: torch.Tensor) -> None:
+    def _run(self, step: RangeStep, begin: int, end: int, out: torch.Tensor) -> None:
         """Run one step on elements [begin, end) of the storage, which `out` holds."""
         does = step.does
         target = does.target
@@ -211,7 +211,7 @@ class Reader:
         self.window(ref.value, ref.offset + first, ref.offset + last, part)
         return part
 
-    def _fill(self, step: Step, fill: Fill, first: int, last: int, count: int, into: torch.Tensor) -> None:
+    def _fill(self, step: RangeStep, fill: Fill, first: int, last: int, count: int, into: torch.Tensor) -> None:
         """Elements [first, last) of a fill of `count` elements, and the edits behind it."""
         draw = step.node.draw
         if draw is None:
@@ -230,7 +230,9 @@ class Reader:
         if draw.rejection is not None:
             draw.rejection.correct(into, first)
 
-    def _draw(self, step: Step, fill: Fill, draw: Draw, first: int, last: int, count: int, into: torch.Tensor) -> None:
+    def _draw(
+        self, step: RangeStep, fill: Fill, draw: Draw, first: int, last: int, count: int, into: torch.Tensor
+    ) -> None:
         """Draw piece by piece, each with its edits."""
         native = is_native(fill.name, into, *fill.pair)
         edits, finish = split_finish(step.edits) if native else (list(step.edits), None)

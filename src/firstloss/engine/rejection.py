@@ -33,7 +33,7 @@ _remembered = 0
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Found(NamedTuple):
+class Corrections(NamedTuple):
     """What later rounds change: the elements' places, in ascending order, and their values."""
 
     rounds: int
@@ -61,7 +61,7 @@ class Rejection:
         self._mean, self._std = mean, std
         self.low, self.high = low, high
         self._rounds: int | None = None
-        self._found: Found | None = None
+        self._found: Corrections | None = None
         self.lowck = threading.Lock()
 
     @property
@@ -94,7 +94,7 @@ class Rejection:
         values = torch.from_numpy(found.values[low:high]).to(part.dtype).view(bits).numpy()
         part.view(bits).numpy()[found.places[low:high] - begin] = values
 
-    def _find(self) -> Found:
+    def _find(self) -> Corrections:
         global _remembered
         pieces = list(_pieces(self._numel))
         threads = min(_cores(), len(pieces))
@@ -107,7 +107,7 @@ class Rejection:
                 found = list(pool.map(self._search, parts))
         # By numpy: PyTorch would start its own threads, which go on looking for work while ours search again.
         places, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("places", "values"))
-        result = Found(max(part.rounds for part in found), places, values)
+        result = Corrections(max(part.rounds for part in found), places, values)
         self._rounds = result.rounds
         size = result.places.nbytes + result.values.nbytes
         if _remembered + size <= _REMEMBERED_BYTES:
@@ -120,7 +120,7 @@ class Rejection:
         if self._found is not None:
             _remembered -= self._found.places.nbytes + self._found.values.nbytes
 
-    def _search(self, pieces: list[tuple[int, int]]) -> Found:
+    def _search(self, pieces: list[tuple[int, int]]) -> Corrections:
         """What later rounds change of some of the pieces."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             walks: list[_Walk] = [_Walk(self, 0, pieces)]
@@ -140,7 +140,7 @@ class Rejection:
                 most = max(most, round_)
                 places.append(changed.astype(np.int64) + begin)
                 values.append(kept)
-            return Found(most, np.concatenate(places), np.concatenate(values))
+            return Corrections(most, np.concatenate(places), np.concatenate(values))
 
     def _outside(self, values: np.ndarray) -> np.ndarray:
         return np.flatnonzero((values < self.low) | (values > self.high))

@@ -25,7 +25,7 @@ from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from ..rng.deferred_stream import at_root
 from .cuts import Box, cut_dimension
 from .memory import allocate_huge
-from .plan import Planner, Step
+from .plan import Planner, RangeStep
 from .reader import Reader, Wholes, flat
 from .replay import Replay
 
@@ -283,7 +283,7 @@ def _sources(value: Value, planner: Planner, depth: int = 8) -> Iterator[Ref | N
                 yield from _sources(ref.value, planner, depth - 1)
 
 
-def _reads(step: Step) -> list[Ref]:
+def _reads(step: RangeStep) -> list[Ref]:
     """What a step reads of Values that have to be made."""
     does = step.does
     if isinstance(does, Fill):

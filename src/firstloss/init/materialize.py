@@ -11,7 +11,7 @@ import torch
 from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
 from ..capture.realize import materialize_stores, materialize_tensor, pending
-from ..capture.tensor import Store
+from ..capture.tensor import DeferredStorage
 from ..errors import MaterializeError, MetaTensorsWarning
 from ..program.source import here
 
@@ -66,7 +66,7 @@ def materialize_module(
     _check_arguments(module, buffers_only, check_fn, num_threads)
     modules = dict(module.named_modules()) if check_fn is not None else {}
     chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
-    stores: dict[int, Store] = {}
+    stores: dict[int, DeferredStorage] = {}
     on_meta: list[str] = []
     for name, tensor, kind in named_tensors(module):
         if buffers_only and (kind == "parameter" or isinstance(tensor, torch.nn.Parameter)):

@@ -23,7 +23,7 @@ from .shardings import Mark, mark_of
 from .words import in_words
 
 if TYPE_CHECKING:
-    from .stablehlo.plan import Plan
+    from .stablehlo.plan import ShardingPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ class InitProgram:
             )
         return Report(rows)
 
-    def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
+    def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
         """Where each weight lies under a sharding, and what each device does; arguments as for `run`."""
         require_jax("InitProgram.plan")
         from .stablehlo.plan import plan

@@ -17,7 +17,7 @@ from ..rng.mt19937 import Words
 from ..rng.stream import ORIGIN_SPARE, Position, Stream
 
 
-class LateStream(Stream):
+class DeferredOffsetStream(Stream):
     """What `before` draws from where an operation that began at `position` leaves it; `words` says how many it drew."""
 
     def __init__(self, before: Stream, position: Position, words: Callable[[], int]) -> None:
@@ -49,9 +49,9 @@ class LateStream(Stream):
 
     def _resolve(self) -> tuple[Stream, Position]:
         """The root stream, and where in it this one begins."""
-        chain: list[LateStream] = []
+        chain: list[DeferredOffsetStream] = []
         stream: Stream = self
-        while isinstance(stream, LateStream) and stream._root is None:
+        while isinstance(stream, DeferredOffsetStream) and stream._root is None:
             chain.append(stream)
             stream = stream.before
         for late in reversed(chain):  # a loop: a model may have thousands, one behind the other
@@ -65,4 +65,4 @@ class LateStream(Stream):
 
 def at_root(stream: Stream, position: Position) -> tuple[Stream, Position]:
     """A position, in a stream whose origin is known."""
-    return stream.absolute(position) if isinstance(stream, LateStream) else (stream, position)
+    return stream.absolute(position) if isinstance(stream, DeferredOffsetStream) else (stream, position)

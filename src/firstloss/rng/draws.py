@@ -48,7 +48,7 @@ MIN_PIECE = 16  # elements in the smallest piece that a fill may be split into: 
 _BLOCK = 16  # normals made at a time
 
 
-class Draw(NamedTuple):
+class WordsDrawn(NamedTuple):
     """What an operation takes from the stream.
 
     words: how many 32-bit words.
@@ -62,7 +62,7 @@ class Draw(NamedTuple):
 
 def draw(
     op: str, dtype: str, numel: int, *, contiguous: bool = True, spare: bool = False, **op_args: Any
-) -> Draw | None:
+) -> WordsDrawn | None:
     """What `op` draws, or None where only running it tells.
 
     Args:
@@ -80,14 +80,14 @@ def draw(
         return _pairs(numel, spare) if dtype in _UNIFORM_WORDS else None
     if op == "randperm":
         # Below 2^32 / 20 elements an index is one word. Beyond, nobody has tried.
-        return Draw(max(0, numel - 1)) if numel < (1 << 32) // 20 else None
+        return WordsDrawn(max(0, numel - 1)) if numel < (1 << 32) // 20 else None
     if op == "native_dropout" and op_args.get("train") is False:
-        return Draw(0)
+        return WordsDrawn(0)
     each = _words_each(op, dtype, op_args)
-    return None if each is None else Draw(each * numel)
+    return None if each is None else WordsDrawn(each * numel)
 
 
-def advance(position: Position, drawn: Draw) -> Position:
+def advance(position: Position, drawn: WordsDrawn) -> Position:
     """Where the stream stands after an operation that began at `position`."""
     if drawn.spare == "keep":
         return Position(position.words + drawn.words, position.spare)
@@ -117,7 +117,7 @@ def words_before(op: str, dtype: str, offset: int, **op_args: Any) -> int:
     return offset * (_words_each(op, dtype, op_args) or 0)
 
 
-def _normal(dtype: str, numel: int, contiguous: bool, spare: bool) -> Draw | None:
+def _normal(dtype: str, numel: int, contiguous: bool, spare: bool) -> WordsDrawn | None:
     if dtype in _REAL:
         dtype, numel = _REAL[dtype], 2 * numel
     if dtype not in _UNIFORM_WORDS:
@@ -127,9 +127,9 @@ def _normal(dtype: str, numel: int, contiguous: bool, spare: bool) -> Draw | Non
     ragged = numel % _BLOCK
     if dtype in ("float16", "bfloat16") and _torch_version() >= (2, 12):
         # A block is made in float32 beside the tensor, so uniforms for the ragged end are drawn once,
-        return Draw(numel + (_BLOCK - ragged if ragged else 0))
+        return WordsDrawn(numel + (_BLOCK - ragged if ragged else 0))
     # while here the tensor is filled with uniforms first, and its last 16 elements once more.
-    return Draw((numel + (_BLOCK if ragged else 0)) * _UNIFORM_WORDS[dtype])
+    return WordsDrawn((numel + (_BLOCK if ragged else 0)) * _UNIFORM_WORDS[dtype])
 
 
 @cache
@@ -142,12 +142,12 @@ def _torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _pairs(numel: int, spare: bool) -> Draw:
+def _pairs(numel: int, spare: bool) -> WordsDrawn:
     """Normals one by one: a cached one first, then pairs from two doubles (4 words) each."""
     if numel == 0:
-        return Draw(0)
+        return WordsDrawn(0)
     pairs, single = divmod(numel - spare, 2)
-    return Draw(4 * (pairs + single), 4 * pairs if single else None)
+    return WordsDrawn(4 * (pairs + single), 4 * pairs if single else None)
 
 
 def _words_each(op: str, dtype: str, op_args: dict[str, Any]) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..capture.step import dense_stride
-from ..capture.tensor import DeferredTensor, Geometry, Store
+from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry
 from .structures import containers
 
 _OUR_ATTRIBUTES = {"_store", "_is_param"}
@@ -111,7 +111,7 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
     return bool(tensor.__dict__) and not tensor.__dict__.keys() <= _OUR_ATTRIBUTES
 
 
-def home_of(tensor: torch.Tensor) -> Store | torch.Tensor:
+def home_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
     if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
         return tensor._store

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..capture.file_value import FileValue
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..errors import CheckpointError, CheckpointMissingError
 from ..program.graph import Ref, is_contiguous
 from .checkpoint_file import TensorFile
@@ -121,7 +121,7 @@ class _Archive:
             raise CheckpointError(f"{path} is damaged or cut short ({error})") from error
         self._members = sorted(members, key=lambda m: m.header_offset)
         self._offsets = [m.header_offset for m in self._members]
-        self._stores: dict[int, Store] = {}
+        self._stores: dict[int, DeferredStorage] = {}
 
     def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor that `fake` stands for; those that share a storage go on sharing it."""
@@ -139,7 +139,7 @@ class _Archive:
 
             fake_dtype = fake.dtype
             value = FileValue(shape, stride, fake.dtype, read, f"{name} in {self._path}")
-            store = self._stores[offset] = Store(value)
+            store = self._stores[offset] = DeferredStorage(value)
         if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
             real = Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
             real = real.conj() if fake.is_conj() else real

@@ -16,7 +16,7 @@ from .. import timeline
 from ..capture import numbers_in_memory, session
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
 from ..capture.tensor import Geometry, geometry_of
 from ..errors import FirstlossError, LoweringError, TraceError
@@ -72,7 +72,7 @@ class Call:
 
     __slots__ = ("arguments", "homes", "result", "bindings", "schedules")
 
-    def __init__(self, arguments: Arguments, homes: Sequence[Store | torch.Tensor]) -> None:
+    def __init__(self, arguments: Arguments, homes: Sequence[DeferredStorage | torch.Tensor]) -> None:
         self.arguments = arguments
         self.homes = homes  # of the state that it changes
         self.result: Any = None
@@ -232,7 +232,7 @@ class Executable:
         self._follow_arguments(left)
         self.effects.undo()
         outputs = self._leave(left, returned)
-        self._changed: dict[Value, Store | torch.Tensor] = {}
+        self._changed: dict[Value, DeferredStorage | torch.Tensor] = {}
         for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = Ref.of(new)
             home = tracing.inputs[value]
@@ -314,7 +314,7 @@ class Executable:
         self.why_not = self._optimizers.counts or left.why_not and _leaves(left.why_not)
         tensors.clear()
         left.release()
-        self._held: dict[str, Store] = {}
+        self._held: dict[str, DeferredStorage] = {}
         expected = {id(t._store) for t in _reachable(self._backend, self._optimizers.seen) if is_traced(t, tracing)}
         for store in self._survivors(expected):
             name = f"made{len(self._made)}"
@@ -326,12 +326,12 @@ class Executable:
         # In the order in which they are asked for: results, what is left.
         return {name: outputs[name] for name in (*self._out, *self._made)}
 
-    def _survivors(self, expected: set[int]) -> list[Store]:
+    def _survivors(self, expected: set[int]) -> list[DeferredStorage]:
         """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
 
         placeholders = {id(home._store) for home in self._tracing.inputs.values() if type(home) is DeferredTensor}
 
-        def alive() -> list[Store]:
+        def alive() -> list[DeferredStorage]:
             stores = [store for made in self._tracing.made if (store := made()) is not None]
             ours = [s for s in stores if s.trace is self._tracing and id(s) not in placeholders]
             return [store for store in ours if store.alive()]
@@ -368,7 +368,7 @@ class Executable:
         stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(home) in theirs or id(home) in stores for home in self._tracing.inputs.values())
 
-    def _from_outside(self) -> list[Store | torch.Tensor | None]:
+    def _from_outside(self) -> list[DeferredStorage | torch.Tensor | None]:
         """What goes in, in the signature's order; None for what each call is given anew."""
         given = {*self._batch, *self._optimizers.hyperparameters, *self._gradients.read}
         return [None if v in given else self._tracing.inputs[v] for v in (*self._changed, *self._read)]
@@ -640,7 +640,7 @@ class Executable:
     def _fresh(self, arrays: dict[str, Any]) -> Callable[[int], torch.Tensor]:
         """Gives the new tensors of one call by their numbers, each once."""
         tensors: dict[int, torch.Tensor] = {}
-        stores: dict[str, Store] = {}
+        stores: dict[str, DeferredStorage] = {}
 
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
@@ -674,14 +674,14 @@ def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable
     return lambda env: setting(env.arguments[number], name, make(env))
 
 
-def _is_held(store: Store) -> bool:
+def _is_held(store: DeferredStorage) -> bool:
     """Whether an object of Python's holds a tensor of `store`, and not autograd's graph alone, which nobody reads: the
     results of a step have none."""
     tensors = store.alive()
     return any(referrer is not tensors for referrer in gc.get_referrers(*tensors))
 
 
-def _differ(a: Store | torch.Tensor, b: Store | torch.Tensor) -> bool:
+def _differ(a: DeferredStorage | torch.Tensor, b: DeferredStorage | torch.Tensor) -> bool:
     """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
     if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
@@ -710,15 +710,15 @@ def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtyp
     return DeferredTensor.wrap(_store_of(array, value), shape, value.stride, 0, dtype)
 
 
-def _store_of(array: Any, like: Value) -> Store:
+def _store_of(array: Any, like: Value) -> DeferredStorage:
     value = Value(like.shape, like.stride, like.dtype, like.device)
-    store = Store(value)
+    store = DeferredStorage(value)
     store.resident = Cell(value, sharding=_mesh_sharding(array))
     store.resident.set(array)
     return store
 
 
-def _home(tensor: torch.Tensor) -> Store | torch.Tensor:
+def _home(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     return tensor._store if type(tensor) is DeferredTensor else tensor
 
 

@@ -8,12 +8,12 @@ from typing import Any, TypeGuard
 import torch
 
 from ..capture.step import storage_key, whole_storage
-from ..capture.tensor import DeferredTensor, Geometry, Store, geometry_of
+from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
 from ..program.graph import Ref, Value
 from .guards import Effects, Env, Left
 from .guards.effects import Bind, Make
 
-Homes = dict[Value, Store | torch.Tensor]
+Homes = dict[Value, DeferredStorage | torch.Tensor]
 
 
 class Gradients:
@@ -106,7 +106,7 @@ def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
     return lambda env: _setter(parameter, make(env))
 
 
-def _home(gradient: Any) -> Store | torch.Tensor:
+def _home(gradient: Any) -> DeferredStorage | torch.Tensor:
     return gradient._store if type(gradient) is DeferredTensor else gradient
 
 

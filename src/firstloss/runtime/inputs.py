@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..program.graph import Value
 from .backend import Backend
 from .cell import Cell, renew
@@ -18,7 +18,7 @@ from .mesh import fit, put
 from .optimizers import Hyperparameter
 from .segmented import there
 
-Home = Store | torch.Tensor
+Home = DeferredStorage | torch.Tensor
 
 
 class Inputs:
@@ -69,7 +69,7 @@ class Inputs:
 
     def _later(self, value: Value) -> Callable[[], jax.Array] | None:
         home = self._homes[value]
-        return home.resident.later() if isinstance(home, Store) and home.resident is not None else None
+        return home.resident.later() if isinstance(home, DeferredStorage) and home.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
         """What stands for an input `value` at this call; `donated`, if the step may write to it."""
@@ -80,7 +80,7 @@ class Inputs:
         home = self._homes[value] if place is None else leaves[place]
         where = self.where.get(value)
         array: jax.Array
-        if isinstance(home, Store):
+        if isinstance(home, DeferredStorage):
             if home.resident is None:
                 self._backend.claim(home.alive())
             array = self._argument(home.resident, donated)
@@ -118,9 +118,9 @@ class Inputs:
         if mesh is None:
             return None
         home = self._homes[value]
-        if value in self._numbers or value not in self._places and not isinstance(home, Store):
+        if value in self._numbers or value not in self._places and not isinstance(home, DeferredStorage):
             return mesh.whole
-        if not isinstance(home, Store):
+        if not isinstance(home, DeferredStorage):
             return mesh.of_batch(tuple(value.shape))
         if home.resident is None:
             self._backend.claim(home.alive())
@@ -128,7 +128,7 @@ class Inputs:
 
 
 def _cells(homes: Mapping[Value, Home]) -> list[Cell | None]:
-    return [home.resident if type(home) is Store else None for home in homes.values()]
+    return [home.resident if type(home) is DeferredStorage else None for home in homes.values()]
 
 
 def keep(homes: Iterable[Home], cells: Sequence[Cell | None], arrays: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..errors import BackendError, ShardingError
 from ..init import shardings
 from ..lower.program import constant
@@ -47,7 +47,7 @@ class Mesh:
 
     # -- who lies where --
 
-    def of_store(self, store: Store) -> NamedSharding:
+    def of_store(self, store: DeferredStorage) -> NamedSharding:
         """Where a weight lies, or state: as one of its names was marked, else by the default policy.
 
         Raises:

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from .. import timeline
 from ..capture.first_use import close_door
-from ..capture.recorder import DeferredTensor, Store
+from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.tensor import HOOKS, Geometry, Hooks, geometry_of, note_memory, store_at
 from ..engine.run import default_threads, materialize_values
 from ..program.graph import Value, dense_count
@@ -86,7 +86,7 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
         behind: these are not needed for the first loss; what is, comes before them.
     """
     close_door()
-    pending: list[Store] = []
+    pending: list[DeferredStorage] = []
     real: list[torch.Tensor] = []
     for tensor in tensors:
         if type(tensor) is DeferredTensor:
@@ -102,7 +102,7 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
         _materialize_in_background(pending, mesh, behind)
 
 
-def _materialize_in_background(stores: list[Store], mesh: Mesh | None, behind: bool) -> None:
+def _materialize_in_background(stores: list[DeferredStorage], mesh: Mesh | None, behind: bool) -> None:
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
@@ -167,7 +167,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-        store = Store(value)
+        store = DeferredStorage(value)
         for tensor in group:
             _become_resident(tensor, store, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
@@ -202,7 +202,7 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-    store = Store(value)
+    store = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
         store.resident = Cell.of_memory(value, base, not is_countable(base))
         note_memory(store)
@@ -214,7 +214,7 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
 Hooks.register(home=home)
 
 
-def _become_resident(tensor: torch.Tensor, store: Store, geometry: Geometry) -> None:
+def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     """Make `tensor`, the Python object, one that looks at `store`. Autograd goes on with it: hooks, its gradient, and
     the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
@@ -273,7 +273,7 @@ class _Moved(torch.autograd.Function):
     """A tensor with a graph, on the backend: the graph goes on from it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, store: Store, geometry: Geometry) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> torch.Tensor:
         return DeferredTensor.wrap(store, *geometry)
 
     @staticmethod

@@ -12,11 +12,11 @@ from jax import numpy as jnp
 from ...lower.dtypes import cast, to_jax
 from ...lower.unfused import unfused
 from ...rng import counter
-from .fill import Box, flat_indices
+from .fill import ShardGeometry, flat_indices
 
 
 def part_of_draw(
-    kind: str, first: float, second: float, dtype: Any, box: Box, seed: Any, draw: Any, starts: Sequence[Any]
+    kind: str, first: float, second: float, dtype: Any, box: ShardGeometry, seed: Any, draw: Any, starts: Sequence[Any]
 ) -> Any:
     """The shard of a uniform or normal draw: an array of shape `box.local`.
 
@@ -31,7 +31,7 @@ def part_of_draw(
     last = len(box.shape) - 1
     grouped = bool(box.shape) and box.local[last] % 4 == 0 and box.shape[last] % 4 == 0
     if grouped:
-        few = Box((*box.shape[:last], box.shape[last] // 4), (*box.local[:last], box.local[last] // 4))
+        few = ShardGeometry((*box.shape[:last], box.shape[last] // 4), (*box.local[:last], box.local[last] // 4))
         begin = [*starts[:last], starts[last] // np.int64(4)]
         block = flat_indices(few, begin)
     else:

@@ -25,7 +25,7 @@ from ...program.source import here
 from ..shardings import starts
 from .host import make_on_host
 from .module import LANE_WORDS, Functions, Streams, partition_spec
-from .plan import Plan, Weight, plan
+from .plan import ShardingPlan, Weight, plan
 
 if TYPE_CHECKING:
     from ..recipes import InitProgram
@@ -51,7 +51,7 @@ def run(
     return {name: arrays[recipe.name] for name, recipe in program.recipes.items()}
 
 
-def concrete(mesh: Any, made: Plan) -> Mesh | None:
+def concrete(mesh: Any, made: ShardingPlan) -> Mesh | None:
     """The mesh with devices in it; None for one device.
 
     Raises:
@@ -85,7 +85,7 @@ def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
 class Units:
     """The distinct functions of a plan, compiled side by side: one for each key, for all devices of the mesh."""
 
-    def __init__(self, made: Plan, mesh: Mesh | None) -> None:
+    def __init__(self, made: ShardingPlan, mesh: Mesh | None) -> None:
         self._made = made
         self._mesh = mesh
         self._streams = Streams(made)
@@ -135,7 +135,7 @@ class Units:
         return found
 
 
-def _on_devices(made: Plan, mesh: Mesh | None) -> dict[str, jax.Array]:
+def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
     units = Units(made, mesh)
     host = [weight for weight in made.weights if weight.sketch is None]
     line = here()

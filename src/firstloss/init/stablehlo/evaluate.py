@@ -15,10 +15,10 @@ from ...lower.program import function_of, read_view, write_view
 from ...lower.rules import RULES
 from ...lower.unfused import unfused
 from .counter import part_of_draw
-from .fill import Box, Source, flat_indices, part_of_fill
-from .tree import Apply, Data, Drawn, Masked, Number, Sketch, Truncated, Whole
+from .fill import ShardGeometry, WordSource, flat_indices, part_of_fill
+from .tree import Apply, Constant, Data, Drawn, Masked, Sketch, Truncated, Whole
 
-Draws = Sequence[tuple[Any, Any]]  # of each draw: a Source, or under the counter policy a seed; and its position
+Draws = Sequence[tuple[Any, Any]]  # of each draw: a WordSource, or under the counter policy a seed; and its position
 
 
 def part(sketch: Sketch, local: tuple[int, ...], draws: Draws, starts: Sequence[Any]) -> Any:
@@ -30,7 +30,7 @@ def part(sketch: Sketch, local: tuple[int, ...], draws: Draws, starts: Sequence[
         starts: int64, where the shard begins along each dimension.
     """
     order = sketch.order
-    box = Box(sketch.shape, tuple(local[d] for d in order))
+    box = ShardGeometry(sketch.shape, tuple(local[d] for d in order))
     begin = [starts[d] for d in order]
     evaluator = _Evaluator(draws, sketch.data)
     if type(sketch.tree) is Whole:
@@ -42,7 +42,7 @@ def part(sketch: Sketch, local: tuple[int, ...], draws: Draws, starts: Sequence[
     return out if back == list(range(len(back))) else lax.transpose(out, back)
 
 
-def _cut(array: Any, box: Box, starts: Sequence[Any]) -> Any:
+def _cut(array: Any, box: ShardGeometry, starts: Sequence[Any]) -> Any:
     if not box.cut:
         return array
     return lax.dynamic_slice(array, [starts[d] if d in box.cut else np.int64(0) for d in range(array.ndim)], box.local)
@@ -53,10 +53,10 @@ class _Evaluator:
         self.draws = draws
         self.data = data
 
-    def tree(self, tree: Any, box: Box, starts: Sequence[Any]) -> Any:
+    def tree(self, tree: Any, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         """The box of what a tree makes; a leaf of one element as it is."""
         kind = type(tree)
-        if kind is Number:
+        if kind is Constant:
             return lax.full(box.local, cast(tree.value, to_jax(tree.dtype)))
         if kind is Data:
             array = self.data[tree.digest]
@@ -75,20 +75,20 @@ class _Evaluator:
         assert kind is Apply
         return self._apply(tree, box, starts)
 
-    def fill(self, fill: Drawn, box: Box, starts: Sequence[Any], rounds_before: Any = None) -> Any:
+    def fill(self, fill: Drawn, box: ShardGeometry, starts: Sequence[Any], rounds_before: Any = None) -> Any:
         """The box of a draw; after so many earlier rounds of it."""
         source, position = self.draws[fill.draw]
         if not fill.words:
             first, second = (float(value) for _, value in fill.arguments)
             return part_of_draw(fill.name, first, second, fill.dtype, box, source, position, starts)
-        assert isinstance(source, Source)
+        assert isinstance(source, WordSource)
         if rounds_before is not None:
             position = position + rounds_before * np.int64(fill.words)
         made = kernel(fill.name, fill.dtype, dict(fill.arguments))
         assert made is not None
         return part_of_fill(made, box, fill.words, source, position, starts)
 
-    def _truncated(self, tree: Truncated, box: Box, starts: Sequence[Any]) -> Any:
+    def _truncated(self, tree: Truncated, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         low, high = (cast(bound, to_jax(tree.fill.dtype)) for bound in (tree.low, tree.high))
 
         def outside(x: Any) -> Any:
@@ -101,9 +101,9 @@ class _Evaluator:
         first = (np.int64(1), self.fill(tree.fill, box, starts))
         return lax.while_loop(lambda carry: jnp.any(outside(carry[1])), again, first)[1]
 
-    def _apply(self, tree: Apply, box: Box, starts: Sequence[Any]) -> Any:
+    def _apply(self, tree: Apply, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         def fill(arg: Any) -> Any:
-            if type(arg) in (Number, Data, Drawn, Truncated, Masked, Apply):
+            if type(arg) in (Constant, Data, Drawn, Truncated, Masked, Apply):
                 return self.tree(arg, box, starts)
             if type(arg) is tuple and len(arg) == 2 and arg[0] in (int, float, bool):
                 return arg[1]
@@ -125,7 +125,7 @@ class _Evaluator:
             if step.fill is None:
                 arrays.extend(function_of(step.template)(*operands))
                 continue
-            box = Box(step.size, step.size)
+            box = ShardGeometry(step.size, step.size)
             made = self.tree(step.fill, box, [np.int64(0)] * len(step.size))
             arrays.append(made if step.view is None else write_view(operands[0], made, step.view))
         result = arrays[tree.result]
@@ -142,7 +142,7 @@ def _verb(tree: Any) -> str:
         return f"{tree.name}_{_short(tree.dtype)}"
     if type(tree) is Truncated:
         return f"trunc_normal_{_short(tree.fill.dtype)}"
-    if type(tree) is Number:
+    if type(tree) is Constant:
         return f"full_{_short(tree.dtype)}"
     if type(tree) is Data:
         return f"known_{_short(tree.dtype)}"

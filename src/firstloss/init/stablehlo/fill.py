@@ -27,7 +27,7 @@ _JUMP_WORTH = 1 << 18
 _ROWS = 1 << 16
 
 
-class Box(NamedTuple):
+class ShardGeometry(NamedTuple):
     """A shard's geometry: the whole shape and the shard's own. Where they differ, a start is given at run time."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Box(NamedTuple):
         return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
 
 
-class Source(NamedTuple):
+class WordSource(NamedTuple):
     """Where windows come from: uint32 of shape (624,) at the stream's origin, and the table of jumps.
 
     lane_words: words that one lane draws at least, a power of two; 0 for a single lane, which is all that a CPU needs.
@@ -82,7 +82,7 @@ class Rows(NamedTuple):
         return self.rows * self.row
 
 
-def rows_of(box: Box) -> Rows:
+def rows_of(box: ShardGeometry) -> Rows:
     """The cheapest way through `box`."""
     if not box.cut:
         return Rows(0, 1, 1, box.numel, (box.numel,))
@@ -93,13 +93,15 @@ def rows_of(box: Box) -> Rows:
     return Rows(dim, math.prod(box.local[:dim]), box.local[dim], row, box.local[dim + 1 :])
 
 
-def words_drawn(box: Box, words_each: int) -> int:
+def words_drawn(box: ShardGeometry, words_each: int) -> int:
     """32-bit words that a device draws to make its shard, its ends left out of account."""
     rows = rows_of(box)
     return rows.outer * rows.stretch * words_each
 
 
-def part_of_fill(kernel: Kernel, box: Box, words: int, source: Source, position: Any, starts: Sequence[Any]) -> Any:
+def part_of_fill(
+    kernel: Kernel, box: ShardGeometry, words: int, source: WordSource, position: Any, starts: Sequence[Any]
+) -> Any:
     """The shard of a fill: an array of shape `box.local`.
 
     Args:
@@ -127,7 +129,7 @@ def part_of_fill(kernel: Kernel, box: Box, words: int, source: Source, position:
     return out
 
 
-def _first_elements(box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
+def _first_elements(box: ShardGeometry, rows: Rows, starts: Sequence[Any]) -> Any:
     """Where each stretch begins in the whole: int64, shape (outer,)."""
     strides = box.strides
     grid = np.zeros((), np.int64)
@@ -140,7 +142,7 @@ def _first_elements(box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
     return total
 
 
-def _aligned(box: Box, rows: Rows, block: int) -> bool:
+def _aligned(box: ShardGeometry, rows: Rows, block: int) -> bool:
     """Whether every stretch begins at a whole block, on whatever device."""
     strides = box.strides
     return all(
@@ -151,7 +153,7 @@ def _aligned(box: Box, rows: Rows, block: int) -> bool:
     )
 
 
-def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: Source, aligned: bool, skip: Any) -> Any:
+def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: WordSource, aligned: bool, skip: Any) -> Any:
     """All of each stretch: shape (outer, stretch)."""
     count = rows.stretch if aligned else rows.stretch + kernel.block
     out = _in_lanes(kernel, heads, count, source)
@@ -161,7 +163,7 @@ def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: Source, aligned: 
     return jnp.stack(parts)
 
 
-def _in_lanes(kernel: Kernel, heads: Any, count: int, source: Source) -> Any:
+def _in_lanes(kernel: Kernel, heads: Any, count: int, source: WordSource) -> Any:
     """What each of the windows draws, `count` elements: by several lanes each if there is enough for them."""
     each = source.lane_words // kernel.words_each
     lanes = -(-count // each) if each else 1
@@ -173,7 +175,7 @@ def _in_lanes(kernel: Kernel, heads: Any, count: int, source: Source) -> Any:
     return out[:, :count]
 
 
-def _columns(kernel: Kernel, box: Box, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
+def _columns(kernel: Kernel, box: ShardGeometry, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
     """The columns that are kept, of blocks of rows: shape (outer, rows, *kept)."""
     each = N // kernel.words_each
     unit = each // math.gcd(each, rows.row)  # rows after which a block of words ends where a row does
@@ -202,14 +204,14 @@ def _columns(kernel: Kernel, box: Box, rows: Rows, heads: Any, starts: Sequence[
     return out
 
 
-def _keep(values: Any, box: Box, rows: Rows, starts: Sequence[Any]) -> Any:
+def _keep(values: Any, box: ShardGeometry, rows: Rows, starts: Sequence[Any]) -> Any:
     """Of rows, shape (outer, rows, *the whole's inner dimensions), the part that belongs to the shard."""
     begin = [starts[d] if d in box.cut else np.int64(0) for d in range(rows.dim + 1, len(box.shape))]
     zero = np.int64(0)
     return lax.dynamic_slice(values, (zero, zero, *begin), (*values.shape[:2], *rows.kept))
 
 
-def flat_indices(box: Box, starts: Sequence[Any]) -> Any:
+def flat_indices(box: ShardGeometry, starts: Sequence[Any]) -> Any:
     """For each element of the shard its place in the whole: int64, shape `box.local`."""
     total: Any = np.int64(0)
     for d, stride in enumerate(box.strides):
@@ -218,7 +220,7 @@ def flat_indices(box: Box, starts: Sequence[Any]) -> Any:
     return jnp.broadcast_to(total, box.local)
 
 
-def _with_end(kernel: Kernel, box: Box, out: Any, window: Any, starts: Sequence[Any]) -> Any:
+def _with_end(kernel: Kernel, box: ShardGeometry, out: Any, window: Any, starts: Sequence[Any]) -> Any:
     """PyTorch makes the last 16 elements of a ragged fill anew, of the last 16 words it draws."""
     end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1, BLOCK)[0][0].__getitem__
     place = flat_indices(box, starts) - np.int64(box.numel - BLOCK)

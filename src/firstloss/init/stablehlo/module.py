@@ -20,8 +20,8 @@ from ...rng.counter_stream import CounterStream
 from ...rng.stream import Stream
 from ..shardings import Axes, starts
 from .evaluate import name_of, part
-from .fill import Source
-from .plan import Plan, Weight, plan
+from .fill import WordSource
+from .plan import ShardingPlan, Weight, plan
 
 if TYPE_CHECKING:
     from ..recipes import InitProgram
@@ -64,7 +64,7 @@ class Functions:
             for d, start in zip(cut, begin, strict=True):
                 where[d] = start
             draws = [
-                (origin if by_counter else Source(origin, jumps, lanes), position)
+                (origin if by_counter else WordSource(origin, jumps, lanes), position)
                 for origin, by_counter, position in zip(origins, counted, positions, strict=True)
             ]
             return part(sketch, local, draws, where)
@@ -78,7 +78,7 @@ class Functions:
 class Streams:
     """Where the streams of a plan begin, and the table that reaches their furthest position."""
 
-    def __init__(self, weights: Plan) -> None:
+    def __init__(self, weights: ShardingPlan) -> None:
         self._origins: dict[Stream, Any] = {}
         furthest = 1
         for weight in weights.weights:
@@ -133,7 +133,7 @@ def partition_spec(weight: Weight) -> PartitionSpec:
     return PartitionSpec(*[entry if len(entry) > 1 else entry[0] if entry else None for entry in weight.placed.spec])
 
 
-def shard_maker(made: Plan, streams: Streams, functions: Functions, jumps: Any) -> Callable[[], dict[str, Any]]:
+def shard_maker(made: ShardingPlan, streams: Streams, functions: Functions, jumps: Any) -> Callable[[], dict[str, Any]]:
     """A function that makes one device's shard of every weight, to be called in a manual computation over the mesh."""
 
     def make() -> dict[str, Any]:
@@ -153,7 +153,7 @@ def shard_maker(made: Plan, streams: Streams, functions: Functions, jumps: Any) 
     return make
 
 
-def _text(made: Plan, mesh: AbstractMesh | Mesh | None) -> str:
+def _text(made: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
     streams = Streams(made)
     functions = Functions()
 
@@ -167,7 +167,7 @@ def _text(made: Plan, mesh: AbstractMesh | Mesh | None) -> str:
     return _named(lowered, made)
 
 
-def _named(lowered: Any, made: Plan) -> str:
+def _named(lowered: Any, made: ShardingPlan) -> str:
     """The module's text; its outputs are named as the weights are, and it says for how many devices it is."""
     from jax._src.lib.mlir import ir
 

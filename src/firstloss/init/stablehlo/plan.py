@@ -14,7 +14,7 @@ from ...lower.program import constant
 from ...program.source import Source as Line
 from ...program.source import here
 from ..shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
-from .fill import Box, words_drawn
+from .fill import ShardGeometry, words_drawn
 from .sketch import Unsketchable, known, sketch
 from .tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
 
@@ -42,7 +42,7 @@ class Weight(NamedTuple):
         return self.sketch.tree, self.sketch.shape, self.sketch.order, self.placed.spec
 
 
-class Plan:
+class ShardingPlan:
     """Where the weights of a program lie, and what a device does for them.
 
     Attributes:
@@ -105,7 +105,7 @@ class Plan:
         )
 
 
-def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> Plan:
+def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
     """Decide where each weight of `program` lies.
 
     Args:
@@ -145,7 +145,7 @@ def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | 
         message = f"{name}: {what}. A jax.Array's shards are equal."
         warnings.warn_explicit(message, UserWarning, line.file, line.line)
     aliases = {name: recipe.name for name, recipe in program.recipes.items() if recipe.name != name}
-    return Plan(axes, weights, aliases)
+    return ShardingPlan(axes, weights, aliases)
 
 
 def _mesh_of(marks: Mapping[str, Mark]) -> Any:
@@ -191,11 +191,11 @@ def _sketched(recipe: Recipe) -> tuple[Sketch | None, str]:
 
 def _words(found: Sketch, local: tuple[int, ...]) -> int:
     order = found.order
-    box = Box(found.shape, tuple(local[d] for d in order))
+    box = ShardGeometry(found.shape, tuple(local[d] for d in order))
     return sum(_words_in(tree, box) for tree in [found.tree])
 
 
-def _words_in(tree: Any, box: Box) -> int:
+def _words_in(tree: Any, box: ShardGeometry) -> int:
     if type(tree) is Truncated:
         return _words_in(tree.fill, box)
     if type(tree) is Drawn:
@@ -209,5 +209,7 @@ def _words_in(tree: Any, box: Box) -> int:
     if type(tree) is Apply:
         return sum(_words_in(a, box) for a in tree.args)
     if type(tree) is Whole:
-        return sum(_words_in(step.fill, Box(step.size, step.size)) for step in tree.steps if step.fill is not None)
+        return sum(
+            _words_in(step.fill, ShardGeometry(step.size, step.size)) for step in tree.steps if step.fill is not None
+        )
     return 0

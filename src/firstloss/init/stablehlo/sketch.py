@@ -18,7 +18,7 @@ from ...program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_o
 from ...rng import draws
 from ...rng.counter_stream import CounterStream, number_and_word
 from ...rng.deferred_stream import at_root
-from .tree import Apply, Data, Drawn, Masked, Number, Place, Sketch, Step, Truncated, Whole
+from .tree import Apply, Constant, Data, Drawn, DrawOrigin, Masked, Sketch, SketchStep, Truncated, Whole
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class _Drawer:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.numel = math.prod(shape)
-        self.places: list[Place] = []
+        self.places: list[DrawOrigin] = []
         self.data: dict[str, np.ndarray] = {}
 
     # -- element by element ------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class _Drawer:
             return self._known(value)
         node = value.node
         if is_unwritten(node):
-            return Number(float, 0.0, value.dtype)  # memory that nobody wrote
+            return Constant(float, 0.0, value.dtype)  # memory that nobody wrote
         assert node is not None
         does = kind_of(node)
         if isinstance(does, Opaque):
@@ -169,12 +169,12 @@ class _Drawer:
         if isinstance(stream, CounterStream):
             if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise Unsketchable(node, "draws with a generator of its own under the counter policy")
-            self.places.append(Place(stream, number_and_word(position)[0]))
+            self.places.append(DrawOrigin(stream, number_and_word(position)[0]))
             return Drawn(len(self.places) - 1, name, arguments, dtype, 0)
         if kernel(name, dtype, dict(arguments)) is None or (name == "normal" and count < draws.MIN_PIECE):
             raise Unsketchable(node, f"has no {_short(dtype)} kernel for {count} elements")
         words = node.draw.after.words - node.draw.position.words
-        self.places.append(Place(stream, position.words))
+        self.places.append(DrawOrigin(stream, position.words))
         fill = Drawn(len(self.places) - 1, name, arguments, dtype, words)
         again = node.draw.rejection
         return fill if again is None else Truncated(fill, again.low, again.high)
@@ -211,7 +211,7 @@ class _Drawer:
                 slots = [target.value] if target is not None else []
             elif functional(node.op) not in RULES and node.op not in RULES:
                 raise Unsketchable(node, "has no lowering")
-            steps.append(Step(template, tuple(numbers[v] for v in slots), fill, size, view))
+            steps.append(SketchStep(template, tuple(numbers[v] for v in slots), fill, size, view))
             for value in node.outputs:
                 numbers[value] = len(numbers)
         return Whole(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
@@ -223,8 +223,8 @@ def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:
     return Sketch(drawer.data_of(array, dtype), array.shape, tuple(range(array.ndim)), [], drawer.data)
 
 
-def _number(value: Any, dtype: torch.dtype) -> Number:
-    return Number(type(value), value, dtype)
+def _number(value: Any, dtype: torch.dtype) -> Constant:
+    return Constant(type(value), value, dtype)
 
 
 def _short(dtype: torch.dtype) -> str:

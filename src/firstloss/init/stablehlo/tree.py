@@ -34,7 +34,7 @@ class Truncated(NamedTuple):
     high: float
 
 
-class Number(NamedTuple):
+class Constant(NamedTuple):
     """One number everywhere. Its kind tells 1 from 1.0 and True."""
 
     kind: type
@@ -68,7 +68,7 @@ class Masked(NamedTuple):
     old: Any
 
 
-class Step(NamedTuple):
+class SketchStep(NamedTuple):
     """One operation of a `Whole`: a node's template and its operands, which are numbers of earlier results."""
 
     template: Template
@@ -82,13 +82,13 @@ class Whole(NamedTuple):
     """A recipe that is evaluated whole: its constants (or unwritten memory), its operations, and what is shown."""
 
     inputs: tuple[Any, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[SketchStep, ...]
     result: int
     view: View | None
     dtype: torch.dtype
 
 
-class Place(NamedTuple):
+class DrawOrigin(NamedTuple):
     """Where a draw begins: a word of a stream, or the number of a draw under the counter policy."""
 
     stream: Stream
@@ -106,7 +106,9 @@ class Sketch:
         data: the arrays that `Data` in the tree names.
     """
 
-    def __init__(self, tree: Any, shape: tuple[int, ...], order: tuple[int, ...], places: list[Place], data) -> None:
+    def __init__(
+        self, tree: Any, shape: tuple[int, ...], order: tuple[int, ...], places: list[DrawOrigin], data
+    ) -> None:
         self.tree = tree
         self.shape = shape
         self.order = order
@@ -121,4 +123,4 @@ class Sketch:
     @property
     def pure(self) -> bool:
         """Whether it is a fill or a number, with nothing else to it."""
-        return type(self.tree) in (Drawn, Truncated, Number)
+        return type(self.tree) in (Drawn, Truncated, Constant)
