@@ -19,7 +19,7 @@ demo: install
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Random training programs, eager against traced: make fuzz SEEDS=0:10000
+# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled, as users do)
 fuzz: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.fuzz steps --seeds $(SEEDS) --jobs $(WORKERS)
 
