@@ -22,8 +22,7 @@ from . import storages as _storages  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
-from .mode import CaptureMode
-from .recorder import DeferredTensor
+from .recorder import CaptureMode, DeferredTensor
 
 T = TypeVar("T")
 

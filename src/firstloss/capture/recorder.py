@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count
@@ -28,7 +29,7 @@ from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
 from .special import SPECIAL, contiguous_stride, resize
-from .tensor import DeferredStorage, DeferredTensor, Hooks
+from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
 from .traits import traits
 from .values import check_kept, read_and_run, run_for_real, run_on_resident, run_to_find_out
 
@@ -88,6 +89,19 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if how.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
             return run_for_real(call) if all(real) else run_to_find_out(call)
     return _record(call)
+
+
+class CaptureMode(TorchDispatchMode):
+    """Brings factory functions, whose arguments hold no deferred tensor, to the recorder as well."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, and imports its compiler (a second) to do so
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if has_strangers(types):  # a wrapper's own dispatch comes first; what it does to deferred tensors is recorded
+            return func(*args, **(kwargs or {}))
+        return dispatch(func, args, kwargs or {})
 
 
 def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, kwargs: dict) -> Any:

@@ -26,7 +26,7 @@ from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
-from .mode import CaptureMode as _Capture
+from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 from .tensor import geometry_of
 from .values_read import ValueRead

@@ -12,7 +12,6 @@ import torch
 from ..program.graph import Draw, Ref, Value, is_contiguous
 from ..program.kinds import Copy, Fill, Pointwise
 from ..rng import draws
-from ..rng.deferred_stream import at_root
 from ..rng.stream import Position
 from .cuts import Box, cover, row_blocks
 from .edits import Finish, apply, split_finish
@@ -145,7 +144,7 @@ class Reader:
         stretches = (rows[1] - rows[0]) * math.prod(ref.size[1:dim])
         if not self._sampler.fill_columns(fill.name, stretches, parts, *fill.pair):
             return False
-        self._sampler.at = at_root(draw.stream, _position(draw, fill, last))
+        self._sampler.at = draw.stream.absolute(_position(draw, fill, last))
         return True
 
     # -- the steps of a plan -----------------------------------------------------------------------------------------
@@ -221,7 +220,7 @@ class Reader:
         if last - first == count and (not into.is_contiguous() or count < _SHORT):
             self._seek(draw, draw.position)
             self._sampler.fill(fill.name, into.view(fill.target.size), *fill.pair)
-            self._sampler.at = at_root(draw.stream, draw.after)
+            self._sampler.at = draw.stream.absolute(draw.after)
             if draw.rejection is not None:
                 draw.rejection.correct(into)
             apply(step.edits, into)
@@ -235,7 +234,7 @@ class Reader:
     ) -> None:
         """Draw piece by piece, each with its edits."""
         native = is_native(fill.name, into, *fill.pair)
-        edits, finish = split_finish(step.edits) if native else (list(step.edits), None)
+        edits, finish = split_finish(step.edits) if native and step.edits else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
         unit = draws.granule(fill.name, dtype_name(fill.target))
@@ -251,7 +250,8 @@ class Reader:
                 self._sampler.fill_erfinv(part, *fill.pair, finish or Finish())
             elif finish is None:
                 self._sampler.fill(fill.name, part, *fill.pair)
-                apply(edits, part)
+                if edits:
+                    apply(edits, part)
             else:
                 if rough is None or rough.numel() < end - begin:
                     rough = torch.empty(end - begin, dtype=into.dtype)
@@ -260,13 +260,13 @@ class Reader:
                 apply(edits, drawn)
                 finish.write(part, drawn)
             after = draw.after if end == count else _position(draw, fill, end)
-            self._sampler.at = at_root(draw.stream, after)
+            self._sampler.at = draw.stream.absolute(after)
             if not inside:
                 low, high = max(begin, first), min(end, last)
                 into[low - first : high - first] = part[low - begin : high - begin]
 
     def _seek(self, draw: Draw, position: Position) -> None:
-        self._sampler.seek(*at_root(draw.stream, position))
+        self._sampler.seek(*draw.stream.absolute(position))
 
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from ..rng import draws
-from ..rng.deferred_stream import at_root
 from ..rng.stream import Position, Stream
 from .sampler import StreamSampler
 
@@ -182,7 +181,7 @@ class _Walk:
         """The sampler stands where piece `number` begins; returns how many elements it has, which are drawn next."""
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
-            stream, position = at_root(*own._where)
+            stream, position = own._where[0].absolute(own._where[1])
             before = draws.words_before("normal", _name(own._dtype), self._pieces[number][0])
             words = position.words + self._before + before
             self._sampler.seek(stream, Position(words, position.spare))

@@ -22,7 +22,6 @@ import torch
 
 from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
-from ..rng.deferred_stream import at_root
 from .cuts import Box, cut_dimension
 from .memory import allocate_huge
 from .plan import Planner, RangeStep
@@ -98,14 +97,16 @@ def materialize_values(
     tasks = [task for output in outputs.values() for task in _whole_tasks(output, planner, span, done)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
-    replay = Replay(allocate)
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         execute(tasks, Wholes(make_whole), planner, num_threads, niceness)
-        kept = set(wanted) & {ref.value for node in rest for ref in node.writes}
-        for value, output in outputs.items():
-            replay.buffers[value] = output.buffer().clone() if value in kept else output.buffer()
-        _replay(replay, rest, num_threads, niceness)
-        return {value: outputs[value].buffer() if value in outputs else replay.buffer(value) for value in wanted}
+        made = {value: output.buffer() for value, output in outputs.items()}
+        if len(ranged) < len(wanted):
+            edited = set(wanted) & {ref.value for node in rest for ref in node.writes}
+            replay = Replay(allocate)
+            replay.buffers.update((v, buffer.clone() if v in edited else buffer) for v, buffer in made.items())
+            _replay(replay, rest, num_threads, niceness)
+            made.update((value, replay.buffer(value)) for value in wanted if value not in made)
+        return {value: made[value] for value in wanted}
 
 
 def make_whole(value: Value) -> torch.Tensor:
@@ -221,7 +222,7 @@ def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
     """Find where the streams that a recipe draws from begin, now, while all cores may be used for it."""
     for step in planner.plan(value, False).steps:
         if step.node.draw is not None:
-            at_root(step.node.draw.stream, step.node.draw.position)
+            step.node.draw.stream.absolute(step.node.draw.position)
         for ref in _reads(step) if depth else ():
             if planner.can_run(ref.value, False):
                 _resolve(ref.value, planner, depth - 1)

@@ -17,7 +17,6 @@ from ..dependencies import require_jax
 from ..errors import NothingDeferredError
 from ..program.graph import Node, Program, Ref, Value, slice_for
 from ..rng.counter_stream import CounterStream, number_and_word
-from ..rng.deferred_stream import at_root
 from ..rng.stream import Stream
 from .shardings import Mark, mark_of
 from .words import in_words
@@ -324,7 +323,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _place(node: Node) -> tuple[Stream, int]:
     """The stream that an operation draws from, and where in it."""
     assert node.draw is not None
-    stream, position = at_root(node.draw.stream, node.draw.position)
+    stream, position = node.draw.stream.absolute(node.draw.position)
     return stream, number_and_word(position)[0] if isinstance(stream, CounterStream) else position.words
 
 

@@ -30,7 +30,7 @@ class DeferredOffsetStream(Stream):
         self._root: tuple[Stream, Position] | None = None
 
     def absolute(self, position: Position) -> tuple[Stream, Position]:
-        """`position` in the stream that all of these go back to."""
+        """As `Stream.absolute`: a position in the stream that all of these go back to."""
         root, origin = self._resolve()
         spare = position.spare
         if spare is not None:
@@ -57,12 +57,7 @@ class DeferredOffsetStream(Stream):
         for late in reversed(chain):  # a loop: a model may have thousands, one behind the other
             with late._origin_lock:
                 if late._root is None:
-                    root, begin = at_root(late.before, late._position)
+                    root, begin = late.before.absolute(late._position)
                     late._root = root, Position(begin.words + late._words(), begin.spare)
         assert self._root is not None
         return self._root
-
-
-def at_root(stream: Stream, position: Position) -> tuple[Stream, Position]:
-    """A position, in a stream whose origin is known."""
-    return stream.absolute(position) if isinstance(stream, DeferredOffsetStream) else (stream, position)

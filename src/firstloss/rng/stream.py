@@ -53,6 +53,10 @@ class Stream:
         """The stream of a generator whose `get_state().numpy()` is `state`: uint8, shape (5056,)."""
         return cls(state)
 
+    def absolute(self, position: Position) -> tuple[Stream, Position]:
+        """A position in the stream that this one is a part of, where it begins in the middle of another."""
+        return self, position
+
     def state_at(self, position: Position) -> NDArray[np.uint8]:
         """The generator's state at `position`: uint8, shape (5056,), byte for byte what drawing up to there leaves.
 

@@ -17,7 +17,6 @@ from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice
 from ...program.kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
 from ...rng import draws
 from ...rng.counter_stream import CounterStream, number_and_word
-from ...rng.deferred_stream import at_root
 from .tree import Apply, Constant, Data, Drawn, DrawOrigin, Masked, Sketch, SketchStep, Truncated, Whole
 
 aten = torch.ops.aten
@@ -164,7 +163,7 @@ class _Drawer:
         if not isinstance(does, Fill) or not straight or target.value.device.type != "cpu":
             raise Unsketchable(node, "draws in a way that only PyTorch's kernel knows")
         name, arguments = does.name, does.numbers
-        stream, position = at_root(node.draw.stream, node.draw.position)
+        stream, position = node.draw.stream.absolute(node.draw.position)
         dtype = target.dtype
         if isinstance(stream, CounterStream):
             if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
