@@ -139,6 +139,10 @@ class _Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
+        if name in ("addcdiv_", "_foreach_addcdiv_"):  # a weight's update: bias corrections are rounded otherwise
+            for weight in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
+                noise = torch.rand(weight.shape, dtype=weight.dtype, generator=self.generator) * 2 - 1
+                weight.mul_(1 + 8 * torch.finfo(weight.dtype).eps * noise)
         if name.endswith("_") or name.startswith("_foreach") or func.is_view:
             return result
         if not any(part in name for part in self._SUMS):

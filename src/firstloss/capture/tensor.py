@@ -203,6 +203,15 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
         return mine(self).as_subclass(cls)
 
+    def register_hook(self, hook):
+        """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
+        if not self.requires_grad and self._store.resident is not None and self._store.trace is None:
+            raise TraceError(
+                f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with that: "
+                "register the hook in the step, or on the weights that it is made of."
+            )
+        return super().register_hook(hook)
+
     def data_ptr(self) -> int:
         """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor."""
         return made(self, lasting=True).data_ptr()
