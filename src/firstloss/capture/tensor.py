@@ -207,8 +207,8 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
         if not self.requires_grad and self._store.resident is not None and self._store.trace is None:
             raise TraceError(
-                f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with that: "
-                "register the hook in the step, or on the weights that it is made of."
+                f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with "
+                "that: register the hook in the step, or on the weights that it is made of."
             )
         return super().register_hook(hook)
 
