@@ -342,6 +342,28 @@ def a_nonlocal_state():
 
 
 @kept_inside
+def counts_in_a_dict():
+    counts = {"steps": 0, "samples": 0.0}
+
+    def keep(loss, x):
+        counts["steps"] += 1
+        counts["samples"] += 6.0
+
+    return keep, lambda: counts == {"steps": STEPS, "samples": 6.0 * STEPS}
+
+
+@kept_inside
+def counts_in_a_list_and_in_an_attributes_dict():
+    counts, held = [5, 0], types.SimpleNamespace(stats=collections.defaultdict(int, steps=0))
+
+    def keep(loss, x):
+        counts[0] -= 1
+        held.stats["steps"] += 1
+
+    return keep, lambda: counts == [5 - STEPS, 0] and held.stats == {"steps": STEPS}
+
+
+@kept_inside
 def a_print_in_a_closure():
     shown = []
 

@@ -1,7 +1,7 @@
 """What a piece of Python code does with a name, from its bytecode.
 
-Most uses are reads. Two are not, since nothing is decided by what they find: a number's own update (`n += 1`), and
-adding to a collection (`losses.append(loss)`).
+Most uses are reads. Three are not, since nothing is decided by what they find: a number's own update (`n += 1`), that
+of a number in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ class Collect(NamedTuple):
     method: str
 
 
-Use = Update | Collect | None  # None: it is read
+class ItemUpdate(NamedTuple):
+    """`counts["steps"] += 1`: what is done to which item."""
+
+    key: Any
+    update: Update
+
+
+Use = Update | Collect | ItemUpdate | None  # None: it is read
 
 _COMBINE = {"+": operator.add, "+=": operator.iadd, "-": operator.sub, "-=": operator.isub}
 _COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
@@ -67,6 +74,9 @@ def _use(steps: list[Instruction], i: int) -> Use:
     """What becomes of the value that the `i`-th instruction loads."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
         return Collect(steps[i + 1].argument)
+    item = _item_update(steps[i + 1 : i + 10])
+    if item is not None:
+        return item
     name, after = steps[i].argument, [s for s in steps[i + 1 : i + 5] if s.name != "SWAP"][:3]
     if len(after) == 3:
         constant, combine, store = after
@@ -75,6 +85,21 @@ def _use(steps: list[Instruction], i: int) -> Use:
             if "DELETE" not in store.name and isinstance(constant.argument, (int, float)):
                 return Update(how, constant.argument)
     return None
+
+
+# What `counts["steps"] += 1` is, after `counts` has been loaded.
+_ITEM_UPDATE = ("LOAD_CONST", "COPY", "COPY", "BINARY_SUBSCR", "LOAD_CONST", "BINARY_OP", "SWAP", "SWAP",
+                "STORE_SUBSCR")  # fmt: skip
+
+
+def _item_update(after: list[Instruction]) -> ItemUpdate | None:
+    names = tuple("LOAD_CONST" if step.name in _CONSTANTS else step.name for step in after)
+    if names != _ITEM_UPDATE:
+        return None
+    key, constant, how = after[0].argument, after[4].argument, _COMBINE.get(after[5].shown)
+    if how is None or not isinstance(constant, (int, float)) or not isinstance(key, (str, int)):
+        return None
+    return ItemUpdate(key, Update(how, constant))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -145,7 +170,7 @@ def lines(code: types.CodeType) -> Lines:
             use = _use(steps, i)
             if use is None:
                 reads.setdefault(step.argument, place)
-            elif isinstance(use, Collect):
+            elif isinstance(use, Collect | ItemUpdate):
                 writes.setdefault(step.argument, place)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, place)  # getattr(self, "name")

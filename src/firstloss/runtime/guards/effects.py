@@ -561,10 +561,12 @@ class Effects:
             and list(now) == list(before)
         ):
             return
+        self._undo.append(lambda: put_table(table, before))
+        if self._counted(table, before, now, guards):
+            return
         self.places.add(id(table))
         if guards is not None and not self._left.holds_arguments(table):
             guards.guard_content(table)
-        self._undo.append(lambda: put_table(table, before))
         place = self._left.place(table)
         if list(now) == list(before):  # bound anew in place
             for key, value in now.items():
@@ -576,14 +578,29 @@ class Effects:
             lambda env: functools.partial(put_table, place(env), {key: make(env) for key, make in parts})
         )
 
+    def _counted(self, container: Any, before: Any, now: Any, guards: GuardSet | None) -> bool:
+        """Whether all that the step has done to a dict or a list is to count in it, so that each call does that."""
+        found = None if guards is None else guards.item_updates(container, before, now)
+        if found is None:
+            return False
+        updates = [(key, _repeated(counted, now[key])) for key, counted in found]
+        if any(update is None for _, update in updates):
+            return False
+
+        def setting(key: Any, update: Any) -> Callable[[Env], Bind]:
+            return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
+
+        self._apply += [setting(key, update) for key, update in updates]
+        return True
+
     def _sequence(self, container: Any, before: list, guards: GuardSet | None) -> None:
         now = items_of(container)
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
-        self.places.add(id(container))
         self._undo.append(lambda: put_items(container, before))
-        if guards is None:
+        if guards is None or self._counted(container, before, now, guards):
             return
+        self.places.add(id(container))
         added = _added(container, before, now) if guards.only_collected(container) else None
         if added is not None:
             makes = [self._left.make(item) for item in added]

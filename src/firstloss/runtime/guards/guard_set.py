@@ -11,6 +11,7 @@ import operator
 import os
 import random
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 
 from ...program.source import Source
 from . import bytecode, contents
-from .bytecode import Collect, Update, Use
+from .bytecode import Collect, ItemUpdate, Update, Use
 from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, table_of
 from .pytorch import namespaces, undisguised
 from .recording import Recording, _guards, is_closed_code
@@ -160,6 +161,7 @@ class GuardSet:
         unwatchable: what nobody can tell of whether it has changed.
         updated: by the id of their dict or cell and their name, numbers that only their own update has read.
         collected: by id, the collections that were only added to.
+        counted: by id, dicts and lists whose numbers only their own updates have read, with these by key.
         unknown: functions that ran, and that were not known before: what they read before is not known either.
     """
 
@@ -170,6 +172,7 @@ class GuardSet:
         self.unwatchable: dict[int, tuple[Any, str]] = {}
         self.updated: dict[tuple[int, Any], tuple[Any, list[Update], bool]] = {}
         self.collected: dict[int, Any] = {}
+        self.counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
         self.unknown: list[types.CodeType] = []
         self._tables: dict[int, TableGuard] = {}
         self._lists: dict[int, ListGuard] = {}
@@ -530,13 +533,31 @@ class GuardSet:
         return True
 
     def _collects(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether a collection is only added to."""
-        if not uses or not all(isinstance(use, Collect) for use in uses):
-            return False
-        if kind_of(type(before)) not in (Kind.LIST, Kind.SET, Kind.DEQUE):
-            return False
-        self.collected[id(before)] = before
-        return True
+        """Whether a collection is only added to, or only counted in."""
+        kind = kind_of(type(before))
+        if uses and all(isinstance(use, Collect) for use in uses) and kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+            self.collected[id(before)] = before
+            return True
+        if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):
+            known = self.counted.setdefault(id(before), (before, {}))[1]
+            for use in uses:
+                if isinstance(use, ItemUpdate):
+                    known.setdefault(use.key, []).append(use.update)
+            return True
+        return False
+
+    def item_updates(self, container: Any, before: Any, now: Any) -> list[tuple[Any, tuple]] | None:
+        """If the step does nothing with a dict or a list but count in it: the keys of the items that have changed, each
+        with what `updated` holds of a number."""
+        if id(container) not in self.counted or id(container) in self._looked_at:
+            return None
+        updates = self.counted[id(container)][1]
+        if list(_keys(now)) != list(_keys(before)):
+            return None
+        changed = [key for key in _keys(now) if now[key] is not before[key]]
+        if not all(key in updates and type(before[key]) in _NUMBERS for key in changed):
+            return None
+        return [(key, (before[key], updates[key], len(updates[key]) == 1)) for key in changed]
 
     def only_collected(self, container: Any) -> bool:
         """Whether the step does nothing with a collection but add to it."""
@@ -728,6 +749,10 @@ class GuardSet:
                 if found is not None:
                     return found
         return None
+
+
+def _keys(container: Any) -> Iterable[Any]:
+    return range(len(container)) if isinstance(container, list) else container
 
 
 def same(a: Any, b: Any) -> bool:
