@@ -5,23 +5,23 @@ from huggingface_hub.serialization._base import parse_size_to_int
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.init.disk import layout as shards
+from firstloss.init.disk import layout
 
 
 @pytest.mark.parametrize("size", ["200MB", "5GB", "1.5 KB", "0.1tb", " 3 mb "])
 def test_sizes_are_read_as_hugging_face_reads_them(size):
-    assert shards.parse_size(size) == parse_size_to_int(size)
+    assert layout.parse_size(size) == parse_size_to_int(size)
 
 
 def test_more_sizes():
-    assert shards.parse_size(17) == 17
-    assert shards.parse_size("2GiB") == 2 << 30
+    assert layout.parse_size(17) == 17
+    assert layout.parse_size("2GiB") == 2 << 30
 
 
 @pytest.mark.parametrize("size", ["", "5", "five GB", "5XB", "-1GB", 0, "0KB"])
 def test_what_is_no_size_is_an_error(size):
     with pytest.raises(ValueError, match="size|holds nothing"):
-        shards.parse_size(size)
+        layout.parse_size(size)
 
 
 @settings(deadline=None)
@@ -31,15 +31,15 @@ def test_tensors_are_split_as_hugging_face_splits_them(sizes, limit):
     theirs = split_torch_state_dict_into_shards(
         state, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
-    files = shards.split(sizes, limit)
-    ours = dict(zip(shards.file_names(len(files)), files, strict=True))
+    files = layout.split(sizes, limit)
+    ours = dict(zip(layout.file_names(len(files)), files, strict=True))
     assert {name: [f"t{i}" for i in group] for name, group in ours.items()} == theirs.filename_to_tensors
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 50)), max_size=20))
 def test_tensors_lie_without_holes_each_aligned_to_its_elements(tensors):
     sizes = [item * count for item, count in tensors]
-    places = shards.layout(sizes, [item for item, _ in tensors], 32)
+    places = layout.layout(sizes, [item for item, _ in tensors], 32)
     at = 0
     for place in places:
         assert (place.begin, place.end) == (at, at + sizes[place.which])

@@ -46,6 +46,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Value, bool], RangePlan] = {}
+        self._runnable: dict[tuple[Value, bool], bool] = {}
 
     def plan(self, value: Value, partial: bool) -> RangePlan:
         """The plan for a part of `value`, or for all of it."""
@@ -61,12 +62,16 @@ class Planner:
 
     def can_run(self, value: Value, partial: bool) -> bool:
         """Whether a part of `value`, or all of it, can be made so; if not, it is made node by node."""
-        return is_dense(value) and _can_run(self.plan(value, partial), value)
+        found = self._runnable.get((value, partial))
+        if found is None:
+            found = is_dense(value) and _can_run(self.plan(value, partial), value)
+            self._runnable[value, partial] = found
+        return found
 
     def first_draw(self, value: Value) -> int:
         """The number of the node where its recipe first draws: the order of these is that of the stream, mostly."""
         for _ in range(_MAX_DEPTH):
-            if value.known or not is_dense(value):
+            if value.known or not self.can_run(value, False):
                 break
             steps = self.plan(value, False).steps
             draw = next((step.node for step in steps if step.node.draw is not None), None)
