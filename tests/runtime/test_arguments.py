@@ -1,6 +1,7 @@
 """Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done each time."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -321,6 +322,55 @@ def dicts_of_other_kinds(net, model, optimizer):
         for _i in range(3):
             given = kind(x=batch())
             yield step(given), given["x"], given["y"], len(given)
+
+
+@case
+def one_dict_twice(net, model, optimizer):
+    @fl.trace
+    def step(a, b):
+        a["y"] = net(a["x"]).sum()
+        b["z"] = a["y"] * 2 if a is b else a["y"]
+        return b["z"]
+
+    for _ in range(3):
+        given, other = {"x": batch()}, {"x": batch()}
+        yield step(given, given), given["z"], step(given, other), other["z"], len(given)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    out: torch.Tensor | None = None
+
+
+@case
+def objects(net, model, optimizer):
+    @fl.trace
+    def step(given):
+        given.out = net(given.x).mean(0)
+        return given.out.sum()
+
+    given = Batch(batch())
+    for i in range(4):
+        yield step(given), given.out
+        if i == 1:
+            given = Batch(batch())
+
+
+@case
+def tensors_as_keys(net, model, optimizer):
+    values, seen = {}, set()
+
+    @fl.trace
+    def step(x):
+        loss = net(x).sum().detach()
+        values[loss] = 1
+        seen.add(loss)
+        return loss
+
+    for _ in range(4):
+        loss = step(batch())
+        yield loss, len(values), len(seen), loss in seen, list(values)[-1] is loss
 
 
 @case

@@ -8,10 +8,12 @@ executable is for that one alone.
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..capture.step import dense_stride
 from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry
@@ -21,18 +23,21 @@ _OUR_ATTRIBUTES = {"_store", "_is_param"}
 
 
 class Itself:
-    """A tensor as part of a key: equal to itself alone."""
+    """An object as part of a key: equal to itself alone."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("held",)
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
     def __hash__(self) -> int:
-        return id(self.tensor)
+        return id(self.held)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Itself and other.tensor is self.tensor
+        return type(other) is Itself and other.held is self.held
+
+    def __repr__(self) -> str:
+        return f"{type(self.held).__name__} object"
 
 
 class Arguments:
@@ -74,11 +79,24 @@ class Arguments:
         """What an executable for these arguments depends on beside their kind."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
-        if alone and not self.itself and not self.gradients:
+        shared = self._one_in_two_places()
+        if alone and not shared and not self.itself and not self.gradients:
             return ()
-        first: dict[int, int] = {}
-        pattern = tuple([first.setdefault(id(leaf), i) for i, leaf in enumerate(self.leaves)]) if not alone else ()
+        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else ())
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
+
+    def _one_in_two_places(self) -> bool:
+        """Whether a dict or a list is given twice."""
+        args, kwargs = self._given
+        if not any(isinstance(value, (dict, list, tuple, UserDict)) for value in (*args, *kwargs.values())):
+            return False
+        held = self.containers()
+        return len({id(container) for container in held}) < len(held)
+
+    def rebuilt(self, leaves: list[Any]) -> tuple:
+        """The arguments, positional and by name, with these leaves: new dicts and lists, as many as were given."""
+        made = pytree.tree_unflatten(leaves, self.spec)
+        return _unified(self._given, made, {}) if self._one_in_two_places() else made
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensors that are data."""
@@ -100,6 +118,27 @@ class Arguments:
         if self._containers is None:
             self._containers = list(containers(self._given))
         return self._containers
+
+
+def _pattern(objects: list[Any]) -> tuple[int, ...]:
+    """For each, the number of the first that is the same."""
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
+
+
+def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
+    """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
+    if not isinstance(given, (dict, list, tuple)):
+        return made
+    if isinstance(given, tuple):
+        parts = [_unified(a, b, known) for a, b in zip(given, made, strict=True)]
+        return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
+    if id(given) in known:
+        return known[id(given)]
+    known[id(given)] = made
+    for key in range(len(given)) if isinstance(given, list) else list(given):
+        made[key] = _unified(given[key], made[key], known)
+    return made
 
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:

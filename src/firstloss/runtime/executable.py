@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..capture import numbers_in_memory, session
@@ -182,7 +181,7 @@ class Executable:
                 traced[i].grad = traced[j]
             self._arguments_before = leaves
             self._gradients_before = {i: traced[j] for i, j in arguments.gradients.items()}
-            args, kwargs = pytree.tree_unflatten(traced[: len(arguments.given)], arguments.spec)
+            args, kwargs = arguments.rebuilt(traced[: len(arguments.given)])
             self._containers = list(containers((args, kwargs)))
             snapshot.also((args, kwargs))
             try:

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import GraphChangeWarning, ShapeError, TraceError
 from ..program.source import here
-from .arguments import Arguments
+from .arguments import Arguments, Itself
+from .guards.kinds import Kind, kind_of
 from .structures import flatten
 
 
@@ -85,7 +86,8 @@ class Shapes:
                 self._say(self._told(kinds[-1], new, args, kwargs))
         elif kinds:
             self._say(self._told(kinds[-1], kind, args, kwargs))
-        self._met[spec] = (*kinds, kind)
+        certain = any(type(leaf[1]) is Itself for leaf in kind)  # objects may be others at each call
+        self._met[spec] = (kind,) if certain else (*kinds, kind)
         return Arguments(given, leaves, spec, padded), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
@@ -139,6 +141,8 @@ def _kind(leaf: Any) -> tuple:
     try:
         hash(leaf)
     except TypeError:
+        if kind_of(type(leaf)) is Kind.INSTANCE:  # a dataclass, for example
+            return (type(leaf), Itself(leaf))
         raise TraceError(
             f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "
             "dicts, or constants."

@@ -17,7 +17,7 @@ from ..errors import TraceError
 from ..program.graph import Program
 from ..uncollected import pause, put_off
 from ..undo import Undo
-from .arguments import Arguments, home_of
+from .arguments import Arguments, Itself, home_of
 from .backend import Backend, current_backend
 from .changes import Changes
 from .modes import modes
@@ -66,6 +66,11 @@ def trace(
 
 
 _MOST_FOR_CERTAIN = 32
+
+
+def _is_for_certain(kind: tuple, more: tuple) -> bool:
+    """Whether it is part of the key of an executable that these very arguments belong to."""
+    return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)
 
 
 class TracedStep:
@@ -144,7 +149,7 @@ class TracedStep:
                     known = self._fitting(*key) or self._executables.setdefault(
                         key, Changes(self._name, self._refuse, self._check)
                     )
-                    self._forget_some(arguments)
+                    self._forget_some()
 
                 def trace(around: Any, find: Any) -> Any:
                     return executables(self._step, arguments, backend, around, find)
@@ -156,12 +161,11 @@ class TracedStep:
             # It tells the loop under way, so that that can fetch the next batch meanwhile.
             return executable(arguments)
 
-    def _forget_some(self, arguments: Arguments) -> None:
-        """Of executables for certain tensors, which they keep, only some are kept themselves."""
-        if arguments.itself:
-            certain = [key for key in self._executables if key[0][3] and key[0][3][2]]
-            for key in certain[:-_MOST_FOR_CERTAIN]:
-                del self._executables[key]
+    def _forget_some(self) -> None:
+        """Of executables for certain objects, which they keep, only some are kept themselves."""
+        certain = [key for key in self._executables if _is_for_certain(*key[0][2:4])]
+        for key in certain[:-_MOST_FOR_CERTAIN]:
+            del self._executables[key]
 
     def _fitting(self, setting: tuple, weights: tuple) -> Changes | None:
         """The executables of which one does what the step's Python would do now: those traced with the same weights,

@@ -573,9 +573,9 @@ class Effects:
                 if value is not before[key]:
                     self._apply.append(_setting_in(place, key, self._left.make(value)))
             return
-        parts = [(key, self._left.make(value)) for key, value in now.items()]
+        parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
         self._apply.append(
-            lambda env: functools.partial(put_table, place(env), {key: make(env) for key, make in parts})
+            lambda env: functools.partial(put_table, place(env), {key(env): make(env) for key, make in parts})
         )
 
     def _counted(self, container: Any, before: Any, now: Any, guards: GuardSet | None) -> bool:
