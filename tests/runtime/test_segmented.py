@@ -175,7 +175,8 @@ class Captured:
     """The Program of a step of `Deep`, nothing compiled."""
 
     def __init__(self, layers):
-        from firstloss.runtime.executable import Executable
+        from firstloss.runtime.arguments import Arguments
+from firstloss.runtime.executable import Executable
 
         backend = fl.backend("XLA")
         with backend.device:
@@ -197,7 +198,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     executable, _, _ = train("adamw", tmp_path, steps=1)
     state = [executable.inputs.array(value, []) for value in executable._changed]
-    executable([*tokens()])
+    executable(Arguments(((tokens(),), {}), [*tokens()], None))
     kept = [tuple(array.shape) for array in state if not array.is_deleted()]
     assert kept == []
 
