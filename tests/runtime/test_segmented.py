@@ -7,6 +7,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
+from firstloss.runtime.arguments import Arguments
 from firstloss.runtime.segmented import SegmentedStep
 
 # Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
@@ -175,8 +176,7 @@ class Captured:
     """The Program of a step of `Deep`, nothing compiled."""
 
     def __init__(self, layers):
-        from firstloss.runtime.arguments import Arguments
-from firstloss.runtime.executable import Executable
+                from firstloss.runtime.executable import Executable
 
         backend = fl.backend("XLA")
         with backend.device:
