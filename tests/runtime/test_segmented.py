@@ -176,7 +176,7 @@ class Captured:
     """The Program of a step of `Deep`, nothing compiled."""
 
     def __init__(self, layers):
-                from firstloss.runtime.executable import Executable
+        from firstloss.runtime.executable import Executable
 
         backend = fl.backend("XLA")
         with backend.device:
