@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,8 +13,10 @@ from ..capture.tensor import DeferredTensor
 from ..errors import TraceError
 from ..program.source import Source, here
 from ..undo import Undo
-from .guards import Env, Left
-from .guards.effects import Bind, Make
+
+if TYPE_CHECKING:
+    from .guards import Env, Left
+    from .guards.effects import Bind, Make
 
 
 class _Call(NamedTuple):
