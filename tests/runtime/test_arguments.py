@@ -357,6 +357,29 @@ def objects(net, model, optimizer):
             given = Batch(batch())
 
 
+class Judge:
+    """Has a method by the name of one of ours."""
+
+    def __init__(self, score):
+        self.score = score
+
+    def refuse(self):
+        raise AssertionError("nobody asked")
+
+
+@case
+def objects_that_are_kept(net, model, optimizer):
+    kept = []
+
+    @fl.trace
+    def step(x):
+        kept.append(Judge(net(x).sum().detach()))
+        return kept[-1].score * 2
+
+    for _ in range(3):
+        yield step(batch()), kept[-1].score, len(kept)
+
+
 @case
 def tensors_as_keys(net, model, optimizer):
     values, seen = {}, set()

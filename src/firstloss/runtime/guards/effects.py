@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...capture.tensor import DeferredTensor, Hooks, geometry_of
+from ..schedulers import NotYet
 from .guard_set import GuardSet, same
 from .kinds import Kind, items_of, kind_of, slots, table_of
 from .snapshot import MISSING, Snapshot, own_attributes, slot_value
@@ -134,7 +135,7 @@ class Left:
         if known is not None:
             return known
         kind = kind_of(type(value))
-        if hasattr(type(value), "refuse"):  # what is not there yet (`schedulers.py`)
+        if type(value) is NotYet:
             value.refuse()
         if kind is Kind.LEAF or kind is not Kind.TENSOR and self._is_old(value):
             return _constant(value)
