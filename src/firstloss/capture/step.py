@@ -287,29 +287,32 @@ def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors whose storages begin at the same place: NumPy's memory may have several."""
     if type(tensor) is DeferredTensor:
         return id(tensor._store)
+    storage = _storage_of(tensor)
+    if storage is None:
+        return id(tensor)
+    return (storage.data_ptr() if tensor.device.type == "cpu" else 0) or storage._cdata
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Its storage; a sparse tensor, for one, has none, and PyTorch says so by an error."""
     with torch._C._DisableTorchDispatch():
         try:
-            storage = tensor.untyped_storage()
-            return (storage.data_ptr() if tensor.device.type == "cpu" else 0) or storage._cdata
-        except (RuntimeError, NotImplementedError):  # it has none
-            return id(tensor)
+            return tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    with torch._C._DisableTorchDispatch():
-        try:
-            return tensor.untyped_storage().nbytes()
-        except (RuntimeError, NotImplementedError):
-            return 0
+    storage = _storage_of(tensor)
+    return 0 if storage is None else storage.nbytes()
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that is all of the storage of `tensor`: itself, where it is."""
+    storage = _storage_of(tensor)
+    if storage is None:
+        return tensor
     with torch._C._DisableTorchDispatch(), torch.no_grad():
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):
-            return tensor
         size = tensor.numel() * tensor.itemsize
         if storage.nbytes() == size and dense_count(tuple(tensor.shape), tensor.stride()) == tensor.numel():
             return tensor

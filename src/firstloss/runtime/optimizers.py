@@ -92,7 +92,6 @@ class Optimizers:
         self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
         self._params: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
-        self._fused: list[list[torch.Tensor]] = []  # weights for which PyTorch's fused kernels were asked
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
         self._entries: list[tuple[dict[str, Any], str, Any]] = []  # of state, before the step's own changes
         self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # state, likewise
@@ -306,11 +305,12 @@ class Optimizers:
             self.schedule_state.extend(schedule.use_tensors())
         for group in optimizer.param_groups:
             self._numbers.append((group, {key: value for key, value in group.items() if _is_number(value)}))
+        fused: list[torch.Tensor] = []  # weights for which PyTorch's fused kernels were asked
         for group in optimizer.param_groups:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             if group.get("fused"):
-                self._fused.append(group["params"])
+                fused += group["params"]
             for key, value in (("capturable", True), ("foreach", True), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):
                     self._set(group, key, value)
@@ -322,7 +322,6 @@ class Optimizers:
         hooks = _hooks_of_all()
         known = type(optimizer).__module__.startswith("torch.optim") and not hooks
         around = None if known else Snapshot([optimizer, *hooks])
-        fused = [p for params in self._fused for p in params]
         try:
             with _without_hooks(optimizer):
                 self.new_state.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
@@ -455,7 +454,7 @@ def _without_torchs_scaler() -> Iterator[None]:
         yield
 
 
-def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor] = ()) -> None:
+def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor]) -> None:
     """
     Args:
         fused: weights whose steps are counted in float32.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -32,6 +32,14 @@ class _Call(NamedTuple):
     def waits(self) -> bool:
         """Whether it asks for what the step computes, as `ReduceLROnPlateau` does."""
         return any(type(value) is DeferredTensor for value in (*self.args, *self.kwargs.values()))
+
+    def refuse_reads(self) -> NoReturn:
+        """Say that the step reads something of the scheduler after this."""
+        raise TraceError(
+            f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
+            "step(), which runs in Python when the step has been run. Read it before, or outside of the traced "
+            "step."
+        )
 
 
 class NotYet:
@@ -63,7 +71,6 @@ class Schedulers:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._spoiled: list[tuple[dict[str, Any], str, Any]] = []
-        self._reads: Callable[[Any], int] = lambda scheduler: 0  # a function of the trace under way
         self.afterwards: list[Callable[[Env], Bind]] = []
 
     @contextmanager
@@ -86,7 +93,6 @@ class Schedulers:
             return step
 
         ours = self
-        self._reads = reads
         with Undo() as undo, undo:
             undo(self._mend)
             for kind in vars(torch.optim.lr_scheduler).values():
@@ -96,7 +102,8 @@ class Schedulers:
                     kind.step = noting(own)
             yield
             for call in self._calls:
-                self._refuse_reads(call)
+                if reads(call.scheduler) != call.reads:
+                    call.refuse_reads()
 
     def _spoil(self, scheduler: Any) -> None:
         """From here on the step must not ask for what the scheduler sets."""
@@ -123,14 +130,6 @@ class Schedulers:
                     "the traced step. It runs in Python, when the step has been run: call it after "
                     "optimizer.step(), as PyTorch asks for."
                 )
-
-    def _refuse_reads(self, call: _Call) -> None:
-        if self._reads(call.scheduler) != call.reads:
-            raise TraceError(
-                f"{call.source}: the traced step reads something of this {type(call.scheduler).__name__} after its "
-                "step(), which runs in Python when the step has been run. Read it before, or outside of the traced "
-                "step."
-            )
 
     def traced(self, effects: Any, left: Left) -> None:
         """The step has been traced: each call of it calls the schedulers at its end."""

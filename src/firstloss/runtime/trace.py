@@ -121,7 +121,8 @@ class TracedStep:
         from .executable import Executable, Shared  # here, because it brings JAX
 
         arguments, kind = self._shapes.admit(args, kwargs)
-        arguments.itself.update(i for i, leaf in arguments.data() if id(home_of(leaf)) in self._shared)
+        if self._shared:
+            arguments.itself.update(i for i, leaf in arguments.data() if id(home_of(leaf)) in self._shared)
         while True:
             try:
                 return self._run(Executable, backend, arguments, kind)

@@ -13,7 +13,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class Env:
 Make = Callable[[Env], Any]
 
 
-class Given:
+class Given(NamedTuple):
     """What stands for the arguments of a step while it is traced.
 
     Attributes:
@@ -58,19 +58,11 @@ class Given:
         outside: the tensor from outside, whole, that a storage stands for, if it does.
     """
 
-    def __init__(
-        self,
-        tensors: dict[int, int],
-        stores: dict[int, int],
-        containers: dict[int, int],
-        view: Callable[[torch.Tensor, Any], torch.Tensor],
-        outside: Callable[[Any], torch.Tensor | None],
-    ) -> None:
-        self.tensors = tensors
-        self.stores = stores
-        self.containers = containers
-        self.view = view
-        self.outside = outside
+    tensors: dict[int, int]
+    stores: dict[int, int]
+    containers: dict[int, int]
+    view: Callable[[torch.Tensor, Any], torch.Tensor]
+    outside: Callable[[Any], torch.Tensor | None]
 
 
 NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None)
@@ -459,11 +451,7 @@ class Effects:
     # -- what has changed --
 
     def _names(self, table: dict, before: dict, owner: Any, guards: GuardSet | None) -> None:
-        if (
-            len(table) == len(before)
-            and all(map(operator.is_, table.values(), before.values()))
-            and list(table) == list(before)
-        ):
+        if _unchanged(table, before):
             return
         self.places.add(id(table))
         put: Callable[[Any, Any], None] = table.__setitem__
@@ -556,11 +544,7 @@ class Effects:
 
     def _items(self, table: dict, before: dict, guards: GuardSet | None) -> None:
         now = table_of(table)
-        if (
-            len(now) == len(before)
-            and all(map(operator.is_, now.values(), before.values()))
-            and list(now) == list(before)
-        ):
+        if _unchanged(now, before):
             return
         self._undo.append(lambda: put_table(table, before))
         if self._counted(table, before, now, guards):

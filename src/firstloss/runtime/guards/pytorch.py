@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .snapshot import class_table
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)
 
@@ -62,15 +64,7 @@ _known: dict[int, Namespace] = {}
 def namespaces() -> list[Namespace]:
     """All of them, as they are now."""
     for where in _NAMESPACES:
-        is_class = isinstance(where, type)
-        table = _table_of_class(where) if is_class else vars(where)
+        table, what = (class_table(where), "torch.Tensor") if isinstance(where, type) else (vars(where), where.__name__)
         known = _known.get(id(where))
-        what = "torch.Tensor" if is_class else where.__name__
         _known[id(where)] = Namespace(table, what) if known is None else known.current()
     return list(_known.values())
-
-
-def _table_of_class(cls: Any) -> dict:
-    from .snapshot import class_table
-
-    return class_table(cls)

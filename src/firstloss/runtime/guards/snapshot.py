@@ -98,10 +98,7 @@ class Snapshot:
         self._mentioned: set[tuple[int, str]] = set()
         self.roots = list(roots)
         self.hooks = list(_hook_tables())
-        todo = [*self.roots, *functions, *(table for _, _, table in self.hooks)]
-        while todo and len(self.seen) < _MOST_OBJECTS:
-            self._visit(todo.pop(), todo)
-        self.complete = not todo
+        self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
     def advanced(self) -> bool:
         """Whether an iterator, which nobody can set back, stands elsewhere than before."""
@@ -112,9 +109,7 @@ class Snapshot:
 
     def also(self, root: Any) -> None:
         """Walk what can be reached from one more."""
-        todo = [root]
-        while todo and len(self.seen) < _MOST_OBJECTS:
-            self._visit(todo.pop(), todo)
+        self._walk([root])
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors that gradients are computed for."""
@@ -126,6 +121,10 @@ class Snapshot:
         return id(what) in self.seen
 
     # -- the walk --
+
+    def _walk(self, todo: list[Any]) -> None:
+        while todo and len(self.seen) < _MOST_OBJECTS:
+            self._visit(todo.pop(), todo)
 
     def _visit(self, what: Any, todo: list[Any]) -> None:
         kind = kind_of(type(what))
