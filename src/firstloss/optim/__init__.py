@@ -3,7 +3,8 @@
 Any `torch.optim.Optimizer` and any `torch.optim.lr_scheduler` works in a traced step as well.
 """
 
-from . import lr_scheduler
+from . import lr_scheduler, scheduler, weight_decay_scheduler
+from .adam_base import AdamBase
 from .lamb import Lamb
 from .lion import Lion
 from .optimizer import (
@@ -30,6 +31,7 @@ __all__ = [
     "Adafactor",
     "Adagrad",
     "Adam",
+    "AdamBase",
     "AdamW",
     "Adamax",
     "Lamb",
@@ -41,4 +43,6 @@ __all__ = [
     "RMSprop",
     "Rprop",
     "lr_scheduler",
+    "scheduler",
+    "weight_decay_scheduler",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ScheduleError
-from .schedule import Schedule
+from .schedule import Schedule, Tags
 
 Tensor = torch.Tensor
 
@@ -19,15 +19,22 @@ class SequentialLR(Schedule):
     Args:
         schedulers: schedules of `optimizer`, one more than milestones.
         milestones: the steps at which the next schedule takes over, rising.
+        last_epoch: the step of the whole before the one to begin at; -1 is the beginning.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Schedule], milestones: Sequence[int], **where: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedulers: Sequence[Schedule],
+        milestones: Sequence[int],
+        last_epoch: int = -1,
+        param_group_tags: Tags = None,
+        **where: Any,
     ) -> None:
         self.schedulers = list(schedulers)
         self.milestones = check_milestones(milestones, len(self.schedulers))
-        _take_parts(self, optimizer, self.schedulers, where)
-        super().__init__(optimizer, **where)
+        where = take_parts(self, optimizer, self.schedulers, param_group_tags, where)
+        super().__init__(optimizer, last_epoch=last_epoch, **where)
 
     def value(self, step: Tensor) -> Tensor:
         out = self.schedulers[0].value(step)
@@ -45,11 +52,12 @@ class PiecewiseConstantLR(Schedule):
         optimizer: torch.optim.Optimizer,
         learning_rates: Sequence[float],
         milestones: Sequence[int],
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.learning_rates = list(learning_rates)
         self.milestones = check_milestones(milestones, len(self.learning_rates))
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     @property
     def initial_learning_rate(self) -> float:
@@ -66,12 +74,12 @@ class ChainedLR(Schedule):
     """The first schedule, times what each of the others has become of its initial rate: PyTorch's `ChainedScheduler`,
     for schedules that multiply."""
 
-    def __init__(self, schedulers: Sequence[Schedule], **where: Any) -> None:
+    def __init__(self, schedulers: Sequence[Schedule], param_group_tags: Tags = None, **where: Any) -> None:
         self.schedulers = list(schedulers)
         if not self.schedulers:
             raise ScheduleError("ChainedLR takes at least one schedule.")
         optimizer = self.schedulers[0].optimizer
-        _take_parts(self, optimizer, self.schedulers, where)
+        where = take_parts(self, optimizer, self.schedulers, param_group_tags, where)
         for schedule in self.schedulers[1:]:
             if not getattr(schedule, "initial_learning_rate", 0):
                 raise ScheduleError(
@@ -105,10 +113,10 @@ def check_milestones(milestones: Sequence[int], parts: int) -> list[int]:
     return found
 
 
-def _take_parts(
-    whole: Schedule, optimizer: torch.optim.Optimizer, parts: Sequence[Schedule], where: dict[str, Any]
-) -> None:
-    """The whole sets what its parts have set until now."""
+def take_parts(
+    whole: Schedule, optimizer: torch.optim.Optimizer, parts: Sequence[Schedule], tags: Tags, where: dict[str, Any]
+) -> dict[str, Any]:
+    """The whole sets what its parts have set until now: where that is, as arguments of `Schedule`."""
     for part in parts:
         if part.optimizer is not optimizer:
             raise ScheduleError(f"{type(whole).__name__} is given a {type(part).__name__} of another optimizer.")
@@ -116,7 +124,52 @@ def _take_parts(
             raise ScheduleError(
                 f"the parts of a {type(whole).__name__} have to set the same number in the same groups."
             )
-    where.setdefault("param_group_key", parts[0].param_group_key)
-    where.setdefault("param_group_tags", parts[0].param_group_tags)
     for part in parts:
         part.detach()
+    tags = parts[0].param_group_tags if tags is None else tags
+    return {"param_group_key": parts[0].param_group_key, **where, "param_group_tags": tags}
+
+
+class ScalePerParamLR(Schedule):
+    """A schedule, times each group's "adjust_learning_rate" or, if it has none, its "adjust_val"; 1 without both.
+
+    As for muP (Yang et al., 2022), or rates that differ by layer. The factors are read when it is made.
+
+    Args:
+        scheduler: a schedule of `optimizer`; from here on it sets nothing itself.
+
+    Attributes:
+        adjustment_scalars: the factors, of all groups.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: Schedule, param_group_tags: Tags = None, **where: Any
+    ) -> None:
+        self.scheduler = scheduler
+        groups = optimizer.param_groups
+        self.adjustment_scalars = [
+            float(group.get("adjust_learning_rate", group.get("adjust_val", 1.0))) for group in groups
+        ]
+        self._scaled = {factor: torch.zeros((), dtype=torch.float64) for factor in self.adjustment_scalars}
+        where = take_parts(self, optimizer, [scheduler], param_group_tags, where)
+        super().__init__(optimizer, **where)
+
+    def value(self, step: Tensor) -> Tensor:
+        """The number at `step`, before it is scaled."""
+        return self.scheduler.value(step)
+
+    def numbers(self) -> list[Tensor]:
+        return [self._value, *self._scaled.values()]
+
+    def _number(self, group: dict[str, Any]) -> Tensor:
+        index = next(i for i, other in enumerate(self.optimizer.param_groups) if other is group)
+        if index >= len(self.adjustment_scalars):
+            raise ScheduleError(
+                "ScalePerParamLR was made before a parameter group was added, whose factor it does not know. Add the "
+                "group first."
+            )
+        return self._scaled[self.adjustment_scalars[index]]
+
+    def _follow(self) -> None:
+        for factor, number in self._scaled.items():
+            number.copy_(self._value * factor)

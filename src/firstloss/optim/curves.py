@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ScheduleError
-from .schedule import Schedule
+from .schedule import Schedule, Tags
 
 Tensor = torch.Tensor
 
@@ -29,11 +29,16 @@ class ConstantLR(Schedule):
     """`learning_rate` at every step. `total_iters` is how long it is meant to last, in a composition; not used here."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, learning_rate: float, total_iters: int | None = None, **where: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: float,
+        total_iters: int | None = None,
+        param_group_tags: Tags = None,
+        **where: Any,
     ) -> None:
         self.learning_rate = learning_rate
         self.total_iters = None if total_iters is None else positive("total_iters", total_iters)
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     @property
     def initial_learning_rate(self) -> float:
@@ -59,6 +64,7 @@ class PolynomialLR(Schedule):
         total_iters: int,
         power: float = 1.0,
         cycle: bool = False,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
@@ -66,7 +72,7 @@ class PolynomialLR(Schedule):
         self.total_iters = positive("total_iters", total_iters)
         self.power = power
         self.cycle = cycle
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         t = step.double() / self.total_iters
@@ -85,9 +91,12 @@ class LinearLR(PolynomialLR):
         end_learning_rate: float,
         total_iters: int,
         cycle: bool = False,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
-        super().__init__(optimizer, initial_learning_rate, end_learning_rate, total_iters, 1.0, cycle, **where)
+        super().__init__(
+            optimizer, initial_learning_rate, end_learning_rate, total_iters, 1.0, cycle, param_group_tags, **where
+        )
 
 
 class ExponentialLR(Schedule):
@@ -101,13 +110,14 @@ class ExponentialLR(Schedule):
         total_iters: int,
         decay_rate: float,
         staircase: bool = False,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.total_iters = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         exponent = step.double() / self.total_iters
@@ -126,6 +136,7 @@ class InverseExponentialTimeDecayLR(Schedule):
         total_iters: int,
         decay_rate: float,
         staircase: bool = False,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
@@ -133,7 +144,7 @@ class InverseExponentialTimeDecayLR(Schedule):
         self.total_iters = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         time = step.double() ** self.step_exponent / self.total_iters
@@ -149,12 +160,13 @@ class InverseSquareRootDecayLR(Schedule):
         initial_learning_rate: float = 1.0,
         scale: float = 1.0,
         warmup_steps: int = 1,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.scale = scale
         self.warmup_steps = positive("warmup_steps", warmup_steps)
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.scale / step.double().clamp(min=self.warmup_steps).sqrt()
@@ -169,12 +181,13 @@ class CosineDecayLR(Schedule):
         initial_learning_rate: float,
         end_learning_rate: float,
         total_iters: int,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.end_learning_rate = end_learning_rate
         self.total_iters = positive("total_iters", total_iters)
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         t = (step.double() / self.total_iters).clamp(max=1)
@@ -191,12 +204,13 @@ class CosineAnnealingLR(Schedule):
         initial_learning_rate: float,
         T_max: int,
         eta_min: float = 0.0,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.T_max = positive("T_max", T_max)
         self.eta_min = eta_min
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         return cosine(self.initial_learning_rate, self.eta_min, step.double() / self.T_max)
@@ -217,6 +231,7 @@ class CosineAnnealingWarmRestartsLR(Schedule):
         T_0: int,
         T_mult: int = 1,
         eta_min: float = 0.0,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         if T_mult < 1 or T_mult != int(T_mult) or T_0 != int(T_0):
@@ -225,7 +240,7 @@ class CosineAnnealingWarmRestartsLR(Schedule):
         self.T_0 = int(positive("T_0", T_0))
         self.T_mult = int(T_mult)
         self.eta_min = eta_min
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         if self.T_mult == 1:
@@ -251,12 +266,18 @@ class StepLR(Schedule):
     """initial * gamma^floor(t / step_size)."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, initial_learning_rate: float, step_size: int, gamma: float, **where: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        step_size: int,
+        gamma: float,
+        param_group_tags: Tags = None,
+        **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.step_size = positive("step_size", step_size)
         self.gamma = gamma
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.gamma ** (step.double() / self.step_size).floor()
@@ -271,12 +292,13 @@ class MultiStepLR(Schedule):
         initial_learning_rate: float,
         gamma: float,
         milestones: Sequence[int],
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.gamma = gamma
         self.milestones = list(milestones)
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         reached = sum(((step >= milestone).double() for milestone in self.milestones), torch.zeros_like(step).double())
@@ -294,11 +316,12 @@ class LambdaLR(Schedule):
         optimizer: torch.optim.Optimizer,
         initial_learning_rate: float,
         lr_lambda: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self._lambdas = [lr_lambda] if callable(lr_lambda) else list(lr_lambda or ())
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def set_value_lambda(self) -> list[Callable[[Tensor], Any]]:
         """The functions whose product is taken."""
@@ -317,7 +340,12 @@ class MultiplicativeLR(Schedule):
     """initial * coefficient^t."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, initial_learning_rate: float, coefficient: float, **where: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        initial_learning_rate: float,
+        coefficient: float,
+        param_group_tags: Tags = None,
+        **where: Any,
     ) -> None:
         if callable(coefficient):
             raise ScheduleError(
@@ -326,7 +354,7 @@ class MultiplicativeLR(Schedule):
             )
         self.initial_learning_rate = initial_learning_rate
         self.coefficient = coefficient
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.coefficient ** step.double()

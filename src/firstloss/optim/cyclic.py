@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ScheduleError
 from .curves import cosine, positive
-from .schedule import Schedule
+from .schedule import Schedule, Tags
 
 Tensor = torch.Tensor
 
@@ -36,6 +36,7 @@ class CyclicLR(Schedule):
         mode: str = "triangular",
         gamma: float = 1.0,
         scale_mode: str | None = None,
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         if mode not in ("triangular", "triangular2", "exp_range"):
@@ -52,7 +53,7 @@ class CyclicLR(Schedule):
         self.mode = mode
         self.gamma = gamma
         self.scale_mode = own
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         length = self.step_size_up + self.step_size_down
@@ -88,6 +89,7 @@ class OneCycleLR(Schedule):
         final_div_factor: float = 1e4,
         three_phase: bool = False,
         anneal_strategy: str = "cos",
+        param_group_tags: Tags = None,
         **where: Any,
     ) -> None:
         if anneal_strategy not in ("cos", "linear"):
@@ -104,7 +106,7 @@ class OneCycleLR(Schedule):
         self.final_div_factor = final_div_factor
         self.three_phase = three_phase
         self.anneal_strategy = anneal_strategy
-        super().__init__(optimizer, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def value(self, step: Tensor) -> Tensor:
         initial, least = self.initial_learning_rate, self.initial_learning_rate / self.final_div_factor

@@ -5,7 +5,7 @@ the same numbers where there is one. Every schedule takes two keywords besides i
 `param_group_key`, to set another number than the learning rate, and `param_group_tags`.
 """
 
-from .composed import ChainedLR, PiecewiseConstantLR, SequentialLR
+from .composed import ChainedLR, PiecewiseConstantLR, ScalePerParamLR, SequentialLR
 from .curves import (
     ConstantLR,
     CosineAnnealingLR,
@@ -49,6 +49,7 @@ __all__ = [
     "OneCycleLR",
     "PiecewiseConstantLR",
     "PolynomialLR",
+    "ScalePerParamLR",
     "Schedule",
     "SequentialLR",
     "StepLR",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..capture.recorder import DeferredTensor
 from ..capture.step import FirstStepDiffers, find_new_state
+from ..errors import OptimizerError
 from ..init.materialize import materialize_tensor
 from .adafactor import without_reads
+
+Tensor = torch.Tensor
+
+
+def count_dtype() -> torch.dtype:
+    """The dtype in which steps are counted: PyTorch's choice."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -18,7 +29,82 @@ class Optimizer(torch.optim.Optimizer):
     A subclass defines `update`, or `step` as any optimizer does. A traced step finds state that is first made there, so
     nothing need be done for it. It may define `preinitialize` to make its state itself: then that is called before the
     first traced step.
+
+    Args:
+        enable_global_step: each weight's state has a "step", for `increment_global_step`.
     """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], enable_global_step: bool = False) -> None:
+        super().__init__(params, defaults)
+        self.enable_global_step = enable_global_step
+        self._before_zero_grad: OrderedDict[int, Callable] = OrderedDict()
+        self._after_zero_grad: OrderedDict[int, Callable] = OrderedDict()
+        if enable_global_step:
+            for p in self._weights():
+                self.state[p]["step"] = torch.zeros((), dtype=count_dtype(), device="cpu")
+
+    def _weights(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def increment_global_step(self, p: Tensor) -> Tensor:
+        """Count one step of the weight `p`; returns the count, float32 unless float64 is the default dtype.
+
+        Raises:
+            OptimizerError: if the optimizer was made without `enable_global_step`.
+        """
+        if "step" not in self.state[p]:
+            raise OptimizerError(
+                f"this {type(self).__name__} counts no steps. Write super().__init__(params, defaults, "
+                "enable_global_step=True) in its constructor."
+            )
+        step = self.state[p]["step"]
+        step.add_(1)
+        return step
+
+    def visit_state(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` on each entry of each weight's state; what it returns, if not None, takes the entry's place."""
+        for entries in self.state.values():
+            for key, entry in entries.items():
+                new = fn(entry)
+                if new is not None:
+                    entries[key] = new
+
+    def apply(self, f: Any) -> Any:
+        """`f(self)`, or `f.apply(self)` for what is no function.
+
+        Raises:
+            OptimizerError: if `f` is neither.
+        """
+        if callable(f):
+            return f(self)
+        if not callable(getattr(f, "apply", None)):
+            raise OptimizerError(f"apply takes a function of an optimizer, not an object of type {type(f).__name__}.")
+        return f.apply(self)
+
+    def register_zero_grad_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call `hook(optimizer, args, kwargs)` before each `zero_grad`; it may return other (args, kwargs)."""
+        handle = RemovableHandle(self._before_zero_grad)
+        self._before_zero_grad[handle.id] = hook
+        return handle
+
+    def register_zero_grad_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call `hook(optimizer, args, kwargs)` after each `zero_grad`."""
+        handle = RemovableHandle(self._after_zero_grad)
+        self._after_zero_grad[handle.id] = hook
+        return handle
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As `torch.optim.Optimizer.zero_grad`, with the hooks around it."""
+        own = self.__dict__  # an unpickled optimizer has no hooks
+        for hook in tuple(own.get("_before_zero_grad", {}).values()):
+            changed = hook(self, args, kwargs)
+            if changed is not None:
+                if not isinstance(changed, tuple) or len(changed) != 2:
+                    raise OptimizerError(f"{hook} returns None, or (args, kwargs) of zero_grad, and not {changed!r}.")
+                args, kwargs = changed
+        super().zero_grad(*args, **kwargs)
+        for hook in tuple(own.get("_after_zero_grad", {}).values()):
+            hook(self, args, kwargs)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -52,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         The first step is rehearsed on zero gradients, without computing anything. State that takes its first value from
         a gradient, such as SGD's momentum with dampening, is not made.
         """
-        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        weights = [p for p in self._weights() if p.requires_grad]
         gradients = [p.grad for p in weights]
 
         def rehearse() -> None:

@@ -15,6 +15,7 @@ import torch
 from ..errors import ScheduleError
 
 Tensor = torch.Tensor
+Tags = str | None | Iterable[str | None]
 
 
 def schedules_of(optimizer: torch.optim.Optimizer) -> list[Schedule]:
@@ -34,9 +35,11 @@ class Schedule:
             an element of a tuple.
         param_group_tags: set it only in the groups whose "tags" have one of these; None among them means groups without
             tags. By default all groups.
+        last_epoch: the step before the one to begin at, as PyTorch counts: -1 is the beginning.
 
     Attributes:
-        last_epoch: how many times `step` has been called; int64, no dimensions.
+        last_epoch: the step that it is at: how many times `step` has been called, if it began at the beginning; int64,
+            no dimensions.
 
     Raises:
         ScheduleError: if there is nothing to set.
@@ -49,7 +52,8 @@ class Schedule:
         optimizer: torch.optim.Optimizer,
         *,
         param_group_key: str | tuple[str, int] | None = None,
-        param_group_tags: str | None | Iterable[str | None] = None,
+        param_group_tags: Tags = None,
+        last_epoch: int = -1,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ScheduleError(
@@ -57,10 +61,17 @@ class Schedule:
                 f"{type(optimizer).__name__}."
             )
         self.optimizer = optimizer
-        if param_group_key is not None:
+        if param_group_key is not None and param_group_key != self.param_group_key:
             self.param_group_key = param_group_key
+        if not self.param_group_key:
+            raise ScheduleError(
+                f"{type(self).__name__} does not say which number it sets: define param_group_key in the class, as "
+                '"weight_decay" or ("betas", 0), or pass it.'
+            )
+        if not isinstance(last_epoch, int) or last_epoch < -1:
+            raise ScheduleError(f"last_epoch={last_epoch!r} is not a whole number from -1 on.")
         self.param_group_tags = None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
-        self.last_epoch = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.last_epoch = torch.full((), last_epoch + 1, dtype=torch.int64, device="cpu")
         self._value = torch.zeros((), dtype=torch.float64, device="cpu")
         self._in_tensors = False
         if not any(True for _ in self._groups()):
@@ -73,6 +84,7 @@ class Schedule:
                     f"{type(self).__name__} is to set element {place} of {key!r}, which has {min(lengths)} in a group."
                 )
         self._value.copy_(self.value(self.last_epoch))
+        self._follow()
         self._attach()
         self._put()
 
@@ -93,6 +105,7 @@ class Schedule:
         self._check_alone()
         self.last_epoch.add_(1)
         self._value.copy_(self.value(self.last_epoch))
+        self._follow()
         if torch.compiler.is_compiling():
             self._in_tensors = True
         if not self._in_tensors:
@@ -100,8 +113,9 @@ class Schedule:
 
     def get_last_lr(self) -> list[Any]:
         """The number of now, for each group that is set; in a traced step, as tensors."""
-        now = self._value.clone() if torch.compiler.is_compiling() else float(self._value)
-        return [now for _ in self._groups()]
+        traced = torch.compiler.is_compiling()
+        numbers = [self._number(group) for group in self._groups()]
+        return [number.clone() if traced else float(number) for number in numbers]
 
     get_last_value = get_last_lr
 
@@ -120,6 +134,7 @@ class Schedule:
             raise ScheduleError(f"a schedule's state has the step as 'last_epoch', and this has {sorted(state_dict)}.")
         self.last_epoch.copy_(torch.as_tensor(state_dict["last_epoch"]))
         self._value.copy_(self.value(self.last_epoch))
+        self._follow()
         self._put()
 
     def detach(self) -> None:
@@ -137,7 +152,20 @@ class Schedule:
         self._check_alone()
         self._in_tensors = True
         self._put()
-        return [self.last_epoch, self._value]
+        return [self.last_epoch, *self.numbers()]
+
+    def numbers(self) -> list[Tensor]:
+        """The tensors that stand in the groups, if tensors do."""
+        return [self._value]
+
+    # -- for schedules with a number of its own for each group --
+
+    def _number(self, group: dict[str, Any]) -> Tensor:
+        """Of `numbers`, the one of a group."""
+        return self._value
+
+    def _follow(self) -> None:
+        """`_value` is another: so are the numbers made of it."""
 
     # -- the groups --
 
@@ -150,8 +178,8 @@ class Schedule:
                 yield group
 
     def _put(self) -> None:
-        number = self._value if self._in_tensors else float(self._value)
         for group in self._groups():
+            number = self._number(group) if self._in_tensors else float(self._number(group))
             if isinstance(self.param_group_key, str):
                 group[self.param_group_key] = number
             else:
@@ -196,7 +224,7 @@ def _as_tags(tags: Any) -> tuple:
 def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict has numbers in its groups, whatever the groups themselves have: eager PyTorch loads
     it."""
-    values = [schedule._value for schedule in schedules_of(optimizer)]
+    values = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
     def number(entry: Any) -> Any:
         if isinstance(entry, tuple):

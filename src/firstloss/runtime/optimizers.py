@@ -347,7 +347,7 @@ class Optimizers:
 
     def _make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
         """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
-        schedules = [schedule._value for schedule in schedules_of(optimizer)]
+        schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
         def symbolic(part: Any) -> Any:
             if not isinstance(part, torch.Tensor) or part.numel() != 1 or part.dtype.is_complex:

@@ -1,0 +1,94 @@
+"""The schedules for any number of an optimizer's groups, with the names and arguments that say so.
+
+As `cerebras.pytorch.optim.scheduler` has them. Each is the schedule of `lr_scheduler` with the same formula; which
+number it sets, a subclass says, or an argument:
+
+    class Momentum(LinearScheduler):
+        param_group_key = ("betas", 0)
+
+    LinearScheduler(optimizer, 0.9, 0.95, 1000, param_group_key=("betas", 0))
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from . import lr_scheduler as of_rates
+from .schedule import Schedule as Scheduler
+
+_VALUES = {
+    "learning_rate": "val",
+    "initial_learning_rate": "initial_val",
+    "end_learning_rate": "end_val",
+    "learning_rates": "vals",
+    "base_lr": "base_val",
+    "max_lr": "max_val",
+    "lr_lambda": "val_lambda",
+}
+
+
+def renamed(name: str, schedule: type[Scheduler], key: str, module: str) -> Any:
+    """A subclass of `schedule` that sets `key`, and whose arguments speak of values instead of learning rates."""
+    signature = inspect.signature(schedule.__init__)
+    ours = {_VALUES.get(word, word): word for word in signature.parameters}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # An argument's name has to be one of this class's; what Schedule takes besides, it checks itself.
+        wrong = [word for word in kwargs if word in _VALUES]
+        if wrong:
+            raise TypeError(f"{name}() got an unexpected keyword argument {wrong[0]!r}")
+        schedule.__init__(self, *args, **{ours.get(word, word): value for word, value in kwargs.items()})
+
+    parameters = [p.replace(name=_VALUES.get(p.name, p.name)) for p in signature.parameters.values()]
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    doc = f"`lr_scheduler.{schedule.__name__}` for {key or 'any number'}."
+    return type(name, (schedule,), {"__init__": __init__, "param_group_key": key, "__doc__": doc, "__module__": module})
+
+
+def _any(schedule: type[Scheduler]) -> Any:
+    return renamed(schedule.__name__.removesuffix("LR") + "Scheduler", schedule, "", __name__)
+
+
+ChainedScheduler = _any(of_rates.ChainedLR)
+ConstantScheduler = _any(of_rates.ConstantLR)
+CosineAnnealingScheduler = _any(of_rates.CosineAnnealingLR)
+CosineAnnealingWarmRestartsScheduler = _any(of_rates.CosineAnnealingWarmRestartsLR)
+CosineDecayScheduler = _any(of_rates.CosineDecayLR)
+CyclicScheduler = _any(of_rates.CyclicLR)
+ExponentialScheduler = _any(of_rates.ExponentialLR)
+InverseExponentialTimeDecayScheduler = _any(of_rates.InverseExponentialTimeDecayLR)
+InverseSquareRootDecayScheduler = _any(of_rates.InverseSquareRootDecayLR)
+LambdaScheduler = _any(of_rates.LambdaLR)
+LinearScheduler = _any(of_rates.LinearLR)
+MultiStepScheduler = _any(of_rates.MultiStepLR)
+MultiplicativeScheduler = _any(of_rates.MultiplicativeLR)
+OneCycleScheduler = _any(of_rates.OneCycleLR)
+PiecewiseConstantScheduler = _any(of_rates.PiecewiseConstantLR)
+PolynomialScheduler = _any(of_rates.PolynomialLR)
+ScalePerParamScheduler = _any(of_rates.ScalePerParamLR)
+SequentialScheduler = _any(of_rates.SequentialLR)
+StepScheduler = _any(of_rates.StepLR)
+
+__all__ = [
+    "ChainedScheduler",
+    "ConstantScheduler",
+    "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler",
+    "CosineDecayScheduler",
+    "CyclicScheduler",
+    "ExponentialScheduler",
+    "InverseExponentialTimeDecayScheduler",
+    "InverseSquareRootDecayScheduler",
+    "LambdaScheduler",
+    "LinearScheduler",
+    "MultiStepScheduler",
+    "MultiplicativeScheduler",
+    "OneCycleScheduler",
+    "PiecewiseConstantScheduler",
+    "PolynomialScheduler",
+    "ScalePerParamScheduler",
+    "Scheduler",
+    "SequentialScheduler",
+    "StepScheduler",
+]
