@@ -82,10 +82,10 @@ class Interpreted:
 def instead_of_compiling() -> None:
     """From here on, in this process; but for steps that draw random numbers."""
     if not os.environ.get(WHOLE):
-        Executable._compile = _interpreted  # type: ignore[method-assign]
+        Executable._compile = interpreted  # type: ignore[method-assign]
 
 
-def _interpreted(self: Executable) -> Any:
+def interpreted(self: Executable) -> Any:
     if self._tracing.draws or self._backend.mesh is not None:
         return _compile(self)
     self.inputs.lie((*self._changed, *self._read))

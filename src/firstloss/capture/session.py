@@ -19,6 +19,7 @@ from ..program.graph import Node, Value
 from .generators import Generators
 
 if TYPE_CHECKING:
+    from .new_memory import NewMemory
     from .tensor import DeferredStorage
 
 
@@ -29,7 +30,12 @@ class Tracing:
     latest: Value | None = None  # what the last recorded operation made
     made: list[weakref.ref[DeferredStorage]]  # the storages of what recorded operations made
 
+    new_memory: NewMemory
+
     def adopt(self, store: DeferredStorage) -> None: ...
+
+    def is_from_outside(self, store: DeferredStorage) -> bool:
+        raise NotImplementedError
 
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
         raise NotImplementedError

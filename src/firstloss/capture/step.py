@@ -26,6 +26,7 @@ from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
+from .new_memory import NewMemory
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 from .tensor import geometry_of
@@ -50,6 +51,7 @@ class StepTrace(recorder._Tracing):
         inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
         made: the storages of what the step's operations have made.
+        new_memory: the weights that the step gives other memory.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
     """
 
@@ -68,6 +70,7 @@ class StepTrace(recorder._Tracing):
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
+        self.new_memory = NewMemory(self)
 
     # -- what the recorder asks for --
 
@@ -129,6 +132,10 @@ class StepTrace(recorder._Tracing):
         """How many real tensors from outside show the memory of one of them."""
         known = self.outside.get(id(tensor))
         return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
+
+    def is_from_outside(self, store: DeferredStorage) -> bool:
+        """Whether `store`, which the step has taken up, was there before it, or stands for what was."""
+        return store.first in self.inputs or any(store is before for before, _, _ in self._before)
 
     def shares(self, key: int) -> bool:
         """Whether a real tensor from outside lies in that storage."""

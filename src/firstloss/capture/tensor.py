@@ -367,6 +367,8 @@ def store_at(tensor: Tensor) -> tuple[DeferredStorage, Geometry] | None:
         if begin >= behind:
             return None
         if begin <= address and behind <= end and (address - begin) % tensor.itemsize == 0:
+            if session.trace is not None:
+                store = session.trace.new_memory.now_of(store)
             return store, (tuple(tensor.shape), tensor.stride(), (address - begin) // tensor.itemsize, tensor.dtype)
         if address < end and session.trace is not None:
             raise TraceError(
@@ -384,16 +386,21 @@ def _lent_at(begin: int) -> DeferredStorage | None:
     return store
 
 
+def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) -> None:
+    """Let a deferred tensor look at `store` from now on."""
+    _set_data(tensor, DeferredTensor.wrap(store, *geometry))
+    tensor._store = store
+    store.tensors.append(weakref.ref(tensor))
+
+
 def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
-    new = DeferredTensor.wrap(store, *geometry)
     if type(tensor) is DeferredTensor:
         if tensor._store.resident is not None:  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1
-        _set_data(tensor, new)
-        tensor._store = store
-        store.tensors.append(weakref.ref(tensor))
+        look_at(tensor, store, geometry)
         return
+    new = DeferredTensor.wrap(store, *geometry)
     kind = type(tensor)
     if isinstance(tensor, UninitializedTensorMixin):
         kind = tensor.cls_to_become
@@ -456,9 +463,12 @@ _set_data = _data.__set__
 
 def _is_state(tensor: Tensor) -> bool:
     """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
-    if type(tensor) is DeferredTensor:
-        return tensor._store.resident is not None
-    return session.trace is not None
+    if type(tensor) is not DeferredTensor:
+        return session.trace is not None
+    store = tensor._store
+    if store.resident is not None or session.trace is None:
+        return store.resident is not None
+    return store.trace is not session.trace or session.trace.is_from_outside(store)
 
 
 def _assign_data(self: Tensor, other: Any) -> None:
@@ -477,8 +487,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
         if type(other) is not DeferredTensor:
             other = Hooks.home(other)
     elif _is_state(self) and alike:
-        with torch.no_grad():
-            self.copy_(other)
+        session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
         return
     if type(other) is not DeferredTensor:
         if session.trace is None and type(other) in (Tensor, torch.nn.Parameter) and self.is_leaf:
@@ -488,4 +497,10 @@ def _assign_data(self: Tensor, other: Any) -> None:
     reseat(self, other._store, geometry_of(other))
 
 
-Tensor.data = property(_data.__get__, _assign_data, doc=_data.__doc__)  # type: ignore[assignment]
+def _get_data(self: Tensor) -> Tensor:
+    if session.trace is not None and type(self) in (Tensor, torch.nn.Parameter):
+        return self.detach()  # which PyTorch does without telling the dispatcher
+    return _data.__get__(self)
+
+
+Tensor.data = property(_get_data, _assign_data, doc=_data.__doc__)  # type: ignore[assignment]

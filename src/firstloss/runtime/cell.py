@@ -131,6 +131,11 @@ class Cell:
         return self.sharding is None and on_cpu()
 
     @property
+    def handed_out(self) -> HostMemory | None:
+        """The memory that was handed out, where the content lives in that."""
+        return self._memory
+
+    @property
     def lent(self) -> bool:
         """Whether the content lives in memory that was handed out."""
         return self._memory is not None
@@ -180,6 +185,16 @@ class Cell:
             self._memory.content()
         self._live_in(memory)
         return True
+
+    def leave_memory(self) -> None:
+        """Whoever was handed the memory has it to himself: what is set next is somewhere else."""
+        self._memory = None
+
+    def take_memory(self, memory: HostMemory) -> None:
+        """Live in memory that another cell has left, from now on."""
+        memory.arriving = self._array
+        self._live_in(memory)
+        memory.content()
 
     def _live_in(self, memory: HostMemory) -> None:
         self._memory = memory  # first: where there is one, nothing else is looked at

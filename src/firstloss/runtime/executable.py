@@ -15,9 +15,10 @@ from .. import timeline
 from ..capture import numbers_in_memory, session
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
+from ..capture.new_memory import Viewer
 from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
-from ..capture.tensor import Geometry, geometry_of
+from ..capture.tensor import Geometry, geometry_of, note_memory, reseat
 from ..errors import FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
@@ -35,6 +36,7 @@ from .cell import Cell
 from .gradients import Gradients
 from .guards import Effects, Env, Given, Left
 from .guards.effects import Bind
+from .host_memory import HostMemory
 from .inputs import Inputs, keep
 from .jaxlib import compile_options, use_x64, x64
 from .modes import ModesLeft
@@ -69,7 +71,7 @@ class Outgoing(NamedTuple):
 class Call:
     """One call of an executable: its arguments, and what it returns and binds once the step has been run."""
 
-    __slots__ = ("arguments", "homes", "result", "bindings", "schedules")
+    __slots__ = ("arguments", "homes", "result", "bindings", "schedules", "memory")
 
     def __init__(self, arguments: Arguments, homes: Sequence[DeferredStorage | torch.Tensor]) -> None:
         self.arguments = arguments
@@ -77,6 +79,7 @@ class Call:
         self.result: Any = None
         self.bindings: list[Bind] | None = None
         self.schedules: list[Bind] = []  # what asks for its results
+        self.memory: dict[DeferredStorage, HostMemory] = {}  # that its weights have left to those who were handed it
 
 
 class Shared(Exception):
@@ -133,6 +136,7 @@ class Executable:
                 result = [self._trace(step, arguments)]
                 self._modes.traced()
                 self._tracing.refuse_overlaps()
+                self._tracing.new_memory.settle()
                 self._settle(result)
                 self._optimizers.settled()
                 shared = self.shared(arguments)
@@ -229,8 +233,16 @@ class Executable:
         self._gradients.traced(tracing.inputs, self.effects, left)
         self._optimizers.traced(self.effects, left, self.move)
         self._follow_arguments(left)
+        for viewer in tracing.new_memory.viewers:
+            left.make(viewer.whole)  # so that what is kept is all of the memory
+            self.effects.also(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
+        handed_out = [
+            (store, left.make(kept)) for store, kept in tracing.new_memory.weights.items() if kept is not None
+        ]
         self.effects.undo()
         outputs = self._leave(left, returned)
+        self._handed_out = handed_out
+        tracing.new_memory.rejoin()
         self._changed: dict[Value, DeferredStorage | torch.Tensor] = {}
         for value, new in tracing.changes.items():
             outputs[f"new{len(self._changed)}"] = Ref.of(new)
@@ -329,6 +341,7 @@ class Executable:
         """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
 
         placeholders = {id(home._store) for home in self._tracing.inputs.values() if type(home) is DeferredTensor}
+        placeholders |= {id(viewer.whole._store) for viewer in self._tracing.new_memory.viewers}
 
         def alive() -> list[DeferredStorage]:
             stores = [store for made in self._tracing.made if (store := made()) is not None]
@@ -378,6 +391,7 @@ class Executable:
             self.effects.undo()
         else:
             self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds))
+        self._tracing.new_memory.rejoin()
         self._gradients.undo()
         self._modes.undo()
         new = self._optimizers.new_state
@@ -438,6 +452,8 @@ class Executable:
         if self._optimizers.first_step_only and self._ran or session.reseated != self._reseated:
             return True
         if any(read.outdated() for read in self._tracing.read.values()) or self._tracing.laid_out_anew():
+            return True
+        if self._tracing.new_memory.outdated():
             return True
         return self._optimizers.outdated() or not self._gradients.fit()
 
@@ -507,8 +523,12 @@ class Executable:
         results: Sequence[Any],
     ) -> None:
         """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
-        keep(call.homes, cells, new)
         arrays = dict(zip((*self._out, *self._arguments, *self._made), (*results, *made), strict=True))
+        for store, _ in self._handed_out:
+            if store.resident.handed_out is not None:
+                call.memory[store] = store.resident.handed_out
+                store.resident.leave_memory()
+        keep(call.homes, cells, new)
         for name, store in self._held.items():
             if store.resident is None:
                 store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(arrays[name])), None
@@ -518,6 +538,7 @@ class Executable:
             env = Env(self._fresh(arrays), arguments.leaves, arguments.containers, self._stand_in)
             call.result = self._result(env)
             call.bindings = self.effects.bindings(env)
+            call.bindings += [_taking(call.memory[s], make(env)) for s, make in self._handed_out if s in call.memory]
             call.schedules = [make(env) for make in self._optimizers.schedulers.afterwards]
         for bind in call.bindings:
             bind()
@@ -671,6 +692,29 @@ def _leaves(what: str) -> str:
 
 def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
     return lambda env: setting(env.arguments[number], name, make(env))
+
+
+def _own_memory(viewer: Viewer, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
+    """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
+
+    def bind(shows: Any) -> None:
+        tensor = viewer.tensor()
+        if tensor is not None and tensor._store is viewer.before:
+            reseat(tensor, shows._store, viewer.geometry)
+
+    return lambda env: functools.partial(bind, make(env))
+
+
+def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
+    """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
+
+    def bind() -> None:
+        cell = kept._store.resident
+        if cell.handed_out is None:
+            cell.take_memory(memory)
+            note_memory(kept._store)
+
+    return bind
 
 
 def _is_held(store: DeferredStorage) -> bool:
