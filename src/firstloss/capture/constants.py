@@ -7,6 +7,7 @@ import torch
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
+from .mapped_file import in_file
 from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, store_at
 
 Tensor = torch.Tensor
@@ -23,6 +24,9 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
     if known is not None and known[0] is tensor and known[1] == version:
         return known[2]
     with torch._C._DisableTorchDispatch(), torch.no_grad():
+        read = in_file(tensor) if copy and session.trace is None else None
+        if read is not None:
+            return read
         kept = tensor.detach()
         if kept.is_conj() or kept.is_neg():
             kept = kept.resolve_conj().resolve_neg()

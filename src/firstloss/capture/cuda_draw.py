@@ -19,6 +19,7 @@ from ..program.graph import Draw, Node
 from ..rng import cuda_layout
 from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position
+from . import session
 
 _FILLS = frozenset({"normal", "uniform", "rand", "randn"})
 _DTYPES = {
@@ -48,6 +49,7 @@ def record(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.
     except ValueError:  # so large that it takes several launches
         return False
     node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
+    session.generators.will_draw(generator)
     generator.set_offset(after)
     return True
 

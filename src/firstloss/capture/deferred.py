@@ -14,7 +14,7 @@ from .. import timeline
 from ..errors import CaptureError, NothingDeferredError
 from ..program.source import here, is_machinery
 from ..uncollected import uncollected
-from . import first_use, session
+from . import first_use, loaders, session
 from . import patches as _patches  # in place before the first capture
 from . import regions as _regions  # noqa: F401 - likewise
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
@@ -27,12 +27,17 @@ from .recorder import CaptureMode, DeferredTensor
 T = TypeVar("T")
 
 
-def deferred(rng: str | None = None) -> AbstractContextManager[None]:
+def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> AbstractContextManager[None]:
     """Record what the block does to tensors; compute nothing.
 
     As `with torch.device("meta")`, but the tensors remember how they are made: their device is the one that the
     code asked for, and `materialize_module` makes them, bit for bit what the block would have made without us.
     When the block ends, PyTorch's generators stand where they would have stood.
+
+    Example:
+        with fl.deferred():
+            model = Model(config)
+        fl.materialize_module(model, device="cuda")
 
     Args:
         rng: where random numbers come from. "eager" (the default): the stream that eager PyTorch draws from.
@@ -40,10 +45,14 @@ def deferred(rng: str | None = None) -> AbstractContextManager[None]:
             and on their place in the tensor, and on nothing else, so that any slice of any weight costs what its
             length costs, on any mesh and any engine; they are not eager PyTorch's (see docs/random-policies.md). A
             block inside another has that one's policy.
+        preserve_rng_state: when the block ends, let PyTorch's generators stand where they would if it had drawn
+            nothing, as they do after a constructor on the meta device (what it seeds stays seeded). For scripts
+            that seed, construct on meta, and initialise afterwards: so they draw what they always did. The default
+            leaves generators where eager construction would.
 
     Raises:
-        CaptureError: if there is no such policy, if the block is inside one of another, or if the default device is
-            meta.
+        CaptureError: if there is no such policy, if the block is inside one of another, or one that preserves the
+            generators is inside one that does not; or if the default device is meta.
     """
     if torch.get_default_device().type == "meta":
         raise CaptureError(
@@ -51,15 +60,21 @@ def deferred(rng: str | None = None) -> AbstractContextManager[None]:
             "defer. Leave out torch.device('meta') around the constructor, and torch.set_default_device('meta'): a "
             "deferred constructor computes nothing either, and remembers what the weights shall hold."
         )
-    return _deferred(_policy(rng))
+    policy = _policy(rng)
+    if preserve_rng_state and session.depth and not session.generators.preserve:
+        raise CaptureError(
+            f"{here()}: preserve_rng_state=True inside a block without it: the outer block goes on drawing where this "
+            "one would stop. Say it of the outer block, or put this one after it."
+        )
+    return _deferred(policy, preserve_rng_state)
 
 
 @contextmanager
-def _deferred(policy: str) -> Iterator[None]:
-    session.enter(policy)
+def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
+    session.enter(policy, preserve)
     first_use.close_door()
     try:
-        with timeline.span("capture"), uncollected(), CaptureMode():
+        with timeline.span("capture"), uncollected(), loaders.in_this_thread(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
@@ -67,6 +82,7 @@ def _deferred(policy: str) -> Iterator[None]:
     finally:
         session.leave()
         _patches.teach_dynamo()
+        loaders.teach()
         if not session.depth and session.trace is None:
             first_use.open_door()
 

@@ -40,6 +40,17 @@ class Generators:
         self._captures = 0  # how many are under way, each in a thread of its own
         self._tickets: list[tuple[Stream, Position]] = []
         self._touched: dict[int, torch.Generator] = {}
+        self._began: dict[int, tuple[Stream, torch.Tensor]] = {}  # of a stream, the state that somebody set
+        self._drawn_from: dict[int, torch.Tensor] = {}  # likewise, of a generator that operations drew from for real
+
+    @property
+    def preserve(self) -> bool:
+        """Whether this thread's capture leaves generators where they would be if it had drawn nothing."""
+        return getattr(self._own, "preserve", False)
+
+    @preserve.setter
+    def preserve(self, preserve: bool) -> None:
+        self._own.preserve = preserve
 
     @property
     def policy(self) -> str:
@@ -68,11 +79,30 @@ class Generators:
         if number is not None:
             return self._tickets[number]
         stream = POLICIES[self.policy](state.numpy())
+        self._began[id(stream)] = stream, self._set_state(generator, state)
         return stream, stream.start
+
+    def _set_state(self, generator: torch.Generator, state: torch.Tensor) -> torch.Tensor:
+        """The state that somebody has set and that real draws, if any, have moved to `state`."""
+        before = self._drawn_from.get(id(generator))
+        return state if before is None or not _same_seed(before, state) else before
+
+    def will_draw(self, generator: torch.Generator) -> None:
+        """An operation is going to move `generator` by itself."""
+        state = generator.get_state()
+        number = _ticket(state)
+        began = None if number is None else self._began.get(id(self._tickets[number][0]))
+        self._drawn_from[id(generator)] = self._set_state(generator, state) if began is None else began[1]
+        self._touched[id(generator)] = generator
 
     def move(self, generator: torch.Generator, stream: Stream, position: Position) -> None:
         """Leave `generator` at `position` of `stream`, by a ticket."""
         with self.lock:
+            before, _ = self.where(generator)
+            if (
+                before is not stream and id(before) in self._began
+            ):  # it goes on in one that begins where this has come to
+                self._began[id(stream)] = stream, self._began[id(before)][1]
             generator.set_state(self.ticket(generator, stream, position))
             self._touched[id(generator)] = generator
 
@@ -94,6 +124,8 @@ class Generators:
     def load(self, generator: torch.Generator) -> None:
         """Turn a ticket into the real state, for an operation that runs for real."""
         with self.lock:
+            if self.preserve:
+                self.will_draw(generator)
             if _ticket(generator.get_state()) is not None:
                 stream, position = self.where(generator)
                 generator.set_state(torch.from_numpy(stream.state_at(position)))
@@ -108,10 +140,27 @@ class Generators:
         """Leave every generator where its stream has come to."""
         with self.lock:
             for generator in self._touched.values():
-                self.load(generator)
+                if self.preserve:
+                    self._undo(generator)
+                else:
+                    self.load(generator)
             self._touched.clear()
             if not self._captures:  # else another thread may have kept a state that names one
                 self._tickets.clear()
+                self._began.clear()
+                self._drawn_from.clear()
+
+    def _undo(self, generator: torch.Generator) -> None:
+        """Give `generator` the state that somebody set last."""
+        state = generator.get_state()
+        number = _ticket(state)
+        began = None if number is None else self._began.get(id(self._tickets[number][0]))
+        generator.set_state(self._set_state(generator, state) if began is None else began[1])
+
+
+def _same_seed(state: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states of one generator may differ by draws alone: the seed stands first on a CPU and on a GPU."""
+    return len(state) == len(other) and torch.equal(state[:8], other[:8])
 
 
 def is_ticket(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from ..program.source import here
 from . import session
 from .distributed import parts_of
 from .generators import is_ticket
+from .mapped_file import left_in_file
 from .tensor import DeferredTensor, Hooks, UninitializedTensorMixin, geometry_of, mine, reseat
 
 _original_make_subclass = torch.Tensor._make_subclass
@@ -34,9 +35,16 @@ _original_grad = torch.autograd.grad
 
 
 def _make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """One C++ tensor cannot be two Python classes: a subclass gets the real memory of its data."""
+    """One C++ tensor cannot be two Python classes: a subclass gets the real memory of its data.
+
+    In a capture, a parameter made of a checkpoint's tensor that is still in its file stays there.
+    """
     if len(args) > 1 and type(args[1]) is DeferredTensor:
         args = (args[0], mine(args[1]), *args[2:])
+    elif session.depth and session.trace is None and args[0] is torch.nn.Parameter and len(args) > 1 and not kwargs:
+        left = left_in_file(args[1])
+        if left is not None:
+            return torch.nn.Parameter(left, *args[2:])
     return _original_make_subclass(*args, **kwargs)
 
 

@@ -66,6 +66,14 @@ def materialize_stores(
                 before += store.value.nbytes
 
 
+def give_memory(store: DeferredStorage) -> None:
+    """Turn every tensor that looks at `store` real, on memory that the caller fills: its recipe is dropped."""
+    with torch._C._DisableTorchDispatch():
+        memory = store.value.empty()
+    store.made = None
+    _turn_real(store, memory, None, None)
+
+
 def make(stores: list[DeferredStorage]) -> None:
     """Compute what `stores` hold, and keep it there; their tensors stay deferred."""
     stores = [store for store in stores if not store.is_made]

@@ -18,12 +18,13 @@ from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count
 from ..program.source import here
 from ..rng.stream import Position
-from . import distributed, dtensor_init, first_use, realize, session, values
+from . import distributed, dtensor_init, first_use, loaders, realize, session, values
 from .call import Call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .known import run_on_known
+from .mapped_file import in_file
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
@@ -56,6 +57,11 @@ def new_index() -> int:
     return next(_counter)
 
 
+# What is done to a checkpoint's tensors on their way into a model: of those still in their file, recorded.
+_LOADING = frozenset(
+    {aten._to_copy.default, aten.clone.default, aten.cat.default, aten.stack.default, aten.contiguous.default}
+)
+_MEETS_LOADER = (aten.detach.default, aten.copy_.default)
 _EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 
 
@@ -77,9 +83,13 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             if tensor._store.trace is not None:
                 check_kept(tensor)
         if not call.deferred and (call.real or call.on_meta):
-            return run_for_real(call)
+            reads_file = session.depth and op in _LOADING and any(in_file(t) is not None for t in call.real)
+            if not reads_file:
+                return run_for_real(call)
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
+        if not session.depth and op in _MEETS_LOADER:
+            loaders.teach()
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_unusual, call.real)) or (how.opaque and not how.view):
@@ -310,6 +320,7 @@ Hooks.register(
     memory_of=values.memory_of,
     constant_tensor=constant_tensor,
     make=realize.make,
+    give_memory=realize.give_memory,
     materialize=realize.materialize_tensor,
     materialize_all=first_use.materialize,
     materialize_stores=realize.materialize_stores,

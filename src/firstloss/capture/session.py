@@ -60,6 +60,7 @@ class _Mine(threading.local):
         self.trace: Tracing | None = None
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
+        self.left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}
 
 
 _mine = _Mine()
@@ -69,6 +70,7 @@ class _Session(types.ModuleType):
     trace = property(lambda self: _mine.trace)
     depth = property(lambda self: _mine.depth)
     constants = property(lambda self: _mine.constants)
+    left_in_files = property(lambda self: _mine.left_in_files)
 
 
 sys.modules[__name__].__class__ = _Session
@@ -77,16 +79,22 @@ trace: Tracing | None  # the step trace under way
 depth: int  # how many `deferred` contexts are open
 # Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
 constants: dict[int, tuple[torch.Tensor, int, Value]]
+# Tensors of mapped files that parameters were made of: by their address, the tensor and what stands for its memory.
+left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]]
 reseated = 0  # how often a tensor that lives on a backend was given other memory
 seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()
 tracing = threading.RLock()  # of the thread that traces a step: functions of the process are replaced meanwhile
 
 
-def enter(policy: str | None = None) -> None:
-    """A `deferred` context opens; random streams follow `policy`, or the one that they follow already."""
+def enter(policy: str | None = None, preserve: bool = False) -> None:
+    """A `deferred` context opens; random streams follow `policy`, or the one that they follow already.
+
+    With `preserve`, the outermost one leaves generators where they would be if it had drawn nothing.
+    """
     generators.policy = policy or generators.policy
     if not _mine.depth:
+        generators.preserve = preserve
         generators.opened()
     _mine.depth += 1
 
@@ -96,8 +104,10 @@ def leave() -> None:
     _mine.depth -= 1
     if not _mine.depth:
         _mine.constants.clear()
+        _mine.left_in_files.clear()
         generators.closed()
         generators.policy = "eager"
+        generators.preserve = False
 
 
 def set_trace(new: Any) -> Any:

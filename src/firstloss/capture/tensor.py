@@ -38,6 +38,7 @@ class Hooks:
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
     home: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
     make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
+    give_memory: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place
     materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
     materialize_stores: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place

@@ -111,7 +111,10 @@ class Reader:
         """Make elements [begin, end) of `value`, as they lie in memory, in `out`: one-dimensional, of its dtype."""
         plan = self.planner.plan(value, not (begin == 0 and end == value.numel))
         if plan.base is not None and not is_empty(plan.base):
-            out.copy_(flat(self.content(plan.base), plan.base)[begin:end])
+            if plan.base.known:
+                plan.base.read_into(begin, out)
+            else:
+                out.copy_(flat(self.content(plan.base), plan.base)[begin:end])
         for step in plan.steps:
             self._run(step, begin, end, out)
 

@@ -59,6 +59,12 @@ class Value:
         """Fresh memory, not written, that is laid out as this Value is."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def read_into(self, begin: int, out: torch.Tensor) -> None:
+        """Write elements from number `begin` on, as they lie in memory, of a known Value into `out`."""
+        content = self.content()
+        flat = content.as_strided((self.numel,), (1,), content.storage_offset())
+        out.copy_(flat[begin : begin + out.numel()])
+
     def content(self) -> torch.Tensor:
         """The content of a known Value. Not to be written.
 

@@ -1,0 +1,181 @@
+"""The meta device's idiom over model zoos: which tensors end up unlike plain construction, on meta and with Firstloss.
+
+    python -m benchmarks.meta_idiom [transformers] [torchvision] [timm] [--limit N] [--only NAME] [--json]
+
+Every architecture of `sweep_constructors` is made three times by the same script: construct (plainly, under
+`torch.device("meta")`, or under `fl.deferred()`), `to_empty(device="cpu")` unless plainly, seed, and call the model's
+own initialisation: `_init_weights` of transformers, `init_weights()` where a model has it, else `reset_parameters()` of
+each module that has it. Then parameters and buffers are compared, bit for bit, with those of the plain one. Memory that
+nobody has written is filled with NaN, as `torch.utils.deterministic.fill_uninitialized_memory` has it, so that garbage
+is never right by luck; a tensor that plain construction too leaves unwritten is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .sweep_constructors import LARGEST, ZOOS, prepare
+
+
+@dataclass
+class Outcome:
+    """What became of one architecture. `tensors`: how many there are; the others name those that differ."""
+
+    zoo: str
+    name: str
+    tensors: int = 0
+    meta: list[str] = field(default_factory=list)
+    firstloss: list[str] = field(default_factory=list)
+    meta_fails: str = ""
+    firstloss_fails: str = ""
+    left_out: str = ""
+
+
+def initialise(model: Any) -> None:
+    """What a script for the meta device calls after `to_empty`."""
+    import torch
+
+    with torch.no_grad():
+        if hasattr(model, "_init_weights") and hasattr(model, "config"):
+            model.apply(model._init_weights)
+        elif callable(getattr(model, "init_weights", None)):
+            model.init_weights()
+        else:
+            for module in model.modules():
+                if callable(getattr(module, "reset_parameters", None)):
+                    module.reset_parameters()
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """Parameters and buffers by name, those that are not saved too."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def script(build: Callable[[], Any], context: Any, finish: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """The script, under `context`; None: plainly. Returns the tensors."""
+    import torch
+
+    torch.manual_seed(0)
+    with context or contextlib.nullcontext():
+        model = build()
+    if context is not None:
+        model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    initialise(model)
+    if finish is not None:
+        finish(model)
+    return tensors_of(model)
+
+
+def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGEST) -> Outcome:
+    """One architecture, made three ways."""
+    import torch
+
+    import firstloss as fl
+
+    out = Outcome(zoo, name)
+    try:
+        count = sum(p.numel() for p in fl.deferred_init(build).parameters())
+        if count > largest:
+            out.left_out = f"{count:,} parameters"
+            return out
+        plain = script(build, None)
+    except Exception as error:
+        out.left_out = f"plain construction fails: {_one_line(error)}"
+        return out
+    plain = {key: tensor for key, tensor in plain.items() if not _unwritten(tensor)}
+    out.tensors = len(plain)
+    try:
+        out.meta = differences(plain, script(build, torch.device("meta")))
+    except Exception as error:
+        out.meta_fails = _one_line(error)
+    try:
+        out.firstloss = differences(plain, script(build, fl.deferred(), fl.materialize_module))
+    except Exception as error:
+        out.firstloss_fails = _one_line(error)
+    return out
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """The names of what is not as expected, bit for bit."""
+    return [name for name, tensor in expected.items() if name not in found or not _same(tensor, found[name])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if a.shape != b.shape or a.dtype != b.dtype or b.is_meta:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _unwritten(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() and tensor.numel() and tensor.isnan().all())
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"of {', '.join(ZOOS)} (default all)")
+    parser.add_argument("--limit", type=int, help="architectures of each zoo at most")
+    parser.add_argument("--only", help="one architecture")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    args = parser.parse_args()
+    prepare()
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    outcomes = []
+    for zoo in args.zoos or ZOOS:
+        done = 0
+        for name, build in ZOOS[zoo]():
+            if args.only not in (None, name) or (args.limit is not None and done >= args.limit):
+                continue
+            outcome = examine(zoo, name, build)
+            done += not outcome.left_out
+            outcomes.append(outcome)
+            if not args.json:
+                print(describe(outcome), flush=True)
+    if args.json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+    else:
+        for zoo in (*(args.zoos or ZOOS), "all"):
+            print(total(zoo, [o for o in outcomes if zoo in (o.zoo, "all") and not o.left_out]))
+    return 1 if any(o.firstloss or o.firstloss_fails for o in outcomes) else 0
+
+
+def describe(o: Outcome) -> str:
+    """One line on one architecture."""
+    if o.left_out:
+        return f"{o.zoo:12} {o.name:40} left out: {o.left_out}"
+    meta = o.meta_fails or f"{len(o.meta)} unlike plain{': ' + ', '.join(o.meta[:2]) if o.meta else ''}"
+    ours = (
+        o.firstloss_fails
+        or f"{len(o.firstloss)} unlike plain{': ' + ', '.join(o.firstloss[:2]) if o.firstloss else ''}"
+    )
+    return f"{o.zoo:12} {o.name:40} {o.tensors:5} tensors; meta {meta}; Firstloss {ours}"
+
+
+def total(zoo: str, outcomes: list[Outcome]) -> str:
+    """The figures of one zoo."""
+    work = [o for o in outcomes if not o.meta_fails]
+    return (
+        f"{zoo}: {len(outcomes)} models, {sum(o.tensors for o in outcomes):,} tensors. Meta: "
+        f"{sum(len(o.meta) for o in work):,} tensors unlike plain construction, in {sum(bool(o.meta) for o in work)} "
+        f"of {len(work)} models; {len(outcomes) - len(work)} models fail. Firstloss: "
+        f"{sum(len(o.firstloss) for o in outcomes):,} tensors in {sum(bool(o.firstloss) for o in outcomes)} models; "
+        f"{sum(bool(o.firstloss_fails) for o in outcomes)} models fail"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

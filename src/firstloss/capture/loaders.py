@@ -1,0 +1,53 @@
+"""What other libraries' loaders have to know of deferred weights: that a file's content is to take their place.
+
+PyTorch's distributed checkpoints write into the tensors that are there, one piece of the file after another. A deferred
+weight gets memory for that, and its recipe is dropped: nothing is drawn, and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from . import session
+from .tensor import DeferredTensor, Hooks
+
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+_TRANSFORMERS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def teach() -> None:
+    """Teach `torch.distributed.checkpoint`, once it has been imported."""
+    kind: Any = getattr(sys.modules.get(_PLANNER), "DefaultLoadPlanner", None)
+    if kind is None or hasattr(kind.resolve_tensor, "_firstloss"):
+        return
+    original = kind.resolve_tensor
+
+    @functools.wraps(original)
+    def resolve_tensor(self: Any, read_item: Any) -> Any:
+        """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
+        found = original(self, read_item)
+        if type(found) is DeferredTensor and found._store.resident is None and not session.depth:
+            Hooks.give_memory(found._store)
+            found = original(self, read_item)
+        return found
+
+    resolve_tensor._firstloss = True  # type: ignore[attr-defined]
+    kind.resolve_tensor = resolve_tensor
+
+
+@contextmanager
+def in_this_thread() -> Iterator[None]:
+    """Have transformers load in the thread that captures: what its others convert would not be recorded."""
+    if _TRANSFORMERS_IN_TURN in os.environ:
+        yield
+        return
+    os.environ[_TRANSFORMERS_IN_TURN] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TRANSFORMERS_IN_TURN, None)

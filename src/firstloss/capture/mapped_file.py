@@ -1,0 +1,180 @@
+"""Tensors that show the memory of a mapped file, as safetensors and `torch.load(..., mmap=True)` give them.
+
+Nothing of such a tensor has been read before somebody looks at it. Where a capture meets one, what it holds is neither
+copied nor looked at: which bytes of which file it shows is known to the kernel (`/proc/self/maps`), and they are read
+from there, range by range, to where a weight will live. So a model that loads a checkpoint holds no copy of it, and a
+rank of a sharded one reads its own rows.
+
+That the memory holds what the file does is asked of the kernel, too: a page of a private mapping that anybody has
+written to is no longer the file's (`/proc/self/pagemap`). Where the kernel does not say, the tensor is like any other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import mmap
+import os
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import ConstantChangedError
+from ..program.graph import is_contiguous
+from ..program.source import here
+from . import session
+from .file_value import FileValue
+from .tensor import DeferredStorage, DeferredTensor, Hooks
+
+# Smaller ones are copied: asking for the mapping would take longer.
+_SMALLEST = 1 << 16
+
+# A page's 64 bits in /proc/self/pagemap: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_PRESENT, _SWAPPED, _FILE_OR_SHARED = (np.uint64(1 << bit) for bit in (63, 62, 61))
+
+
+class _Mapping(NamedTuple):
+    begin: int
+    end: int
+    offset: int  # in the file, of `begin`
+    path: str
+    inode: int
+
+
+class _Bytes(NamedTuple):
+    """Where a tensor's content lies in a file, and how the file was when it was met."""
+
+    path: str
+    offset: int
+    stamp: tuple[int, ...]
+    where: str  # the line that met it
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a real tensor may show a file: it is large, and torch did not allocate its memory. Quickly told."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize < _SMALLEST or tensor.is_inference():
+        return False
+    return not tensor.untyped_storage().resizable()
+
+
+def in_file(tensor: torch.Tensor) -> FileValue | None:
+    """What a real tensor holds, as a Value that is read from the file that it shows; None if it shows none."""
+    if not is_mapped(tensor) or not is_contiguous(tensor.shape, tensor.stride()) or tensor.is_conj() or tensor.is_neg():
+        return None
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+    mapping = _mapping_of(address, nbytes)
+    if mapping is None or not _as_in_the_file(address, nbytes):
+        return None
+    try:
+        about = os.stat(mapping.path)
+    except OSError:
+        return None
+    if about.st_ino != mapping.inode:  # another file stands in its place
+        return None
+    place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
+    label = f"bytes from {place.offset:,} on in {place.path}"
+    read = functools.partial(_read, place, tensor.dtype)
+    return FileValue.of_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
+
+
+def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
+    """What stands for a real tensor of a mapped file, when a parameter is made of it in a capture; None for any other.
+
+    Parameters made of one tensor share it, as they would its memory; of tensors that overlap otherwise they are real.
+    """
+    if not is_mapped(tensor):
+        return None
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    for other, store in session.left_in_files.values():
+        first, last = other.data_ptr(), other.data_ptr() + other.numel() * other.itemsize
+        if (first, last, other.dtype) == (begin, end, tensor.dtype):
+            return DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
+        if first < end and begin < last:
+            return None
+    value = in_file(tensor)
+    if value is None:
+        return None
+    value.follow(tensor)
+    with torch.no_grad():
+        shown = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
+        made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (shown,), {})
+    session.left_in_files[begin] = tensor, made._store
+    return made
+
+
+_known: list[_Mapping] = []
+
+
+def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
+    """The private mapping of a file that all of these bytes lie in."""
+    for again in (False, True):
+        if again or not _known:
+            _known[:] = _mappings()
+        place = bisect.bisect_right([m.begin for m in _known], address) - 1
+        if place >= 0 and _known[place].begin <= address and address + nbytes <= _known[place].end:
+            if again or _known[place] in _mappings_at(_known[place]):
+                return _known[place]
+    return None
+
+
+def _mappings_at(mapping: _Mapping) -> list[_Mapping]:
+    """`mapping` if it is still there: a file's may be gone, and another's have taken its addresses."""
+    name = f"/proc/self/map_files/{mapping.begin:x}-{mapping.end:x}"
+    try:
+        there = os.readlink(name)
+    except OSError:  # not for everybody to see, or gone: look through all
+        return _mappings()
+    return [mapping] if there == mapping.path else []
+
+
+def _mappings() -> list[_Mapping]:
+    found = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                addresses, access, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+                if access.startswith("r") and access.endswith("p") and path and path[0].startswith("/"):
+                    begin, end = (int(a, 16) for a in addresses.split("-"))
+                    found.append(_Mapping(begin, end, int(offset, 16), path[0], int(inode)))
+    except OSError:
+        pass
+    return sorted(found)
+
+
+def _as_in_the_file(address: int, nbytes: int) -> bool:
+    """Whether nobody has written to these pages of a private mapping."""
+    page = mmap.PAGESIZE
+    first, last = address // page, (address + nbytes - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            pages = np.frombuffer(os.pread(pagemap.fileno(), 8 * (last - first + 1), 8 * first), np.uint64)
+    except OSError:
+        return False
+    if len(pages) != last - first + 1:
+        return False
+    own = ((pages & _PRESENT) != 0) & ((pages & _FILE_OR_SHARED) == 0)
+    return not bool((own | ((pages & _SWAPPED) != 0)).any())
+
+
+def _stamp(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _read(place: _Bytes, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
+    """Read elements from number `begin` on into `out`, one-dimensional."""
+    with open(place.path, "rb", buffering=0) as file, torch._C._DisableTorchDispatch():
+        if _stamp(os.fstat(file.fileno())) != place.stamp:
+            raise ConstantChangedError(
+                f"{place.where}: {place.path} has been written to, or replaced, since a deferred model loaded it, and "
+                "what it held then is gone. Load it again, or call firstloss.materialize_module before it is replaced."
+            )
+        view = memoryview(out.view(torch.uint8).numpy())
+        offset = place.offset + begin * dtype.itemsize
+        while view:
+            count = os.preadv(file.fileno(), [view], offset)
+            if not count:
+                raise ConstantChangedError(f"{place.where}: {place.path} has been cut short since it was loaded.")
+            view, offset = view[count:], offset + count

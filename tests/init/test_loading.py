@@ -1,0 +1,333 @@
+"""A checkpoint loaded into a deferred model cancels its recipes: nothing is drawn; each rank reads its own bytes."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.capture import mapped_file
+from firstloss.errors import ConstantChangedError, NotMaterializedWarning
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="Linux tells what a mapping shows")
+
+BYTES = 4 * (6 * 512 * 513 + 1000 * 256)
+
+
+def build():
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)], nn.Embedding(1000, 256))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, and the folder that its weights are in, in files of safetensors and of torch.save."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(1)
+    model = build()
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(model.state_dict(), folder / "model.pt")
+    return model, folder
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many bytes have been read of mapped files: each time, one entry."""
+    counts = []
+    real = mapped_file._read
+
+    def counting(place, dtype, begin, out):
+        counts.append(out.nbytes)
+        return real(place, dtype, begin, out)
+
+    monkeypatch.setattr(mapped_file, "_read", counting)
+    return counts
+
+
+def read_so_far():
+    """Bytes read by this process, all files and threads together."""
+    with open("/proc/self/io", encoding="ascii") as lines:
+        return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+def opened(folder):
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def sliced(folder):
+    with safetensors.safe_open(folder / "model.safetensors", framework="pt") as file:
+        return {name: file.get_slice(name)[...] for name in file.keys()}
+
+
+SOURCES = {
+    "safetensors.load_file": lambda folder: safetensors.torch.load_file(folder / "model.safetensors"),
+    "safe_open": opened,
+    "slices": sliced,
+    "torch.load, mapped": lambda folder: torch.load(folder / "model.pt", mmap=True),
+}
+
+
+def converted(model, state):
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    return model.to(torch.bfloat16).load_state_dict(state, assign=True)
+
+
+def stacked(model, state):
+    model.load_state_dict({k: torch.stack([v, v]).unbind()[1] for k, v in state.items()}, assign=True)
+
+
+LOADINGS = {
+    "copied": lambda model, state: model.load_state_dict(state),
+    "assigned": lambda model, state: model.load_state_dict(state, assign=True),
+    "converted on the way": lambda model, state: model.to(torch.bfloat16).load_state_dict(state),
+    "converted before": converted,
+    "cloned": lambda model, state: model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True),
+    "stacked": stacked,
+    "concatenated": lambda model, state: model.load_state_dict(
+        {k: torch.cat([v[: len(v) // 2], v[len(v) // 2 :]]) for k, v in state.items()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("load", LOADINGS.values(), ids=LOADINGS)
+def test_nothing_is_read_before_it_is_needed(saved, source, load, read):
+    expected, folder = saved
+    with fl.deferred():
+        model = build()
+        load(model, source(folder))
+    assert sum(read) < BYTES // 100, "the file was read while it was captured"
+    assert fl.is_deferred(model)
+    assert not any(recipe.draws for recipe in fl.init_program(model).recipes.values())
+    fl.materialize_module(model)
+    assert BYTES * 0.98 < sum(read) < BYTES * (2.01 if "stacked" in load.__name__ else 1.01)
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight.to(model[0].weight.dtype)), name
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_loaded_after_the_block(saved, source, read):
+    expected, folder = saved
+    model = fl.deferred_init(build)
+    model.load_state_dict(source(folder))
+    assert sum(read) < BYTES // 100
+    assert not any(recipe.draws for recipe in fl.init_program(model).recipes.values())
+    with pytest.warns(NotMaterializedWarning):  # a forgotten one, too
+        found = model[:6](torch.ones(2, 512))
+    assert torch.equal(found, expected[:6](torch.ones(2, 512)))
+
+
+def test_missing_keys_are_drawn_as_in_eager(saved):
+    _, folder = saved
+
+    def load(construct):
+        torch.manual_seed(3)
+        with construct():
+            model = build()
+        state = safetensors.torch.load_file(folder / "model.safetensors")
+        del state["2.weight"], state["6.weight"]
+        assert model.load_state_dict(state, strict=False).missing_keys == ["2.weight", "6.weight"]
+        return fl.materialize_module(model).state_dict()
+
+    found = load(fl.deferred)
+    for name, weight in load(lambda: torch.random.fork_rng(devices=[])).items():
+        assert torch.equal(found[name], weight), name
+
+
+# -- when the memory is not what the file holds ------------------------------------------------------------------------
+
+
+def edited_before(state, name):
+    state[name].add_(1)
+    return lambda: None
+
+
+def edited_past_torch(state, name):
+    state[name].numpy()[3, 5] = 7.0
+    return lambda: None
+
+
+def edited_after(state, name):
+    return lambda: state[name].zero_()
+
+
+@pytest.mark.parametrize("edit", [edited_before, edited_past_torch, edited_after])
+def test_edits_of_loaded_tensors_count_as_in_eager(saved, edit):
+    _, folder = saved
+    expected, model = build(), fl.deferred_init(build)
+    for target in (expected, model):
+        state = safetensors.torch.load_file(folder / "model.safetensors")
+        later = edit(state, "3.weight")
+        target.load_state_dict(state)
+        later()
+    fl.materialize_module(model)
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+def test_an_edit_of_what_a_parameter_was_made_of_is_an_error(saved):
+    state = safetensors.torch.load_file(saved[1] / "model.safetensors")
+    with fl.deferred():
+        model = build()
+        model.load_state_dict(state, assign=True)
+    state["3.weight"].zero_()  # in eager PyTorch, the parameter's memory
+    with pytest.raises(ConstantChangedError, match="edited after a parameter"):
+        fl.materialize_module(model)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "replaced", "cut short"])
+def test_a_file_that_changes_is_an_error(saved, tmp_path, how):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(saved[0].state_dict(), path)
+    model = fl.deferred_init(build)
+    model.load_state_dict(safetensors.torch.load_file(path))
+    if how == "rewritten":
+        with open(path, "r+b") as file:
+            file.seek(100_000)
+            file.write(b"changed")
+        os.utime(path, (1, 1))
+    elif how == "replaced":
+        os.replace(saved[1] / "model.pt", tmp_path / "other")
+        os.replace(tmp_path / "other", path)
+    else:
+        os.truncate(path, 1000)
+    with pytest.raises(ConstantChangedError, match=r"test_loading.py:\d+: .*model.safetensors has been written to"):
+        fl.materialize_module(model)
+    if how == "replaced":
+        torch.save(saved[0].state_dict(), saved[1] / "model.pt")
+
+
+def test_parameters_of_one_tensor_are_tied(saved):
+    state = safetensors.torch.load_file(saved[1] / "model.safetensors")
+    with fl.deferred():
+        first, second = nn.Parameter(state["0.weight"]), nn.Parameter(state["0.weight"])
+        part = nn.Parameter(state["0.weight"][:256])  # overlaps, and is real
+    with torch.no_grad():
+        fl.materialize_tensor(first).add_(1)
+    assert first is not second and torch.equal(first, second) and not torch.equal(part, first[:256])
+
+
+def test_where_the_kernel_does_not_say(saved, monkeypatch):
+    monkeypatch.setattr(mapped_file, "_mappings", list)
+    mapped_file._known.clear()
+    model = fl.deferred_init(build)
+    model.load_state_dict(safetensors.torch.load_file(saved[1] / "model.safetensors"))
+    fl.materialize_module(model)
+    assert all(map(torch.equal, model.state_dict().values(), saved[0].state_dict().values()))
+
+
+# -- from_pretrained ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=500,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "AutoModelForSequenceClassification"])
+def test_from_pretrained(pretrained, dtype, kind, read):
+    import transformers
+
+    def load(construct):
+        torch.manual_seed(2)
+        with construct():
+            model = getattr(transformers, kind).from_pretrained(pretrained, dtype=dtype)
+        return model, torch.get_rng_state()
+
+    expected, state = load(contextlib.nullcontext)
+    model, found = load(fl.deferred)
+    assert torch.equal(found, state) and sum(read) < 1000 and fl.is_deferred(model)
+    fl.materialize_module(model)
+    assert sum(read) > 1000
+    for pairs in (
+        (model.named_parameters(), expected.named_parameters()),
+        (model.named_buffers(), expected.named_buffers()),
+    ):
+        for (name, found), (_, wanted) in zip(*pairs, strict=True):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted), name
+    if kind == "AutoModelForCausalLM":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.training is expected.training
+
+
+# -- shards: each rank reads its own bytes -----------------------------------------------------------------------------
+
+_RANKS = """
+import os, sys, warnings, torch, torch.distributed as dist, safetensors.torch, firstloss as fl
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from firstloss.capture import realize
+sys.path.insert(0, os.environ["HERE"])
+from tests.init.test_loading import build, read_so_far
+rank, kind, folder, world = int(sys.argv[1]), sys.argv[2], sys.argv[3], 2
+warnings.simplefilter("error", fl.errors.NotMaterializedWarning)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store-{kind}", rank=rank, world_size=world)
+mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+path = folder + "/model.safetensors"
+def shard(model):
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+plain = build()
+plain.load_state_dict(safetensors.torch.load_file(path))
+expected = shard(plain)
+if kind.startswith("dcp"):
+    dcp.save({"model": expected.state_dict()}, checkpoint_id=folder + "/" + kind)
+values, real = [], realize.materialize_values
+realize.materialize_values = lambda these, **a: values.extend(these) or real(these, **a)
+load = lambda: safetensors.torch.load_file(path)
+torch.manual_seed(9)
+before = read_so_far()
+with fl.deferred():
+    model = build()
+    if kind in ("copied", "assigned"):
+        model.load_state_dict(load(), assign=kind == "assigned")
+if kind == "after":
+    model.load_state_dict(load())
+shard(model)
+if kind == "set_model_state_dict":
+    set_model_state_dict(model, load(), options=StateDictOptions(full_state_dict=True))
+elif kind == "broadcast":
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, load() if rank == 0 else {}, options=whole)
+elif kind == "dcp":
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder + "/" + kind)
+elif kind == "dcp, with an optimizer":
+    state, _ = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    dcp.load({"model": state}, checkpoint_id=folder + "/" + kind)
+fl.materialize_module(model)
+read, own = read_so_far() - before, sum(p.to_local().nbytes for p in model.parameters())
+for a, b in zip(model.parameters(), expected.parameters()):
+    assert torch.equal(a.to_local(), b.to_local())
+assert kind.startswith("dcp") <= (not values), "recipes were run"
+if kind != "broadcast":
+    assert read < 1.25 * own, (read, own)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp", "dcp, with an optimizer"],
+)
+def test_each_rank_reads_its_own(saved, kind):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HERE": os.getcwd()}
+    command = [sys.executable, "-c", _RANKS]
+    ranks = [subprocess.Popen([*command, str(rank), kind, str(saved[1])], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=250) for rank in ranks] == [0, 0]
