@@ -7,6 +7,7 @@ was not there counts as missing.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import random
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from ...program.source import Source
-from . import bytecode, contents
+from . import bytecode, caches, contents
 from .bytecode import Collect, ItemUpdate, Update, Use
 from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, table_of
 from .pytorch import namespaces, undisguised
@@ -436,6 +437,8 @@ class GuardSet:
                 self._read(id(value), read, reading, inside, name)
             for part in behind(value):
                 self._value(part, what, name)
+            if isinstance(value, functools._lru_cache_wrapper) and not is_installed(value.__module__):
+                self._cached(value, f"what {what} has cached", name)
         elif kind is Kind.CELL:
             known = self._snapshot.cells.get(id(value))
             if known is not None:
@@ -458,6 +461,15 @@ class GuardSet:
             table = own_attributes(value)
             if table is not None:
                 self._some(table, _describe_attribute(value), all_of_them=True)
+
+    def _cached(self, function: Any, what: str, name: str) -> None:
+        """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the
+        step is traced once more."""
+        found = caches.results(function)
+        new = any(kind_of(type(r)) is not Kind.LEAF and not self._snapshot.holds(r) for r in found)
+        self._read(id(function), caches.unchanged(function), not new, what, name)
+        for result in found:
+            self._value(result, what, name)
 
     def _container(self, value: Any, kind: Kind, what: str, inside: str, name: str) -> None:
         large = contents.unwatched(value)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..compiled import CompiledModel, module_of
-from . import contents
+from . import caches, contents
 from .kinds import (
     Kind,
     behind,
@@ -162,6 +162,8 @@ class Snapshot:
             todo.extend(behind(what))
             if isinstance(what, functools._lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
+                if not is_installed(what.__wrapped__.__module__):
+                    todo += caches.results(what)
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
