@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,13 @@ class ClusterConfig(Settings):
 
     Attributes:
         num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
-        num_workers_per_csx: None. The loader itself says how many processes read data, and anything else is an error.
+        num_workers_per_csx: processes that read data, for each of these devices: `num_csx` times as many workers as
+            `torch.utils.data.DataLoader(num_workers=...)` would start, in each `DataLoader` that a `DataExecutor` or
+            a Trainer loops over, whatever that one says itself. Several processes that train together share them.
+            0: none. None: each loader says it itself.
 
     Raises:
-        BackendError: if `num_csx` is less than 1, or `num_workers_per_csx` is given.
+        BackendError: if `num_csx` is less than 1, or `num_workers_per_csx` less than 0.
     """
 
     num_csx: int = 1
@@ -31,11 +35,75 @@ class ClusterConfig(Settings):
         if not isinstance(self.num_csx, int) or isinstance(self.num_csx, bool) or self.num_csx < 1:
             raise BackendError(f"num_csx={self.num_csx!r}: a run takes at least one device.")
         workers = self.num_workers_per_csx
-        if workers is not None:
-            raise BackendError(
-                f"num_workers_per_csx={workers!r}: there are no machines here that only read data. Leave it out, and "
-                f"let your loader say how many processes read: torch.utils.data.DataLoader(..., num_workers={workers})."
-            )
+        if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+            raise BackendError(f"num_workers_per_csx={workers!r} is not a whole number of at least 0.")
+
+
+# -- which process this is. Cerebras' names: its workers only stream data; here each process reads and trains. --
+
+
+def get_ordinal() -> int:
+    """The number of this process among those that train together, from 0."""
+    return _processes().index
+
+
+def num_tasks() -> int:
+    """How many processes train together."""
+    return _processes().count
+
+
+def is_master_ordinal(local: bool = False) -> bool:
+    """Whether this is process 0, which writes logs.
+
+    Args:
+        local: the same, among those on this machine (`LOCAL_RANK`).
+    """
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0 if local else get_ordinal() == 0
+
+
+def is_streamer() -> bool:
+    """Whether this process reads data: each does."""
+    return True
+
+
+def num_streamers() -> int:
+    """How many processes read data: all of them."""
+    return num_tasks()
+
+
+def get_streaming_rank() -> int:
+    """The number of this process among those that read data: its own among all."""
+    return get_ordinal()
+
+
+def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
+    """How many rows of each batch a process reads, if all devices together are to compute on so many.
+
+    One process reads all of them, for as many devices as there are; several share them, and put theirs together with
+    `global_batch`.
+
+    Args:
+        effective_batch_size: rows of a batch for an update.
+        global_rank: of another process than this one; None: this one.
+
+    Raises:
+        BackendError: if it is no positive whole number, or the processes cannot share it evenly.
+    """
+    size, count = effective_batch_size, num_tasks()
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise BackendError(f"effective_batch_size={size!r} is not a whole number of at least 1.")
+    if global_rank is not None and not 0 <= global_rank < count:
+        raise BackendError(f"global_rank={global_rank}: there are {count} processes, counted from 0.")
+    if size % count:
+        raise BackendError(f"{count} processes cannot share a batch of {size} evenly. Make it a multiple of {count}.")
+    return size // count
+
+
+def _processes() -> Any:
+    from .runtime.backend import current_backend
+    from .runtime.processes import processes
+
+    return processes(current_backend(raise_exception=False))
 
 
 def global_batch(batch: Any) -> Any:
@@ -46,7 +114,7 @@ def global_batch(batch: Any) -> Any:
     have to call it, with as many rows each.
 
     Args:
-        batch: tensors of this process, in lists, tuples and dicts; their first dimension is rows.
+        batch: tensors of this process, in lists, tuples, dicts and dataclasses; their first dimension is rows.
 
     Returns:
         `batch` with tensors of the backend, which have the rows of all processes.
@@ -61,9 +129,12 @@ def global_batch(batch: Any) -> Any:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
     from .runtime.executable import resident
     from .runtime.mesh import put_parts
+    from .runtime.structures import flatten
 
     mesh = backend.mesh
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: resident(put_parts(tensor, mesh)), batch)
+    leaves, spec = flatten(batch)
+    put = [resident(put_parts(leaf, mesh)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(put, spec)
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -134,6 +134,14 @@ class OptimizerError(FirstlossError, ValueError):
     """An optimizer's arguments make no sense."""
 
 
+class MetricError(FirstlossError, ValueError):
+    """A metric is given what it cannot compute of, or asked before it was given anything."""
+
+
+class SummaryError(FirstlossError, ValueError):
+    """A summary cannot be written or read."""
+
+
 class ConfigError(FirstlossError, ValueError):
     """A run's configuration file, or what overrides it, is wrong."""
 

@@ -55,7 +55,7 @@ def test_the_name_that_was_meant_is_said(make, name, near, backend):
         (lambda b: Logging(), "log_steps", 0),
         (lambda b: Checkpoint(), "mode", "best"),
         (lambda b: fl.distributed.ClusterConfig(), "num_csx", 0),
-        (lambda b: fl.distributed.ClusterConfig(), "num_workers_per_csx", 1),
+        (lambda b: fl.distributed.ClusterConfig(), "num_workers_per_csx", -1),
     ],
 )
 def test_a_value_set_later_is_checked_as_one_that_is_given(make, name, value, backend):
@@ -90,7 +90,7 @@ BACKENDS = {
     "no name": lambda b: fl.backend(3),
     "no cluster": lambda b: fl.backend("XLA", cluster_config={"num_csx": 1}),
     "a mesh for eager PyTorch": lambda b: fl.backend("CPU", mesh={"data": 1}),
-    "workers": lambda b: fl.distributed.ClusterConfig(num_workers_per_csx=2),
+    "workers": lambda b: fl.distributed.ClusterConfig(num_workers_per_csx=-2),
     "whether it is true": lambda b: fl.distributed.ClusterConfig(num_csx=True),
 }
 
@@ -164,7 +164,8 @@ ARGUMENTS = {
     "pads with numbers": lambda: fl.Pad(value="x"),
     "values=3": lambda: fl.Pad(values=3),
     "multiple_of=True": lambda: fl.Pad(multiple_of=True),
-    "enabled=.*bfloat16": lambda: fl.amp.autocast(torch.bfloat16),
+    "enabled=.*False": lambda: fl.amp.autocast(False),
+    "float64": lambda: fl.amp.autocast(torch.float64),
     "total_iters": lambda: fl.optim.lr_scheduler.ConstantLR(_adam(), 0.1, total_iters=-1),
     "element 5 of 'betas', which has 2": lambda: fl.optim.lr_scheduler.ConstantLR(
         _adam(), 0.1, param_group_key=("betas", 5)

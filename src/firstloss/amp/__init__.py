@@ -6,6 +6,26 @@ PyTorch has not, and loss scaling that needs no value on the host.
 
 from .grad_scaler import GradScaler
 from .optimizer_step import optimizer_step
-from .precision import autocast, get_half_dtype, set_half_dtype
+from .precision import (
+    autocast,
+    enable_mixed_precision,
+    get_floating_point_dtype,
+    get_floating_point_dtype_str,
+    get_half_dtype,
+    is_cbfloat16_tensor,
+    mixed_precision,
+    set_half_dtype,
+)
 
-__all__ = ["GradScaler", "autocast", "get_half_dtype", "optimizer_step", "set_half_dtype"]
+__all__ = [
+    "GradScaler",
+    "autocast",
+    "enable_mixed_precision",
+    "get_floating_point_dtype",
+    "get_floating_point_dtype_str",
+    "get_half_dtype",
+    "is_cbfloat16_tensor",
+    "mixed_precision",
+    "optimizer_step",
+    "set_half_dtype",
+]

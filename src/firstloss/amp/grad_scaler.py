@@ -30,8 +30,9 @@ class GradScaler:
         init_scale: where a dynamic scale begins; by default as large as it may become.
         steps_per_increase: after so many steps without a change it is doubled; 2000 by default.
         min_loss_scale, max_loss_scale: its limits; 2^-14 and 2^15 by default, with cbfloat16 2^31.
-        overflow_tolerance: it is halved when more than this part of the steps since its last change have overflown;
-            0 by default.
+        overflow_tolerance: it is halved when more than this part of the steps since its last change have overflown.
+        max_gradient_norm: of a dynamic scale: the first `step` after `unscale_` scales all gradients that are unscaled
+            down together, so that their norm is at most this.
 
     Raises:
         PrecisionError: for a scale that is no positive number, limits that leave it no room, or limits of a scale that
@@ -45,7 +46,8 @@ class GradScaler:
         steps_per_increase: int | None = None,
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
-        overflow_tolerance: float | None = None,
+        overflow_tolerance: float = 0.0,
+        max_gradient_norm: float | None = None,
     ) -> None:
         self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
         if loss_scale is not None and not self.dynamic and not _is_positive(loss_scale):
@@ -55,7 +57,8 @@ class GradScaler:
             "steps_per_increase": steps_per_increase,
             "min_loss_scale": min_loss_scale,
             "max_loss_scale": max_loss_scale,
-            "overflow_tolerance": overflow_tolerance,
+            "overflow_tolerance": overflow_tolerance or None,
+            "max_gradient_norm": max_gradient_norm,
         }
         if not self.dynamic:
             dropped = [f"{name}={value!r}" for name, value in given.items() if value is not None]
@@ -68,7 +71,10 @@ class GradScaler:
         most = 2.0**31 if get_half_dtype() == "cbfloat16" else 2.0**15
         most = most if max_loss_scale is None else max_loss_scale
         patience = 2000 if steps_per_increase is None else steps_per_increase
-        tolerance = 0.0 if overflow_tolerance is None else overflow_tolerance
+        tolerance = overflow_tolerance
+        if max_gradient_norm is not None and not _is_positive(max_gradient_norm):
+            raise PrecisionError(f"gradients are clipped to something positive, and not to {max_gradient_norm!r}.")
+        self._max_gradient_norm = max_gradient_norm
         first = most if init_scale is None else init_scale
         if not 0 < least <= first <= most < float("inf") or not 0 <= tolerance <= 1 or not patience >= 1:
             raise PrecisionError(
@@ -87,6 +93,7 @@ class GradScaler:
         # Of the step under way: for each optimizer that is unscaled, whether its gradients are finite; and those done.
         self._finite: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
+        self._gradients: list[Tensor] = []  # that are unscaled, and not clipped yet
 
     def is_enabled(self) -> bool:
         """Whether it does anything."""
@@ -94,8 +101,7 @@ class GradScaler:
 
     def scale(self, losses: T) -> T:
         """The loss, or losses in a list or tuple, in float32 times the scale."""
-        self._finite.clear()
-        self._stepped.clear()
+        self._clear()
         if isinstance(losses, (list, tuple)):
             return type(losses)(self.scale(loss) for loss in losses)
         assert isinstance(losses, Tensor)
@@ -114,6 +120,13 @@ class GradScaler:
         if self._scales and gradients:
             torch._foreach_mul_(gradients, 1.0 / self._scale.to(gradients[0].device))
         self._finite[id(optimizer)] = _all_finite(gradients) if self.dynamic and gradients else torch.tensor(True)
+        self._gradients += gradients
+
+    def together(self) -> None:
+        """The optimizers that are unscaled step together, or none of them does."""
+        if self.dynamic and len(self._finite) > 1:
+            finite = torch.stack(list(self._finite.values())).all()
+            self._finite = dict.fromkeys(self._finite, finite)
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +139,16 @@ class GradScaler:
         if id(optimizer) in self._stepped:
             raise PrecisionError("step has been called for this optimizer since the last update().")
         if id(optimizer) not in self._finite:
+            if self._stepped and self._max_gradient_norm is not None:
+                raise PrecisionError(
+                    "with max_gradient_norm, call unscale_ for all optimizers before the first step: their gradients "
+                    "are clipped together."
+                )
             self.unscale_(optimizer)
+        if self._max_gradient_norm is not None and self._gradients:
+            norm = torch.nn.utils.get_total_norm(self._gradients)
+            torch._foreach_mul_(self._gradients, (self._max_gradient_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._gradients = []
         self._stepped.add(id(optimizer))
         if not self.dynamic:
             return optimizer.step(*args, **kwargs)
@@ -136,9 +158,20 @@ class GradScaler:
         return _step_if(finite, optimizer, args, kwargs)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Choose the next step's scale, after all optimizers have stepped."""
-        if self.dynamic and self._finite:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Choose the next step's scale, after all optimizers have stepped.
+
+        Args:
+            new_scale: the scale from now on, whatever has overflown; of a dynamic one.
+
+        Raises:
+            PrecisionError: for a new scale where it does not change.
+        """
+        if new_scale is not None:
+            if not self.dynamic:
+                raise PrecisionError(f"update(new_scale={new_scale!r}) is for loss_scale='dynamic'.")
+            self._scale.copy_(torch.as_tensor(new_scale, dtype=torch.float32))
+        elif self.dynamic and self._finite:
             overflow = ~torch.stack([finite.cpu() for finite in self._finite.values()]).all()
             self._skipped.add_(overflow)
             self._steps.add_(1)
@@ -150,8 +183,12 @@ class GradScaler:
             kept = ~(down | up)
             self._steps.mul_(kept)
             self._overflows.mul_(kept)
+        self._clear()
+
+    def _clear(self) -> None:
         self._finite.clear()
         self._stepped.clear()
+        self._gradients = []
 
     def get_scale(self) -> Any:
         """The scale of now; in a traced step, a tensor."""

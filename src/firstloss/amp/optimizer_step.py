@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import PrecisionError
@@ -10,38 +12,49 @@ from .grad_scaler import GradScaler
 
 def optimizer_step(
     loss: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     grad_scaler: GradScaler | None = None,
     max_gradient_norm: float | None = None,
     max_gradient_value: float | None = None,
 ) -> None:
     """The backward pass of `loss`, scaled, and a step of `optimizer`, left out where a gradient is not finite.
 
-    Gradients of before are cleared first, and those of this step at the end. As Cerebras' `cstorch.amp.optimizer_step`.
+    As Cerebras' `cstorch.amp.optimizer_step`. Gradients that are there before, as those of earlier batches, are added
+    to, as by any `backward()`; with a `grad_scaler` they are taken to be scaled like this loss's. At the end they are
+    cleared.
 
     Args:
         loss: one number.
+        optimizer: one, or several: all step, or none; gradients are clipped together.
         grad_scaler: without one, nothing is scaled.
         max_gradient_norm: scale all gradients down together, so that their norm is at most this.
         max_gradient_value: clamp each element to plus and minus this; not together with a norm.
 
     Raises:
-        PrecisionError: if the limits are both given, or not positive.
+        PrecisionError: if the limits are both given, or not positive; for what is no optimizer, or nothing at all.
     """
     if max_gradient_norm is not None and max_gradient_value is not None:
         raise PrecisionError("clip gradients by norm or by value, not by both: pass one of the two.")
     limit = max_gradient_norm if max_gradient_value is None else max_gradient_value
     if limit is not None and not limit > 0:
         raise PrecisionError(f"gradients are clipped to something positive, and not to {limit}.")
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+    if wrong or not optimizers:
+        found = f"an object of type {type(wrong[0]).__name__}" if wrong else "no optimizer"
+        raise PrecisionError(f"optimizer_step takes a torch.optim.Optimizer, or a list of them, and not {found}.")
     scaler = GradScaler() if grad_scaler is None else grad_scaler
-    optimizer.zero_grad()
     scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for each in optimizers:
+        scaler.unscale_(each)
+    weights = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     if max_gradient_norm is not None:
         torch.nn.utils.clip_grad_norm_(weights, max_gradient_norm)
     elif max_gradient_value is not None:
         torch.nn.utils.clip_grad_value_(weights, max_gradient_value)
-    scaler.step(optimizer)
+    scaler.together()
+    for each in optimizers:
+        scaler.step(each)
     scaler.update()
-    optimizer.zero_grad()
+    for each in optimizers:
+        each.zero_grad()

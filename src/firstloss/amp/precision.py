@@ -16,6 +16,7 @@ _DTYPES = {
     "cbfloat16": torch.float16,  # in whose place the lowering puts it
 }
 _half = "float16"
+_mixed = False
 
 
 def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -32,11 +33,15 @@ def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
         PrecisionError: for another dtype.
     """
     global _half
+    _half = _name(dtype)
+    return _DTYPES[_half]
+
+
+def _name(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise PrecisionError(f"{dtype!r} is not one of the half precisions: {', '.join(_DTYPES)}.")
-    _half = name
-    return _DTYPES[name]
+    return name
 
 
 def get_half_dtype() -> str:
@@ -44,38 +49,81 @@ def get_half_dtype() -> str:
     return _half
 
 
+def enable_mixed_precision(enable: bool = True) -> bool:
+    """Compute in the half precision chosen wherever a model given to `firstloss.compile` is called in a traced step, as
+    if each call stood in a region of `autocast`; elsewhere regions say it. Off until this is called.
+
+    Args:
+        enable: False: off again.
+
+    Returns:
+        Whether it is on.
+
+    Raises:
+        PrecisionError: if `enable` is neither True nor False.
+    """
+    global _mixed
+    if not isinstance(enable, bool):
+        raise PrecisionError(f"enable_mixed_precision({enable!r}): write True or False.")
+    _mixed = enable
+    return _mixed
+
+
+def mixed_precision() -> bool:
+    """Whether `enable_mixed_precision` is on."""
+    return _mixed
+
+
+def get_floating_point_dtype(default: torch.dtype = torch.float32) -> torch.dtype:
+    """The torch dtype that models compute in: that of the half precision chosen if `mixed_precision`, else
+    `default`."""
+    return _DTYPES[_half] if _mixed else default
+
+
+def get_floating_point_dtype_str(default: str = "float32") -> str:
+    """The name of what models compute in: the half precision chosen if `mixed_precision`, else `default`."""
+    return _half if _mixed else default
+
+
+def is_cbfloat16_tensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` would be cbfloat16 in a traced step: that is chosen, and it has float16 in its place."""
+    return _half == "cbfloat16" and tensor.dtype == _DTYPES[_half]
+
+
 class autocast(contextlib.ContextDecorator):
-    """A region in which products are computed in the half precision chosen by `set_half_dtype`.
+    """A region in which products are computed in half precision.
 
     As `torch.autocast`, whose lists say which operations are cast to half precision, which to float32 and which follow
     their operands; regions of `torch.autocast` inside override it, and it overrides those outside. On the XLA backend
     the lists are those of `torch.autocast("cpu")`.
 
     Args:
+        dtype: which, as `set_half_dtype` takes it; None: the one that it was given.
         enabled: False: nothing is cast in the region.
 
     Raises:
-        PrecisionError: if `enabled` is neither; on entering with cbfloat16 anywhere but in a traced step: it is
-            emulated by XLA.
+        PrecisionError: for another dtype, or if `enabled` is neither; on entering with cbfloat16 anywhere but in a
+            traced step: it is emulated by XLA.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise PrecisionError(
-                f"autocast(enabled=...) is True or False, and not {enabled!r}. A dtype is chosen by set_half_dtype."
-            )
+    def __init__(self, dtype: str | torch.dtype | None = None, enabled: bool = True) -> None:
+        if isinstance(dtype, bool) or not isinstance(enabled, bool):
+            wrong = dtype if isinstance(dtype, bool) else enabled
+            raise PrecisionError(f"autocast(enabled=...) is True or False, by name, and not {wrong!r}.")
+        self._dtype = None if dtype is None else _name(dtype)
         self._enabled = enabled
         self._open: list[torch.autocast] = []
 
     def __enter__(self) -> autocast:
-        if self._enabled and _half == "cbfloat16":
+        half = self._dtype or _half
+        if self._enabled and half == "cbfloat16":
             if session.trace is None:
                 raise PrecisionError(
                     "cbfloat16 is emulated in traced steps on the XLA backend, and this is none. Choose "
                     'set_half_dtype("bfloat16") or "float16" here.'
                 )
             session.trace.cbfloat16 = True
-        region = torch.autocast(_device_type(), dtype=_DTYPES[_half], enabled=self._enabled)
+        region = torch.autocast(_device_type(), dtype=_DTYPES[half], enabled=self._enabled)
         region.__enter__()
         self._open.append(region)
         return self

@@ -8,7 +8,6 @@ executable is for that one alone.
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture.step import dense_stride
 from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry
-from .structures import containers
+from .structures import attributes_taken_apart, containers
 
 _OUR_ATTRIBUTES = {"_store", "_is_param"}
 
@@ -88,7 +87,7 @@ class Arguments:
     def _one_in_two_places(self) -> bool:
         """Whether a dict or a list is given twice."""
         args, kwargs = self._given
-        if not any(isinstance(value, (dict, list, tuple, UserDict)) for value in (*args, *kwargs.values())):
+        if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
             return False
         held = self.containers()
         return len({id(container) for container in held}) < len(held)
@@ -128,7 +127,8 @@ def _pattern(objects: list[Any]) -> tuple[int, ...]:
 
 def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
     """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
-    if not isinstance(given, (dict, list, tuple)):
+    names = () if isinstance(given, (dict, list, tuple)) else attributes_taken_apart(given)
+    if not isinstance(given, (dict, list, tuple)) and not names:
         return made
     if isinstance(given, tuple):
         parts = [_unified(a, b, known) for a, b in zip(given, made, strict=True)]
@@ -136,6 +136,10 @@ def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
     if id(given) in known:
         return known[id(given)]
     known[id(given)] = made
+    for name in names:
+        object.__setattr__(made, name, _unified(getattr(given, name), getattr(made, name), known))
+    if names:
+        return made
     for key in range(len(given)) if isinstance(given, list) else list(given):
         made[key] = _unified(given[key], made[key], known)
     return made

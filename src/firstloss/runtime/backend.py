@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from .. import heap, timeline
+from ..capture import session
 from ..capture.deferred import deferred
 from ..dependencies import require_jax
 from ..errors import BackendError
@@ -85,9 +86,23 @@ class Device:
 class Backend:
     """A place where training runs: make one with `firstloss.backend`."""
 
-    def __init__(self, name: str, artifact_dir: str, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        artifact_dir: str,
+        mesh: Mesh | None = None,
+        *,
+        cluster_config: ClusterConfig | None = None,
+        compile_dir: str | None = None,
+        compile_only: bool = False,
+        validate_only: bool = False,
+    ) -> None:
         self.name = name
         self.artifact_dir = artifact_dir
+        self.compile_dir = compile_dir
+        self.cluster_config = cluster_config
+        self.compile_only = compile_only
+        self.validate_only = validate_only
         self.is_xla = name == "XLA"
         self.torch_device = torch.device(_EAGER.get(name, "cpu"))
         self.device = Device(self)
@@ -99,11 +114,40 @@ class Backend:
     def __setattr__(self, name: str, value: Any) -> None:
         if "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
-            if name in ("name", "is_xla", "torch_device", "mesh", "artifact_dir"):
+            if name not in ("device", "models", "keys"):
                 raise BackendError(
                     f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...)."
                 )
         object.__setattr__(self, name, value)
+
+    @property
+    def is_csx(self) -> bool:
+        """Whether it compiles ahead of time: "XLA", also called "CSX"."""
+        return self.is_xla
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is eager PyTorch on the CPU."""
+        return self.name == "CPU"
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is eager PyTorch on a GPU."""
+        return self.name == "GPU"
+
+    @property
+    def is_e2e_execution(self) -> bool:
+        """Whether steps are executed: neither `compile_only` nor `validate_only`."""
+        return not (self.compile_only or self.validate_only)
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a step is being traced, in this thread."""
+        return self.is_xla and session.trace is not None
+
+    def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on the host; waits for its value."""
+        return tensor.detach().cpu().clone()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides weights and optimizers for the same random numbers: plain data."""
@@ -125,7 +169,7 @@ class Backend:
         """
         from . import placement
 
-        placement.claim(tensors, self.mesh, behind)
+        placement.claim(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""
@@ -137,7 +181,10 @@ def backend(
     *,
     mesh: Any = None,
     cluster_config: ClusterConfig | None = None,
-    artifact_dir: str | os.PathLike = ARTIFACTS,
+    artifact_dir: str | os.PathLike | None = ARTIFACTS,
+    compile_dir: str | os.PathLike | None = None,
+    compile_only: bool = False,
+    validate_only: bool = False,
 ) -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
@@ -147,8 +194,13 @@ def backend(
         mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
             data, dp, fsdp or the like (`docs/meshes.md`). None for one device.
-        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`.
-        artifact_dir: a folder for what is worth keeping between runs: compiled executables are cached in it.
+        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`; and how many workers read data.
+        artifact_dir: a folder for what is worth keeping between runs.
+        compile_dir: where compiled executables are kept for the next start; "compiled" in `artifact_dir` by default.
+        compile_only: traced steps are traced, compiled and kept in `compile_dir`, and not executed: no weights are
+            made, a `DataExecutor` gives one batch, whose shapes are all that is used of it, and closures do not run.
+            What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
+        validate_only: the same, but steps are traced and lowered, and not even compiled.
 
     Raises:
         BackendError: for a name that is none of these, or devices that this machine does not have.
@@ -156,8 +208,15 @@ def backend(
         ShardingError: if `mesh` is none.
     """
     global _current
-    given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir}
-    dropped = [word for word, value in given.items() if value is not None and value is not ARTIFACTS]
+    only = {"compile_dir": compile_dir, "compile_only": compile_only, "validate_only": validate_only}
+    given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
+    dropped = [word for word, value in given.items() if value not in (None, False) and value is not ARTIFACTS]
+    artifact_dir = ARTIFACTS if artifact_dir is None else artifact_dir
+    for word in ("compile_only", "validate_only"):
+        if not isinstance(only[word], bool):
+            raise BackendError(f"{word}={only[word]!r}: write True or False.")
+    if compile_only and validate_only:
+        raise BackendError("compile_only and validate_only are both asked for. Compiling validates: write the first.")
     if (name is None or isinstance(name, Backend)) and dropped:
         raise BackendError(
             f"{dropped[0]}={given[dropped[0]]!r} belongs to a backend that is made, and this one is there already. "
@@ -192,28 +251,51 @@ def backend(
 
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
-        made = Backend("XLA", str(artifact_dir), None if mesh is None else Mesh(mesh))
-        use_compilation_cache(os.path.abspath(os.path.join(made.artifact_dir, "compiled")))
+        folder = os.path.abspath(os.path.join(artifact_dir, "compiled") if compile_dir is None else compile_dir)
+        made = Backend(
+            "XLA",
+            str(artifact_dir),
+            None if mesh is None else Mesh(mesh),
+            cluster_config=cluster_config,
+            compile_dir=folder,
+            compile_only=compile_only,
+            validate_only=validate_only,
+        )
+        use_compilation_cache(folder)
         notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in _EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in _EAGER:
+        useless = [word for word, value in only.items() if value not in (None, False)]
+        if useless:
+            raise BackendError(f'backend {name!r} compiles nothing, so {useless[0]} would do nothing. Use "XLA".')
         if kind == "GPU" and not torch.cuda.is_available():
             raise BackendError('backend "GPU" needs CUDA, which this torch does not find. Use "XLA" or "CPU".')
-        made = Backend(kind, str(artifact_dir))
+        made = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
     else:
         raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')
     _current = made
     return made
 
 
-def current_backend() -> Backend:
+@overload
+def current_backend(raise_exception: Literal[True] = True) -> Backend: ...
+
+
+@overload
+def current_backend(raise_exception: bool) -> Backend | None: ...
+
+
+def current_backend(raise_exception: bool = True) -> Backend | None:
     """The backend made last.
+
+    Args:
+        raise_exception: False: None if there is none yet.
 
     Raises:
         BackendError: if there is none yet.
     """
-    return backend()
+    return backend() if raise_exception else _current
 
 
 def current_torch_device() -> torch.device:

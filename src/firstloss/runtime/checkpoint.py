@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .. import timeline
 from ..errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ..files import sync_folder, written_aside
+from ..init.materialize import materialize_tensor
 from . import checkpoint_foreign as foreign
 from .checkpoint_file import RESERVED, TensorFile, write
 from .checkpoint_sources import Sources, on_host
@@ -72,7 +74,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             _save_folder(tree, sources, target, processes())
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], map_location: str | torch.device | None = None) -> Any:
     """What was saved at `path`, its tensors read when they are used.
 
     Tensors of some size are left on disk until an operation needs them, or a model that is still deferred or lives on a
@@ -82,12 +84,17 @@ def load(path: str | os.PathLike[str]) -> Any:
     Args:
         path: what `save` or `save_initialized` has written; a safetensors file, or a Hugging Face folder of them; a
             file of `torch.save`, of which only data is loaded: no code in it is ever run.
+        map_location: None: as said. A device, as "cpu": all tensors are read now, and lie there; "meta": none is read,
+            and they have shapes and dtypes alone.
 
     Raises:
+        CheckpointError: for another map_location.
         CheckpointMissingError: if there is no complete checkpoint at `path`.
         CheckpointError: if it is damaged or nothing that can be read, naming the file and the tensor. Damage within a
             tensor is found when the tensor is read.
     """
+    if map_location is not None:
+        return _on_device(load(path), map_location)
     target = os.path.abspath(os.fspath(path))
     with timeline.span("load"):
         if not os.path.isdir(target):
@@ -100,6 +107,25 @@ def load(path: str | os.PathLike[str]) -> Any:
                 "they belong together is not"
             )
         return foreign.load_folder(target)
+
+
+def _on_device(loaded: Any, map_location: Any) -> Any:
+    if not isinstance(map_location, (str, torch.device)):
+        raise CheckpointError(
+            f"map_location={map_location!r}: give a device, or its name. To put tensors in several places, load "
+            "without it, which reads nothing yet, and move each."
+        )
+    try:
+        device = torch.device(map_location)
+    except RuntimeError as error:
+        raise CheckpointError(f"map_location={map_location!r} is no device: {error}") from None
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        if device.type == "meta":
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return materialize_tensor(tensor).to(device)
+
+    return pytree.tree_map_only(torch.Tensor, there, loaded)
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..capture.tensor import DeferredTensor, Hooks
 from ..errors import ClosureError, StepAssertionError
 from ..program.graph import Ref, Value
 from ..program.source import Source, here
+from . import backend as backends
 from . import loop as loops
 
 
@@ -101,6 +102,8 @@ class Call:
 
     def beside(self) -> None:
         """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
+        if backends._current is not None and not backends._current.is_e2e_execution:
+            return  # a step closure tells what steps have done, and none is
         if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
             snapshot = loops.current() is not None and not _in_closure()
             leaves = [leaf.detach().clone() if snapshot and isinstance(leaf, torch.Tensor) else leaf

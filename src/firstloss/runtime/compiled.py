@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..amp.precision import autocast, mixed_precision
+from ..capture import session
 from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
 from .backend import Backend, current_backend
@@ -37,6 +39,9 @@ class CompiledModel:
         self.__dict__.update(_model=model, _backend=backend, __wrapped__=model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if session.trace is not None and mixed_precision():
+            with autocast():
+                return self._model(*args, **kwargs)
         return self._model(*args, **kwargs)
 
     # -- the model's attributes --

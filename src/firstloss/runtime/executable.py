@@ -19,7 +19,7 @@ from ..capture.new_memory import Viewer
 from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
 from ..capture.tensor import Geometry, geometry_of, note_memory, reseat
-from ..errors import FirstlossError, LoweringError, TraceError
+from ..errors import BackendError, FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.segments import cut
@@ -476,7 +476,8 @@ class Executable:
         where = self.inputs.lie((*changed, *read))
         with timeline.span("lower"):
             # On a mesh the partitioner has to see all of it.
-            pieces = cut(program, first=names) if mesh is None else None
+            whole = mesh is not None or self._backend.validate_only
+            pieces = None if whole else cut(program, first=names)
         if pieces is not None:
             new = [f"new{i}" for i in range(len(changed))]
             return SegmentedStep(self._name, pieces, changed, read, (new, made, names))
@@ -506,10 +507,30 @@ class Executable:
             with timeline.span("lower"):
                 jitted = jax.jit(run, donate_argnums=(0,), **options)
                 lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
+            if self._backend.validate_only:
+                return lowered
             with timeline.span("compile"):
                 compiled = lowered.compile(compile_options())
         dispatch.probe_memory([compiled])
         return compiled
+
+    def leave_unexecuted(self, arguments: Arguments) -> Any:
+        """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
+        call leaves it, and weights as they are."""
+        if isinstance(self._compiled, SegmentedStep):
+            self._compiled.compile_all()
+        call = Call(arguments, ())
+        names = (*self._out, *self._arguments, *self._made)
+        env = Env(
+            self._fresh(dict.fromkeys(names, _not_executed)), arguments.leaves, arguments.containers, self._stand_in
+        )
+        call.result = self._result(env)
+        for bind in self.effects.bindings(env):
+            bind()
+        self._modes.leave()
+        if self.raised is not None:
+            raise self.raised
+        return call.result
 
     # -- from a batch to a loss --
 
@@ -684,6 +705,14 @@ class Executable:
 
     def _whole(self, output: str) -> Value:
         return self.program.outputs[output].value
+
+
+def _not_executed() -> Any:
+    """Stands for an array that there will not be."""
+    raise BackendError(
+        "this has no value: the backend was made with compile_only or validate_only, so that steps are compiled and "
+        "not executed."
+    )
 
 
 def _leaves(what: str) -> str:

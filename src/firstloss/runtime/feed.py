@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from ..capture.tensor import DeferredTensor
 from . import backend as backends
+from .numpy_arrays import from_numpy
 from .structures import flatten
 
 
 def put(batch: Any) -> Any:
     """`batch` with its tensors on the current backend's device; the transfer goes on while Python does.
 
-    Tensors in lists, tuples, dicts (a tokenizer's too) and named tuples are found; everything else stays as it is. On
-    the XLA backend they become tensors of the backend, in memory of their own: the loader may use its own again.
+    Tensors in lists, tuples, dicts (a tokenizer's too), named tuples and dataclasses are found, and NumPy's arrays of
+    numbers become tensors; everything else stays as it is. On the XLA backend they become tensors of the backend, in
+    memory of their own: the loader may use its own again.
     """
     backend = backends._current
-    if backend is None:
-        return batch
-    send = _on_xla if backend.is_xla else _eagerly(backend.torch_device)
     leaves, spec = flatten(batch)
-    return pytree.tree_unflatten([send(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+    leaves = [as_tensor(leaf) for leaf in leaves]
+    if backend is not None:
+        send = _on_xla if backend.is_xla else _eagerly(backend.torch_device)
+        leaves = [send(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """The tensor of an array of numbers, in its memory where that can be; anything else as it is."""
+    if type(leaf) is not np.ndarray or leaf.dtype.kind not in "biufcV":
+        return leaf
+    return from_numpy(leaf)
 
 
 def _eagerly(device: torch.device) -> Any:

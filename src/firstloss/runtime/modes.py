@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from ..amp.precision import get_half_dtype, set_half_dtype
+from ..amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
 
 
 def _default_device() -> torch.device | None:
@@ -21,6 +21,7 @@ def _default_device() -> torch.device | None:
 # `torch.device` is one: nothing sets them but a region, which has an end.
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (get_half_dtype, set_half_dtype),
+    (mixed_precision, enable_mixed_precision),
     (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),

@@ -79,11 +79,14 @@ def begin_behind() -> None:
             making.begin()
 
 
-def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False) -> None:
+def claim(
+    tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False, only_asked_for: bool = False
+) -> None:
     """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
 
     Args:
         behind: these are not needed for the first loss; what is, comes before them.
+        only_asked_for: deferred ones are made when somebody reads one of them, and not before.
     """
     close_door()
     pending: list[DeferredStorage] = []
@@ -99,10 +102,12 @@ def claim(tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: boo
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, behind)
+        _materialize_in_background(pending, mesh, behind, only_asked_for)
 
 
-def _materialize_in_background(stores: list[DeferredStorage], mesh: Mesh | None, behind: bool) -> None:
+def _materialize_in_background(
+    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool
+) -> None:
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
@@ -114,6 +119,8 @@ def _materialize_in_background(stores: list[DeferredStorage], mesh: Mesh | None,
     making = _Making(make)
     for store in stores:
         store.resident = Cell(store.value, pending=making, sharding=shardings[store.value])
+    if only_asked_for:
+        return
     if behind and on_cpu():  # the forward pass needs the same cores
         _behind.append(weakref.ref(making))
         return

@@ -96,6 +96,13 @@ class SegmentedStep:
         """The compiled functions, in the order in which they are first called; waits for those under way."""
         return self._compiled.all()
 
+    def compile_all(self) -> None:
+        """Compile what no step has asked for yet."""
+        while self._compiled.lower_next():
+            pass
+        self._compiled.release()
+        self._compiled.all()
+
     # -- which slot holds what --
 
     def _plan(self, segments: Sequence[Segment], functions: Mapping[int, _Function], kept: set[Value]) -> list[_Turn]:

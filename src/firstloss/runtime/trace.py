@@ -159,6 +159,8 @@ class TracedStep:
                 (pause if fits else put_off)(undo)
                 executable = known.executable(trace, (self._step, *arguments.own(), *backend.models), alike)
                 self._latest = known
+            if not backend.is_e2e_execution:
+                return executable.leave_unexecuted(arguments)
             # It tells the loop under way, so that that can fetch the next batch meanwhile.
             return executable(arguments)
 

@@ -1,6 +1,16 @@
 """Data: `DataLoader`, which can be restarted where it stopped, and `DataExecutor`, the loop over its batches."""
 
 from .executor import DataExecutor, current_executor
-from .loader import DataLoader
+from .loader import DataLoader, RestartableDataLoader
+from .steps import compute_num_steps, infer_batch_size
+from .synthetic import SyntheticDataset
 
-__all__ = ["DataExecutor", "DataLoader", "current_executor"]
+__all__ = [
+    "DataExecutor",
+    "DataLoader",
+    "RestartableDataLoader",
+    "SyntheticDataset",
+    "compute_num_steps",
+    "current_executor",
+    "infer_batch_size",
+]

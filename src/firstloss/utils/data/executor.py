@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from ...errors import ExecutorError, LoaderError
 from ...runtime import loop as loops
+from ...runtime.backend import current_backend
 from .loader import DataLoader, Reader, latest
 
 
@@ -24,6 +26,8 @@ class DataExecutor:
         checkpoint_steps: each how many steps (counted from 1), and at the last one, checkpoint closures run; None or 0:
             never.
         activation_steps: each how many steps, and at the last one, step closures run; None: at each.
+
+    On a backend that only compiles or validates, the loop ends after one batch.
 
     A second loop over the same executor begins a new epoch, unless the loader was given a position.
 
@@ -49,6 +53,7 @@ class DataExecutor:
         self.activation_steps = _number("activation_steps", activation_steps, at_least=1) or 1
         self._loop = loops.Loop(self)
         self._reader: Reader | None = None
+        self._artifact_dir: Path | None = None
 
     def __len__(self) -> int:
         """Steps in the loop."""
@@ -60,10 +65,37 @@ class DataExecutor:
         return self._loop.step
 
     @property
+    def iteration(self) -> int:
+        """The step under way, from 0 (-1 before the first)."""
+        return self.step - 1
+
+    @property
+    def user_iteration(self) -> int:
+        """The step under way, from 1: `step` by another name."""
+        return self.step
+
+    @property
+    def is_initial_step(self) -> bool:
+        """Whether this is the first step of the loop."""
+        return self.step == 1
+
+    @property
+    def on_final_iteration(self) -> bool:
+        """Whether no further batch follows: `is_last_step` by another name."""
+        return self.is_last_step
+
+    @property
+    def artifact_dir(self) -> Path:
+        """A folder of this loop's own below the backend's, "executors/000001" and so on; it is made at once."""
+        if self._artifact_dir is None:
+            self._artifact_dir = _new_folder(Path(current_backend().artifact_dir) / "executors")
+        return self._artifact_dir
+
+    @property
     def is_last_step(self) -> bool:
         """Whether no further batch follows. Without `num_steps` this reads one batch ahead."""
-        if self.num_steps is not None:
-            return self.step >= self.num_steps
+        if self._steps is not None:
+            return self.step >= self._steps
         return self._reader is not None and self.step == self._loop.latest and self._reader.at_end()
 
     @property
@@ -76,13 +108,21 @@ class DataExecutor:
         """Whether checkpoint closures run at this step."""
         return self.checkpoint_steps > 0 and (self.step % self.checkpoint_steps == 0 or self.is_last_step)
 
+    @property
+    def _steps(self) -> int | None:
+        """How many steps there will be, if that is known."""
+        backend = current_backend(raise_exception=False)
+        return self.num_steps if backend is None or backend.is_e2e_execution else 1
+
     def __iter__(self) -> Iterator[Any]:
-        reader = self._reader = Reader(self.loader, epochs=1 if self.num_steps is None else None, to_device=True)
+        self._artifact_dir = None
+        steps = self._steps
+        reader = self._reader = Reader(self.loader, epochs=1 if steps is None else None, to_device=True)
         loop = self._loop = loops.Loop(self)
         loop.prefetch = lambda: self._prefetch(reader, loop)
         with closing(reader), loops.running(loop):
             step = 0
-            while step != self.num_steps:
+            while step != steps:
                 try:
                     batch = next(reader)
                 except StopIteration:
@@ -95,8 +135,21 @@ class DataExecutor:
                 yield batch
 
     def _prefetch(self, reader: Reader, loop: loops.Loop) -> None:
-        if self.num_steps is None or loop.step < self.num_steps:
+        if self._steps is None or loop.step < self._steps:
             reader.look_ahead()
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder in `parent` whose name is the next number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()), default=0)
+    while True:
+        try:
+            (parent / f"{number:06d}").mkdir()
+        except FileExistsError:  # another process was faster
+            number += 1
+        else:
+            return parent / f"{number:06d}"
 
 
 def _number(name: str, value: int | None, at_least: int) -> int | None:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ...capture import session
 from ...errors import LoaderError
 from ...program.source import here
 from ...runtime import feed
 from .random_state import RandomState
+from .workers import with_workers
+
+
+@runtime_checkable
+class RestartableDataLoader(Protocol):
+    """A loader that knows its own position: `DataLoader` then has it saved and loaded by its methods.
+
+    `cerebras.pytorch`'s of this name also puts the states of several streaming workers together, which have one loader
+    here: `aggregate_state_dict` and `deaggregate_state_dict` are not called.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, behind the last batch given out."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there at the next `iter`."""
+        ...
 
 
 class DataLoader:
@@ -69,6 +87,17 @@ class DataLoader:
         return Reader(self, epochs=1)
 
     @property
+    def dataloader(self) -> Any:
+        """`loader` by another name."""
+        return self.loader
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether the user's loader saves and loads its position itself. One that does not is restarted all the same,
+        by reading on to where it was."""
+        return isinstance(self.loader, RestartableDataLoader)
+
+    @property
     def loader(self) -> Any:
         """What `input_fn` returned."""
         if self._loader is None:
@@ -98,7 +127,7 @@ class DataLoader:
                 f"{self.name} is an object of type {type(loader).__name__}, which cannot be iterated over. Make it a "
                 "torch.utils.data.DataLoader, a list of batches, or a generator."
             )
-        return loader
+        return with_workers(loader, self.name)
 
     def _begin(self, epoch: int) -> tuple[Iterator[Any], int, RandomState]:
         """The iterator of an epoch, how many of its batches are gone already, and the generators at its begin."""

@@ -1,0 +1,178 @@
+"""Metrics of a confusion matrix: which class was predicted how often for which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import MetricError
+from .metric import Metric
+
+Tensor = torch.Tensor
+
+
+def confusion_matrix(labels: Tensor, predictions: Tensor, num_classes: int, weights: Tensor | None = None) -> Tensor:
+    """Entry [i, j]: how often class j was predicted for class i, by weight; float32.
+
+    Args:
+        labels, predictions: whole numbers from 0 to `num_classes` - 1, of one shape; where a weight is 0, any number.
+
+    Raises:
+        MetricError: if the shapes differ.
+        StepAssertionError: in a traced step, RuntimeError elsewhere, for other numbers.
+    """
+    given = {"predictions": predictions, **({} if weights is None else {"weights": weights})}
+    for name, tensor in given.items():
+        if tensor.shape != labels.shape:
+            raise MetricError(f"labels have the shape {list(labels.shape)}, and {name} {list(tensor.shape)}.")
+    labels, predictions = labels.flatten().long(), predictions.flatten().long()
+    counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights.flatten().float()
+    is_class = (labels >= 0) & (labels < num_classes) & (predictions >= 0) & (predictions < num_classes)
+    torch._assert_async(
+        (is_class | (counts == 0)).all(), f"a label or a prediction is none of the classes 0 to {num_classes - 1}"
+    )
+    index = torch.where(is_class, labels * num_classes + predictions, 0)
+    out = torch.zeros(num_classes * num_classes, dtype=torch.float32, device=labels.device)
+    return out.scatter_add(0, index, torch.where(is_class, counts, 0.0)).reshape(num_classes, num_classes)
+
+
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, and 0 where there is nothing."""
+    return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
+
+
+class _OfConfusion(Metric):
+    """Accumulates a confusion matrix."""
+
+    confusion_matrix: Tensor
+
+    def __init__(self, num_classes: int, ignored: Sequence[int] | None, name: str | None) -> None:
+        if not isinstance(num_classes, int) or num_classes < 2:
+            raise MetricError(f"num_classes={num_classes!r} is not a whole number of at least 2.")
+        wrong = [label for label in ignored or () if not 0 <= label < num_classes]
+        if wrong:
+            raise MetricError(
+                f"the class {wrong[0]} is to be ignored, and there are the classes 0 to {num_classes - 1}."
+            )
+        self.num_classes = num_classes
+        self._kept = [0.0 if label in (ignored or ()) else 1.0 for label in range(num_classes)]
+        super().__init__(name)
+
+    def reset(self) -> None:
+        self.register_state("confusion_matrix", torch.zeros((self.num_classes, self.num_classes)))
+
+    def _mask(self) -> Tensor:
+        return torch.tensor(self._kept, device=self.confusion_matrix.device)
+
+    def _add(self, labels: Tensor, predictions: Tensor, weights: Tensor | None, dtype: torch.dtype | None) -> None:
+        self.confusion_matrix.add_(confusion_matrix(labels, predictions, self.num_classes, weights))
+        self._dtype = dtype
+
+    def _mean_of_those_there(self, part: Tensor, whole: Tensor) -> Tensor:
+        """The mean ratio over the classes that a label or a prediction has; 0 if there are none."""
+        mask = self._mask()
+        return ratio(ratio(part * mask, whole * mask).sum(), (whole * mask != 0).float().sum())
+
+
+class FBetaScoreMetric(_OfConfusion):
+    """(1 + beta^2) precision recall / (beta^2 precision + recall); with beta = 1, the F1 score.
+
+    Args:
+        average_type: "micro": of all predictions together; "macro": the mean over the classes.
+        ignore_labels: classes that are not counted.
+
+    Raises:
+        MetricError: for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        beta: float = 1.0,
+        average_type: str = "micro",
+        ignore_labels: Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not beta > 0:
+            raise MetricError(f"beta={beta!r} is not a number above 0.")
+        if average_type not in ("micro", "macro"):
+            raise MetricError(f"average_type={average_type!r}: write 'micro' or 'macro'.")
+        self.beta = beta
+        self.average_type = average_type
+        super().__init__(num_classes, ignore_labels, name)
+
+    def update(self, labels: Tensor, predictions: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add predictions.
+
+        Args:
+            labels, predictions: classes, of one shape.
+            dtype: of the result.
+        """
+        self._add(labels, predictions, None, dtype)
+
+    def compute(self) -> Tensor:
+        matrix, mask = self.confusion_matrix, self._mask()
+        right, predicted, actual = (x * mask for x in (matrix.diagonal(), matrix.sum(0), matrix.sum(1)))
+        if self.average_type == "micro":
+            right, predicted, actual = right.sum(), predicted.sum(), actual.sum()
+        precision, recall, square = ratio(right, predicted), ratio(right, actual), self.beta**2
+        score = ratio((1 + square) * precision * recall, square * precision + recall)
+        return self._in_dtype(score if self.average_type == "micro" else score.sum() / mask.sum())
+
+
+class MeanIOUMetric(_OfConfusion):
+    """The mean over the classes of intersection over union: right / (labelled so + predicted so - right). Classes that
+    neither a label nor a prediction has do not count.
+
+    Args:
+        ignore_classes: classes that are not counted.
+
+    Raises:
+        MetricError: for arguments that make no sense.
+    """
+
+    def __init__(self, num_classes: int, ignore_classes: Sequence[int] | None = None, name: str | None = None) -> None:
+        super().__init__(num_classes, ignore_classes, name)
+
+    def update(
+        self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Add predictions.
+
+        Args:
+            labels, predictions: classes, of one shape.
+            weights: of that shape; None: 1 each. With 0 a prediction does not count.
+            dtype: of the result.
+        """
+        self._add(labels, predictions, weights, dtype)
+
+    def compute(self) -> Tensor:
+        matrix = self.confusion_matrix
+        right = matrix.diagonal()
+        return self._in_dtype(self._mean_of_those_there(right, matrix.sum(0) + matrix.sum(1) - right))
+
+
+class DiceCoefficientMetric(_OfConfusion):
+    """The mean over the classes of 2 right / (labelled so + predicted so). Classes that neither a label nor a
+    prediction has do not count.
+
+    Args:
+        ignore_classes: classes that are not counted.
+
+    Raises:
+        MetricError: for arguments that make no sense.
+    """
+
+    def __init__(self, num_classes: int, ignore_classes: Sequence[int] | None = None, name: str | None = None) -> None:
+        super().__init__(num_classes, ignore_classes, name)
+
+    def update(
+        self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Add predictions; arguments as of `MeanIOUMetric`."""
+        self._add(labels, predictions, weights, dtype)
+
+    def compute(self) -> Tensor:
+        matrix = self.confusion_matrix
+        return self._in_dtype(self._mean_of_those_there(2 * matrix.diagonal(), matrix.sum(0) + matrix.sum(1)))

@@ -1,0 +1,59 @@
+"""Samples without data: of the shapes and dtypes that a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
+
+from ...errors import LoaderError
+from ...runtime.structures import flatten
+
+
+class SyntheticDataset(IterableDataset):
+    """Samples after a pattern, for speed tests, and for `backend(compile_only=True)`, which needs shapes alone.
+
+    Workers share the samples between them, so that each comes once.
+
+    Args:
+        sample_spec: a sample, in lists, tuples, dicts and dataclasses: for each tensor, one that is copied, or a
+            function of the sample's number that returns it.
+        num_samples: how many; None: no end, and no length.
+
+    Raises:
+        LoaderError: for a pattern with something else in it, or nothing.
+    """
+
+    def __init__(self, sample_spec: Any, num_samples: int | None = None) -> None:
+        if num_samples is not None and (
+            not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1
+        ):
+            raise LoaderError(f"num_samples={num_samples!r} is not a whole number of at least 1.")
+        self._parts, self._spec = flatten(sample_spec)
+        wrong = [part for part in self._parts if not isinstance(part, torch.Tensor) and not callable(part)]
+        if wrong or not self._parts:
+            found = f"an object of type {type(wrong[0]).__name__}" if wrong else "nothing"
+            raise LoaderError(
+                f"sample_spec holds {found}, and should hold tensors, or functions of the sample's number: "
+                '{"input_ids": torch.zeros(128, dtype=torch.long), "label": lambda i: torch.tensor(i % 10)}.'
+            )
+        self._num_samples = num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        number, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while self._num_samples is None or number < self._num_samples:
+            yield pytree.tree_unflatten([_made(part, number) for part in self._parts], self._spec)
+            number += step
+
+    def __len__(self) -> int:
+        if self._num_samples is None:
+            raise TypeError("this SyntheticDataset has no end: it was made without num_samples.")
+        return self._num_samples
+
+
+def _made(part: torch.Tensor | Callable[[int], Any], number: int) -> Any:
+    return part.clone() if isinstance(part, torch.Tensor) else part(number)
