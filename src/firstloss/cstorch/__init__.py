@@ -14,10 +14,11 @@ import firstloss as _firstloss
 # Name -> the module that has it, where it is another one than firstloss's.
 _WHERE = {
     "amp": ".amp",
+    "utils": ".utils",
     "optim": ".optim",
 }
 
-__all__ = sorted({*_firstloss.__all__, *_WHERE})
+__all__ = sorted({*_firstloss.__all__, *_WHERE} - {"cstorch"})
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from ..capture.tensor import DeferredTensor, Hooks
 from ..errors import ClosureError, StepAssertionError
 from ..program.graph import Ref, Value
 from ..program.source import Source, here
-from . import backend as backends
 from . import loop as loops
 
 
@@ -102,8 +101,8 @@ class Call:
 
     def beside(self) -> None:
         """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
-        if backends._current is not None and not backends._current.is_e2e_execution:
-            return  # a step closure tells what steps have done, and none is
+        if not self._due():
+            return
         if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
             snapshot = loops.current() is not None and not _in_closure()
             leaves = [leaf.detach().clone() if snapshot and isinstance(leaf, torch.Tensor) else leaf
@@ -134,9 +133,7 @@ class Call:
                 )
             self._run(leaves, None)
             return
-        executor = loop.owner
-        due = executor.is_checkpoint_step if self.closure.checkpoint else executor.is_activation_step
-        if not due and self.closure is not _assertion:
+        if not self._due():
             return
         for array in arrays:
             array.copy_to_host_async()
@@ -144,6 +141,13 @@ class Call:
         loop.when_ready(arrays, lambda: self._run(leaves, step))
         if self.closure.checkpoint:
             loop.flush()
+
+    def _due(self) -> bool:
+        """Whether it runs at this step of the loop under way, if there is one."""
+        loop = None if _in_closure() else loops.current()
+        if loop is None or self.closure is _assertion:
+            return True
+        return loop.owner.is_checkpoint_step if self.closure.checkpoint else loop.owner.is_activation_step
 
     def _run(self, leaves: list[Any], step: int | None) -> None:
         args, kwargs = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)

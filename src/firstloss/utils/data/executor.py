@@ -100,19 +100,27 @@ class DataExecutor:
 
     @property
     def is_activation_step(self) -> bool:
-        """Whether step closures run at this step."""
-        return self.step % self.activation_steps == 0 or self.is_last_step
+        """Whether step closures run at this step; never where no step is executed."""
+        return self._executes() and (self.step % self.activation_steps == 0 or self.is_last_step)
 
     @property
     def is_checkpoint_step(self) -> bool:
-        """Whether checkpoint closures run at this step."""
-        return self.checkpoint_steps > 0 and (self.step % self.checkpoint_steps == 0 or self.is_last_step)
+        """Whether checkpoint closures run at this step; never where no step is executed."""
+        return (
+            self._executes()
+            and self.checkpoint_steps > 0
+            and (self.step % self.checkpoint_steps == 0 or self.is_last_step)
+        )
 
     @property
     def _steps(self) -> int | None:
         """How many steps there will be, if that is known."""
+        return self.num_steps if self._executes() else 1
+
+    @staticmethod
+    def _executes() -> bool:
         backend = current_backend(raise_exception=False)
-        return self.num_steps if backend is None or backend.is_e2e_execution else 1
+        return backend is None or backend.is_e2e_execution
 
     def __iter__(self) -> Iterator[Any]:
         self._artifact_dir = None
