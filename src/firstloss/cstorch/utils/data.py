@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...runtime.numpy_arrays import from_numpy, to_numpy
+from ...utils.data import DataExecutor as _DataExecutor
 from ...utils.data import (
     DataLoader,
     RestartableDataLoader,
@@ -13,7 +14,6 @@ from ...utils.data import (
     current_executor,
     infer_batch_size,
 )
-from ...utils.data import DataExecutor as _DataExecutor
 
 
 class DataExecutor(_DataExecutor):
