@@ -9,10 +9,14 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import ctypes
+import decimal
 import functools
 import itertools
+import logging
 import os
 import random
+import threading
 import types
 import warnings
 import weakref
@@ -35,6 +39,8 @@ _BLOCK = 64  # bytes of an array for each
 _SEQUENCES = (list, collections.deque)
 _SETS = (set, frozenset)
 _BUFFERS = (bytearray, array.array)
+C_DATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__base__)  # all but pointers
+LOCK = type(threading.Lock())
 _WRAPPERS = (collections.UserDict, collections.UserList)
 
 
@@ -51,7 +57,13 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, _BUFFERS):
         return _bytes_of(held)
     if isinstance(held, contextvars.ContextVar):
-        return lambda: held.get(None)
+        return lambda: value_in(held)
+    if isinstance(held, C_DATA):
+        return _bytes_of(held, lambda: np.frombuffer(held, np.uint8))
+    if isinstance(held, LOCK):
+        return held.locked
+    if isinstance(held, logging.Logger):
+        return lambda: (held.getEffectiveLevel(), held.disabled, held.manager.disable)
     if isinstance(held, types.GeneratorType):
         return lambda: _place_of(held)
     if isinstance(held, random.Random):
@@ -65,6 +77,21 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
         return lambda: _stands_at(held)
     return None
+
+
+def ambient(held: Any) -> Callable[[], Any] | None:
+    """As `reader`, of settings of the thread's by which a module's functions go, or a class."""
+    if held is decimal or held is decimal.Decimal:
+        return lambda: [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emin", "Emax", "traps")]
+    return None
+
+
+def value_in(variable: contextvars.ContextVar) -> Any:
+    """The value that a variable has in this context; None if it has none."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
 
 
 def _items_of(held: Any) -> Callable[[], Any]:
@@ -172,6 +199,10 @@ def inside(held: Any) -> Iterable[Any]:
         return list(held) if len(held) <= LARGEST else ()
     if isinstance(held, _WRAPPERS):
         return (held.data,)
+    if isinstance(held, contextvars.ContextVar):
+        return (value_in(held),)
+    if isinstance(held, np.ndarray):
+        return held.ravel().tolist() if held.dtype.hasobject and held.size <= LARGEST else ()
     if isinstance(held, weakref.ref):
         return (held(),)
     if isinstance(held, functools.partial):

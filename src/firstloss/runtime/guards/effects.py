@@ -19,6 +19,7 @@ import torch
 
 from ...capture.tensor import DeferredTensor, Hooks, geometry_of
 from ..schedulers import NotYet
+from . import contents
 from .guard_set import GuardSet, same
 from .kinds import Kind, items_of, kind_of, slots, table_of
 from .snapshot import MISSING, Snapshot, own_attributes, slot_value
@@ -529,7 +530,7 @@ class Effects:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), guards)
 
     def _context(self, variable: contextvars.ContextVar, old: Any, guards: GuardSet | None) -> None:
-        now = variable.get(None)
+        now = contents.value_in(variable)
         if now is old:
             return
         self.places.add(id(variable))

@@ -7,10 +7,12 @@ was not there counts as missing.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import operator
 import os
 import random
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -271,6 +273,9 @@ class GuardSet:
         if self._decides_nothing((id(table), name), before, uses):
             return
         self._name(table, name, before, _describe_global(table), uses)
+        if before is MISSING:
+            own = vars(builtins)
+            self._name(own, name, own.get(name, MISSING), _describe_global(own))
 
     def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
         known = self._snapshot.cells.get(id(cell))
@@ -353,7 +358,7 @@ class GuardSet:
         if is_closed(cls.__module__) and not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
             return
         self._in_class += 1
-        for base in cls.__mro__:
+        for base in (*cls.__mro__, *type.mro(type(cls))):
             self._base(base, names)
         self._in_class -= 1
 
@@ -374,7 +379,8 @@ class GuardSet:
                     guard.expected.setdefault(name, before[name])
                 elif name in names or name in self.mentioned or _is_operator(name):
                     self._name(table, name, before[name], describe)
-            for name in names - before.keys():
+            missing = names if installed else names | self.mentioned
+            for name in missing - before.keys():
                 guard.expected.setdefault(name, MISSING)
 
     def _closed_base(self, base: type, names: set[str]) -> None:
@@ -387,8 +393,6 @@ class GuardSet:
         self._table(table, _describe_attribute(base), None).expected.update(found)
 
     def _imported(self, module: str, name: str) -> None:
-        import sys
-
         found = sys.modules.get(module)
         if found is not None and not is_closed(module) and not is_installed(module):
             table = vars(found)
@@ -447,9 +451,13 @@ class GuardSet:
         elif kind is Kind.CLASS:
             if not is_closed(value.__module__):
                 self._class(value, set())
+            self._ambient(value, name)
         elif kind is Kind.MODULE:
+            self._ambient(value, name)
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self._some(vars(value), _describe_global(vars(value)))
+            elif value.__name__ in sys.stdlib_module_names:
+                self._of_python(vars(value))
         elif kind is Kind.OPAQUE:
             self._opaque(value, what, inside, name)
         elif kind is Kind.UNKNOWN and not self._in_class:
@@ -461,6 +469,18 @@ class GuardSet:
             table = own_attributes(value)
             if table is not None:
                 self._some(table, _describe_attribute(value), all_of_them=True)
+
+    def _of_python(self, table: dict) -> None:
+        """A module of Python's own library, in which somebody may have put or replaced something."""
+        expected = self._table(table, _describe_global(table), None).expected
+        for name in self.mentioned:
+            expected.setdefault(name, table.get(name, MISSING))
+
+    def _ambient(self, value: Any, name: str) -> None:
+        """Settings of the thread's, by which a class or the functions of a module go."""
+        known = self._snapshot.opaque.get(id(value))
+        if known is not None:
+            self._read(id(value), known[1], known[2], f"the settings by which {name} goes", name)
 
     def _cached(self, function: Any, what: str, name: str) -> None:
         """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the

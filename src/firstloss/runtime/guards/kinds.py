@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import contextvars
 import enum
 import functools
+import logging
 import os
 import random
 import sys
@@ -20,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from .contents import C_DATA, LOCK
 
 try:
     from . import _guards  # type: ignore[attr-defined]
@@ -61,7 +65,7 @@ _LEAVES = (
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
     types.UnionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
     np.ufunc, Enum, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.Generator, torch.Stream,
-    weakref.ProxyType, types.TracebackType, types.FrameType,
+    types.TracebackType, types.FrameType,
 )  # fmt: skip
 # Modules whose classes, in C, have objects in which nothing changes that decides anything.
 _HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "typing", "_operator", "operator",
@@ -85,6 +89,8 @@ _kinds: dict[type, Kind] = {}
 
 
 def _kind_of(cls: type) -> Kind:
+    if issubclass(cls, enum.Enum) and any(kind_of(type(value)) not in _PLAIN for value in _values(cls)):
+        return Kind.INSTANCE
     if issubclass(cls, _LEAVES):
         return Kind.LEAF
     for kinds, kind in (
@@ -97,11 +103,12 @@ def _kind_of(cls: type) -> Kind:
         (types.FunctionType, Kind.FUNCTION),
         (types.CellType, Kind.CELL),
         ((types.MethodType, functools.partial, property, staticmethod, classmethod, functools.cached_property,
-          weakref.ref, types.MappingProxyType, functools._lru_cache_wrapper), Kind.BINDING),
+          weakref.ref, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType,
+          functools._lru_cache_wrapper), Kind.BINDING),
         (type, Kind.CLASS),
         (types.ModuleType, Kind.MODULE),
         ((np.ndarray, bytearray, array.array, contextvars.ContextVar, types.GeneratorType, random.Random,
-          np.random.Generator, np.random.RandomState), Kind.OPAQUE),
+          np.random.Generator, np.random.RandomState, logging.Logger, LOCK, *C_DATA), Kind.OPAQUE),
     ):  # fmt: skip
         if issubclass(cls, kinds):
             return kind
@@ -118,6 +125,15 @@ def _kind_of(cls: type) -> Kind:
     if cls.__dictoffset__ or slots(cls):
         return Kind.INSTANCE
     return Kind.LEAF
+
+
+_PLAIN = (Kind.LEAF, Kind.FUNCTION, Kind.TUPLE)
+
+
+def _values(cls: type[enum.Enum]) -> Iterator[Any]:
+    """The values of an enumeration's members."""
+    for member in cls:
+        yield from member.value if type(member.value) is tuple else (member.value,)
 
 
 # Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
@@ -198,6 +214,9 @@ def behind(binding: Any) -> Iterator[Any]:
         yield binding.__func__
     elif isinstance(binding, weakref.ref):
         yield binding()
+    elif type(binding) in (weakref.ProxyType, weakref.CallableProxyType):
+        with contextlib.suppress(ReferenceError):
+            yield binding.__reduce_ex__.__self__
     elif isinstance(binding, types.MappingProxyType):
         yield from binding.values()
     elif isinstance(binding, functools._lru_cache_wrapper):

@@ -167,9 +167,11 @@ class Snapshot:
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
+            self._ambient(what)
             self._class(what, todo)
             return
         elif kind is Kind.MODULE:
+            self._ambient(what)
             self._module(what, todo)
             return
         elif kind is Kind.OPAQUE:
@@ -181,6 +183,12 @@ class Snapshot:
             self.unknown[id(what)] = what
             return
         self._instance(what, todo)
+
+    def _ambient(self, what: Any) -> None:
+        """Settings of the thread's, by which a class or the functions of a module go."""
+        read = contents.ambient(what)
+        if read is not None:
+            self.opaque[id(what)] = (what, read, read())
 
     def _instance(self, what: Any, todo: list[Any]) -> None:
         """The attributes of an object."""
