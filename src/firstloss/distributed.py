@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from .compat.torch_names import pytree
 from .errors import BackendError
 from .settings import Settings
 

@@ -7,6 +7,10 @@ class FirstlossError(Exception):
     """The base of all of them."""
 
 
+class CompatibilityError(FirstlossError, ImportError):
+    """The installed version of a library lacks a private name that Firstloss needs for what was asked."""
+
+
 class CaptureError(FirstlossError, RuntimeError):
     """Something in a constructor cannot be captured."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.torch_names import OpOverload, schema_of
 from .tensor import DeferredTensor, UninitializedTensorMixin
 from .traits import Traits
 
@@ -108,7 +108,7 @@ class Call:
     def plain_arguments(self) -> dict[str, Any]:
         """Its numbers by name, and of tensors their dtype: what a rule of words drawn may depend on."""
         out: dict[str, Any] = {}
-        for spec, arg in zip(self.op._schema.arguments, self.args, strict=False):
+        for spec, arg in zip(schema_of(self.op).arguments, self.args, strict=False):
             out[spec.name] = arg
         out.update(self.kwargs)
         out.pop("generator", None)
@@ -122,5 +122,5 @@ class Call:
 
     def returns_one(self) -> bool:
         """Whether it returns one tensor, rather than a list or tuple of them."""
-        returns = self.op._schema.returns
+        returns = schema_of(self.op).returns
         return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch, version_of
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
@@ -23,7 +24,7 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
     known = session.constants.get(id(tensor))
     if known is not None and known[0] is tensor and known[1] == version:
         return known[2]
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         read = in_file(tensor) if copy and session.trace is None else None
         if read is not None:
             return read
@@ -58,7 +59,7 @@ def edits(tensor: Tensor) -> int | None:
     """How often `tensor` has been edited, or None where edits may go unnoticed (numpy's memory, inference mode)."""
     if tensor.is_inference() or not owned_by_torch(tensor):
         return None
-    return tensor._version
+    return version_of(tensor)
 
 
 def owned_by_torch(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Draw, Node
 from ..rng import cuda_layout
 from ..rng.philox_stream import PhiloxStream
@@ -75,7 +76,7 @@ def gpu(index: int) -> cuda_layout.Device:
 @functools.cache
 def layout_is_known(index: int) -> bool:
     """Whether fills on this GPU move the offset as `cuda_layout` has it."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)
         for dtype, name in _DTYPES.items():
             for numel in _TRIED:

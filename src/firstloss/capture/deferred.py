@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import timeline
+from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
 from ..program.source import here, is_machinery
 from ..uncollected import uncollected
@@ -143,7 +144,7 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def _redeem_tickets(result: Any) -> None:
     """Generators and their states that the constructor kept: nobody will know tickets when the capture has ended."""
     for module in result.modules() if isinstance(result, torch.nn.Module) else ():
-        for attribute in (*module._buffers.values(), *vars(module).values()):
+        for attribute in (*buffers_of(module).values(), *vars(module).values()):
             if isinstance(attribute, torch.Generator):
                 session.generators.load(attribute)
             elif type(attribute) is torch.Tensor:
@@ -179,10 +180,10 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
     """
     for prefix, sub in module.named_modules():
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in sub._parameters.items():
+        for name, parameter in parameters_of(sub).items():
             if parameter is not None:
                 yield dot + name, parameter, "parameter"
-        for name, buffer in sub._buffers.items():
+        for name, buffer in buffers_of(sub).items():
             if buffer is not None:
                 yield dot + name, buffer, "buffer"
         for name, attribute in vars(sub).items():

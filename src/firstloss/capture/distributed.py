@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
 from ..program.source import here
 
@@ -37,7 +38,7 @@ def refuse(op: Any) -> NoReturn:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor; any other tensor is returned as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_tensor_or(tensor, tensor)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -61,8 +62,10 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
     if _prepared or _MODULE not in sys.modules:
         return
     _prepared = True
+    from ..compat.torch_names import StridedShard
+
     placements: Any = sys.modules[_MODULE]
-    for kind in (placements.Shard, placements._StridedShard):
+    for kind in (placements.Shard, StridedShard):
         if "_shard_tensor" in vars(kind):
             kind._shard_tensor = _split_only(kind._shard_tensor, is_deferred)
     placements.mesh_broadcast = _to_nobody(placements.mesh_broadcast, is_deferred)

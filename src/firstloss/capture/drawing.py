@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.counter_fill import words_of
 from ..engine.rejection import Rejection
 from ..errors import CaptureError
@@ -22,7 +23,7 @@ from .tensor import Geometry
 
 def draws_at_all(call: Call) -> bool:
     """Whether the call draws: attention does only if it drops out."""
-    name = call.op._schema.name
+    name = schema_of(call.op).name
     return not name.startswith("aten::_scaled_dot_product") or call.plain_arguments().get("dropout_p", 0.0) != 0.0
 
 
@@ -89,7 +90,7 @@ def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, po
     """A `trunc_normal_`: what comes after it draws from a stream that begins where it will turn out to end."""
     _, mean, std, a, b = node.args[:5]
     dtype, numel = node.writes[0].dtype, math.prod(node.writes[0].size)
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         lo, hi = (torch.tensor(bound, dtype=dtype).item() for bound in (a, b))
     rejection = Rejection(stream, position, numel, dtype, mean, std, lo, hi)
     after = Position(position.words + rejection.words_a_round, position.spare)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ _INITIALISERS = ("orthogonal_", "sparse_", "dirac_")
 
 def shard_is_deferred(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor of which this rank's shard has not been made."""
-    local = getattr(tensor, "_local_tensor", None)
+    local = local_tensor_or(tensor, None)
     return type(local) is DeferredTensor and local._store.resident is None
 
 
@@ -40,12 +41,12 @@ def fill_as_one_process(tensor: Any, fill: Callable[[torch.Tensor], Any]) -> Any
     with torch.no_grad():
         whole = _whole(tensor, tensor.dtype)
         fill(whole)
-        tensor._local_tensor.copy_(_distributed(whole, tensor)._local_tensor)
+        local_tensor(tensor).copy_(local_tensor(_distributed(whole, tensor)))
     return tensor
 
 
 def _whole(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    options = {"dtype": dtype, "device": tensor._local_tensor.device}
+    options = {"dtype": dtype, "device": local_tensor(tensor).device}
     return Hooks.dispatch(aten.empty_strided.default, (tuple(tensor.shape), tensor.stride()), options)
 
 
@@ -57,7 +58,7 @@ def _distributed(whole: torch.Tensor, like: Any) -> Any:
 
 def install(dtensor: Any) -> None:
     """Teach the DTensor class; called once, when it has been imported."""
-    handlers = dtensor._op_dispatcher._custom_op_handlers
+    handlers = operation_handlers(dtensor)
     for op in _FILLS:
         handlers[op] = _or_else(handlers, op, _fill)
     for op in _LIKE:
@@ -124,6 +125,6 @@ def _padding(original: Callable) -> Callable:
         with torch.no_grad():
             row = _whole(self.weight, torch.bool).zero_()
             row[self.padding_idx].fill_(True)
-            self.weight._local_tensor.masked_fill_(_distributed(row, self.weight)._local_tensor, 0)
+            local_tensor(self.weight).masked_fill_(local_tensor(_distributed(row, self.weight)), 0)
 
     return fill_padding

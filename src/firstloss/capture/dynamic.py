@@ -13,8 +13,7 @@ import textwrap
 from types import FrameType
 from typing import NamedTuple
 
-from torch._ops import OpOverload
-
+from ..compat.torch_names import OpOverload
 from ..program.source import UNKNOWN, Source, user_frame
 
 _PLACES = (

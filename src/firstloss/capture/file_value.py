@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..compat.torch_names import version_of
 from ..errors import ConstantChangedError
 from ..program.graph import Value
 from .tensor import DeferredStorage, DeferredTensor
@@ -82,7 +83,7 @@ class FileValue(Value):
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Be an error from the first edit of `tensor` on, whose memory eager PyTorch would have shared."""
-        self._follows = tensor, tensor._version
+        self._follows = tensor, version_of(tensor)
 
     def _check(self) -> None:
         if self._follows is not None and self._follows[0]._version != self._follows[1]:

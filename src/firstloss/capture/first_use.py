@@ -23,6 +23,15 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import (
+    MODULE_TABLES,
+    DisableTorchFunctionSubclass,
+    base_of,
+    buffers_of,
+    current_graph_task_id,
+    is_parameter,
+    parameters_of,
+)
 from ..errors import NotMaterializedWarning
 from ..program.source import here
 from . import distributed, session
@@ -51,7 +60,7 @@ def needs_values(call: Call) -> bool:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def _is_tracked(call: Call) -> bool:
@@ -94,7 +103,7 @@ _CLOSED = DeferredTensor.__torch_function__
 
 def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
     """`func(*args, **kwargs)`; if it needs values, they are there before autograd sees the tensors."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
         plain = (
             isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
@@ -103,7 +112,7 @@ def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict
             return func(*args, **kwargs)
         tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
         # What was computed from weights has a history, which it would lose by turning into an ordinary tensor.
-        if not tracked or any(not t.is_leaf and t._base is None for t in tracked):
+        if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
             return func(*args, **kwargs)
         state = torch.default_generator.get_state()
         _own.door = True
@@ -132,7 +141,7 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
 
 def open_door() -> None:
     """A capture has ended: what it has made may be used."""
-    DeferredTensor.__torch_function__ = classmethod(_front_door)  # type: ignore[assignment]
+    DeferredTensor.__torch_function__ = classmethod(_front_door)
 
 
 def close_door() -> None:
@@ -169,7 +178,7 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
 
 def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
     for sub in module.modules():
-        for held in (*sub._parameters.values(), *sub._buffers.values(), *vars(sub).values()):
+        for held in (*parameters_of(sub).values(), *buffers_of(sub).values(), *vars(sub).values()):
             if isinstance(held, torch.Tensor):
                 for part in distributed.parts_of(held):
                     if type(part) is DeferredTensor:
@@ -183,7 +192,7 @@ def _modules_of(stores: list[DeferredStorage]) -> list[torch.nn.Module]:
     """The outermost modules that hold what is in `stores`, or what it is computed from."""
     global _looked
     begin = time.monotonic()
-    is_weight = any(getattr(t, "_is_param", False) for store in stores for t in store.alive())
+    is_weight = any(is_parameter(t) for store in stores for t in store.alive())
     if not stores or not is_weight and begin < _looked[0] + 10 * _looked[1]:
         return []  # a tensor by itself: one search for each would take long
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
@@ -198,7 +207,7 @@ def _modules_of(stores: list[DeferredStorage]) -> list[torch.nn.Module]:
 
 def _is_whole(module: torch.nn.Module) -> bool:
     """Whether its constructor has run: one that is under way, or was made without, has no tables yet."""
-    return all(name in module.__dict__ for name in ("_parameters", "_buffers", "_modules"))
+    return all(name in module.__dict__ for name in MODULE_TABLES)
 
 
 def _children(module: torch.nn.Module) -> Iterable[Any]:

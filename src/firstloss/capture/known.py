@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
 from ..program.graph import Value
 from . import session
@@ -29,7 +30,7 @@ def known(tensor: Any) -> Tensor | None:
         return None
     if not _from_constants(tensor._store.value):
         return None
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return replay.compute([tensor._ref()])[0]
 
 
@@ -69,7 +70,7 @@ def run_on_known(call: Call) -> Any:
         return [made(a) for a in arg] if type(arg) in (list, tuple) else arg
 
     args, kwargs = [made(a) for a in call.args], {k: made(v) for k, v in call.kwargs.items()}
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         result = call.op(*args, **kwargs)
     if isinstance(result, (list, tuple)):
         return type(result)(_constant(r) for r in result)
@@ -103,7 +104,7 @@ def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
         mask = known(index)
         if mask is None:
             return None
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             found = mask.nonzero().unbind(1)
         places.extend(_constant(place.clone()) for place in found)
     return Hooks.dispatch(aten.index.Tensor, (x, places), {})

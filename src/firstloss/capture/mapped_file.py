@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..errors import ConstantChangedError
 from ..program.graph import is_contiguous
 from ..program.source import here
@@ -165,7 +166,7 @@ def _stamp(about: os.stat_result) -> tuple[int, ...]:
 
 def _read(place: _Bytes, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
     """Read elements from number `begin` on into `out`, one-dimensional."""
-    with open(place.path, "rb", buffering=0) as file, torch._C._DisableTorchDispatch():
+    with open(place.path, "rb", buffering=0) as file, DisableTorchDispatch():
         if _stamp(os.fstat(file.fileno())) != place.stamp:
             raise ConstantChangedError(
                 f"{place.where}: {place.path} has been written to, or replaced, since a deferred model loaded it, and "

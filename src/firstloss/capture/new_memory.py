@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from ..compat.torch_names import storage_use_count
 from ..errors import TraceError
 from ..program.source import here
 from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, look_at
@@ -126,7 +127,7 @@ class NewMemory:
         """
         for weight, line in self._real:
             storage = weight.untyped_storage()
-            if self._trace.views_of(weight) > 1 or torch._C._storage_Use_Count(storage._cdata) > 2:
+            if self._trace.views_of(weight) > 1 or storage_use_count(storage) > 2:
                 raise TraceError(
                     f"{line}: the step gives a tensor of shape {list(weight.shape)} other memory by `.data = ...`, and "
                     "another tensor, or an array of NumPy's, shows the memory that it has. Write "

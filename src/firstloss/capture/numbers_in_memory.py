@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from typing import Any
 
 import torch
 
+from ..compat.python_names import getframe
+from ..compat.torch_names import DisableTorchDispatch
 from ..program.source import Source
 from ..undo import Undo
 from . import session
@@ -84,13 +85,13 @@ def _reading(original: Any) -> Any:
 
     @functools.wraps(original)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        ours = threading.get_ident() != tracing or sys._getframe(1).f_code.co_filename.startswith(_OURS)
+        ours = threading.get_ident() != tracing or getframe(1).f_code.co_filename.startswith(_OURS)
         if ours or session.trace is None or type(self) is DeferredTensor:
             return original(self, *args, **kwargs)
         self = session.trace.read_real(self)
         if type(self) is DeferredTensor:  # the step has written to it
             return getattr(self, original.__name__)(*args, **kwargs)
-        with torch._C._DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
+        with DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
             return original(self, *args, **kwargs)
 
     return read

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch, are_functorch_transforms_active, buffers_of, parameters_of
 from ..errors import CaptureError, TraceError
 from ..program.source import here
 from . import session
@@ -53,7 +54,7 @@ def _new(*args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) < 2 or not isinstance(args[1], torch.Tensor) or not (session.depth or type(args[1]) is DeferredTensor):
         return _original_new(*args, **kwargs)
     data = mine(args[1]) if type(args[1]) is DeferredTensor else args[1]
-    with torch._C._DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
+    with DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
         return _original_new(args[0], data, *args[2:], **kwargs)
 
 
@@ -93,7 +94,7 @@ def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) ->
     if not session.depth:
         _original_materialize(self, shape, device, dtype)
         return
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         like = self.data
     data: Any = torch.empty(
         shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
@@ -131,7 +132,7 @@ def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_graph(outputs: Any) -> None:
-    if session.trace is not None or torch._C._are_functorch_transforms_active():
+    if session.trace is not None or are_functorch_transforms_active():
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         if type(tensor) is DeferredTensor and tensor._store.resident is not None and not tensor.requires_grad:
@@ -164,10 +165,10 @@ def _by_values_alone(name: str) -> Callable:
         if torch.is_grad_enabled() and x.requires_grad or type(x) is DeferredTensor and x._store.resident is not None:
             return original(*args, **kwargs)
         if type(x) is not DeferredTensor:
-            with torch._C._DisableTorchDispatch() if session.depth else contextlib.nullcontext():
+            with DisableTorchDispatch() if session.depth else contextlib.nullcontext():
                 return original(*args, **kwargs)
         value = Hooks.value_of(x)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             found = original(value, *args[1:], **kwargs)
         return Hooks.constant_tensor(found)
 
@@ -205,7 +206,7 @@ def teach_dynamo() -> None:
 
 
 def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    held = (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values())
     return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 

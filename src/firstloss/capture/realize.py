@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from .. import timeline
+from ..compat.torch_names import DisableTorchDispatch, base_of, is_parameter
 from ..engine.run import materialize_values
 from ..errors import MaterializeError
 from ..program.graph import Value
@@ -68,7 +69,7 @@ def materialize_stores(
 
 def give_memory(store: DeferredStorage) -> None:
     """Turn every tensor that looks at `store` real, on memory that the caller fills: its recipe is dropped."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         memory = store.value.empty()
     store.made = None
     _turn_real(store, memory, None, None)
@@ -102,7 +103,7 @@ def _batches(stores: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
 def _check_device(device: torch.device | str) -> None:
     """An error, before anything is made, if nothing can be moved there."""
     try:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter from a build of PyTorch without CUDA
         reason = str(error).splitlines()[0].rstrip(".")
@@ -151,14 +152,14 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
     ref = tensor._ref()
     if buffer.dtype != value.dtype and not ref.whole:
         ref = ref._replace(dtype=buffer.dtype)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         return ref.view(buffer) if not ref.whole else buffer
 
 
 def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> None:
     """Make `tensor`, the Python object, a real view of `buffer`."""
     real = _view(buffer, tensor, value)
-    if getattr(tensor, "_is_param", False):
+    if is_parameter(tensor):
         is_computed = _has_history(tensor)
         lost = without_history(real.detach(), _line(value)) if is_computed else None
         real = torch.nn.Parameter(real.detach(), tensor.requires_grad and not is_computed)
@@ -189,7 +190,11 @@ def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.
     return [
         (t, base)
         for t in tensors
-        if _has_history(t) and (base := t._base) is not None and id(base) in own and base.is_leaf and base.requires_grad
+        if _has_history(t)
+        and (base := base_of(t)) is not None
+        and id(base) in own
+        and base.is_leaf
+        and base.requires_grad
     ]
 
 

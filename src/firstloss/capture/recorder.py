@@ -11,9 +11,8 @@ import weakref
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count
 from ..program.source import here
@@ -116,7 +115,7 @@ class CaptureMode(TorchDispatchMode):
 
 def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, kwargs: dict) -> Any:
     if type(args[0]) is not DeferredTensor:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return op(*args, **kwargs)
     out = dispatch(replacement, args, kwargs)
     if type(out) is DeferredTensor:
@@ -270,7 +269,7 @@ def _mentioned_once(call: Call, target: Tensor) -> bool:
 
 def _with_dtype(call: Call, default: torch.dtype) -> Call:
     """The call with PyTorch's default dtype of now written out: another may be set when the node is run."""
-    if any(a.name == "dtype" for a in call.op._schema.arguments):
+    if any(a.name == "dtype" for a in schema_of(call.op).arguments):
         return Call(call.op, call.traits, call.args, {**call.kwargs, "dtype": default})
     if torch.Tag.pointwise not in call.op.tags or not (call.deferred or call.real):
         return call

@@ -14,13 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops import utils as hop_utils
-from torch._higher_order_ops.cond import CondOp
-from torch._higher_order_ops.scan import ScanOp
-from torch._higher_order_ops.while_loop import WhileLoopOp
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ..compat.torch_names import CondOp, DisableTorchFunction, ScanOp, WhileLoopOp, hop_utils, pytree
 from ..errors import TraceError
 from ..program import operations
 from ..program.graph import Program
@@ -44,13 +40,13 @@ class _Lift(TorchFunctionMode):
         self.known = known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(self._local, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(self._local, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _local(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or type(x) is DeferredTensor and x._store.trace is self._trace:
             return x
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found = self.known.get(id(x))
             if found is None:
                 local = self._trace.new_input(x, f"lifted{len(self.known)}")
@@ -283,7 +279,7 @@ def scan(
 
     def body(*args: Tensor) -> list[Tensor]:
         nonlocal structure
-        leaves, spec = tree_flatten(combine_fn(*args, *additional_inputs))
+        leaves, spec = pytree.tree_flatten(combine_fn(*args, *additional_inputs))
         structure = spec, [isinstance(x, Tensor) for x in leaves]
         return [x for x in leaves if isinstance(x, Tensor)]
 
@@ -291,7 +287,7 @@ def scan(
     lifted = _with_lifted((body,), like)[n + m :]
     out = iter(_Scan.apply(body, n, m, *init, *xs, *lifted))
     spec, is_tensor = structure
-    return tree_unflatten([next(out) if there else None for there in is_tensor], spec)
+    return pytree.tree_unflatten([next(out) if there else None for there in is_tensor], spec)
 
 
 class _Scan(torch.autograd.Function):
@@ -382,9 +378,9 @@ def _call(function: Callable, args: Any, kwargs: Any = None) -> Any:
 
 def install() -> None:
     """Put the replacements in place."""
-    CondOp.__call__ = _in_a_step(CondOp.__call__, cond)  # type: ignore[method-assign]
-    WhileLoopOp.__call__ = _in_a_step(WhileLoopOp.__call__, while_loop)  # type: ignore[method-assign]
-    ScanOp.__call__ = _in_a_step(ScanOp.__call__, scan)  # type: ignore[method-assign]
+    CondOp.__call__ = _in_a_step(CondOp.__call__, cond)
+    WhileLoopOp.__call__ = _in_a_step(WhileLoopOp.__call__, while_loop)
+    ScanOp.__call__ = _in_a_step(ScanOp.__call__, scan)
     hop_utils._hop_compile_and_call = _call
 
 

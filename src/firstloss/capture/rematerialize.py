@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..compat.torch_names import CheckpointFrame, pytree
 from ..program.graph import Value
 from ..program.operations import barrier
 from . import session
 from .tensor import DeferredStorage, DeferredTensor
 
-_init_frame = checkpoint._CheckpointFrame.__init__
+_init_frame = CheckpointFrame.__init__
 _detach_variable = checkpoint.detach_variable
 
 
@@ -29,12 +29,12 @@ def behind_barrier(tree: Any) -> Any:
     trace = session.trace
     if trace is None or trace.latest is None:
         return tree
-    leaves, spec = tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     with torch.no_grad():
         made = iter(barrier([x.detach() for x in tensors], _look(trace.latest, trace)))
     out = [next(made).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
-    return tree_unflatten(out, spec)
+    return pytree.tree_unflatten(out, spec)
 
 
 def _look(value: Value, trace: Any) -> DeferredTensor:
@@ -56,7 +56,7 @@ def detach_variable(inputs: tuple) -> tuple:
 
 def install() -> None:
     """Put the replacements in place."""
-    checkpoint._CheckpointFrame.__init__ = __init__  # type: ignore[method-assign]
+    CheckpointFrame.__init__ = __init__
     checkpoint.detach_variable = detach_variable
 
 

@@ -12,9 +12,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn import SyncBatchNorm
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
+from ..compat.torch_names import BatchNorm, input_check
 from ..undo import Undo
 from . import session
 
@@ -32,9 +33,9 @@ def without_counts() -> Iterator[None]:
         yield
 
 
-def batch_norm(self: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """As `_BatchNorm.forward`."""
-    return _normalized(self, x, _before[_BatchNorm, "forward"])
+def batch_norm(self: BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """As `BatchNorm.forward`."""
+    return _normalized(self, x, _before[BatchNorm, "forward"])
 
 
 def sync_batch_norm(self: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def _normalized(self: Any, x: torch.Tensor, original: Callable[..., torch.Tensor
     cumulative = self.momentum is None and self.training and self.track_running_stats
     if session.trace is None or not cumulative or self.num_batches_tracked is None or self.running_mean is None:
         return original(self, x)
-    self._check_input_dim(x)
+    input_check(self)(x)
     self.num_batches_tracked.add_(1)
     mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
     out = torch.nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
@@ -89,7 +90,7 @@ def update_parameters(self: AveragedModel, model: Any) -> None:
 
 
 _REPLACED: dict[tuple[type, str], Callable[..., Any]] = {
-    (_BatchNorm, "forward"): batch_norm,
+    (BatchNorm, "forward"): batch_norm,
     (SyncBatchNorm, "forward"): sync_batch_norm,
     (AveragedModel, "update_parameters"): update_parameters,
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import schema_of
 from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
@@ -202,8 +203,8 @@ def stand_in(number: Any) -> float | int:
 
 def check_places(call: Call) -> None:
     """A symbolic number may stand where the operation takes any number, and not for a size, an index or a dimension."""
-    by_name = {spec.name: spec for spec in call.op._schema.arguments}
-    pairs = [*zip(call.op._schema.arguments, call.args, strict=False)]
+    by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
+    pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]
     pairs += [(by_name[name], arg) for name, arg in call.kwargs.items()]
     for spec, arg in pairs:
         numbers = [a for a in (arg if type(arg) in (list, tuple) else (arg,)) if is_symbolic(a)]

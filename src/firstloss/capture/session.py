@@ -13,8 +13,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._prims_common import suggest_memory_format
 
+from ..compat.torch_names import DisableTorchDispatch, schema_of, suggest_memory_format
 from ..errors import CaptureError
 from ..program.source import here
 from . import session
@@ -144,21 +144,21 @@ def infer(call: Call) -> Outcome:
 
 
 def _ask(call: Call) -> Outcome:
-    if call.op._schema.name.startswith("aten::_fused_") and not call.op._schema.returns:
+    if schema_of(call.op).name.startswith("aten::_fused_") and not schema_of(call.op).returns:
         return Outcome([], None)  # they have no meta kernels
-    if call.op._schema.name.startswith("aten::quantize_per"):  # whose meta kernels return floats
+    if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
     if call.op in _UNTOLD and session.trace is not None:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return Outcome(list(_UNTOLD[call.op](call.args)), None)
     if call.op in _UNTOLD_ON_CPU and session.trace is None and call.device().type == "cpu":
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             told = _UNTOLD_ON_CPU[call.op](call.args)
         if told is not None:
             return Outcome(told, None)
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
-    geometry = _of_list(call) if call.op._schema.name.startswith("aten::_foreach_") else _on_meta(call)
+    geometry = _of_list(call) if schema_of(call.op).name.startswith("aten::_foreach_") else _on_meta(call)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
     if result is not None and (result.is_floating_point or result.is_complex):
@@ -189,13 +189,13 @@ def _kind(arg: Any) -> Any:
 def _on_meta(call: Call) -> list[Any]:
     args = [_as_meta(a) for a in call.args]
     kwargs = {k: _as_meta(v) for k, v in call.kwargs.items()}
-    has_device = any(a.name == "device" for a in call.op._schema.arguments)
+    has_device = any(a.name == "device" for a in schema_of(call.op).arguments)
     if has_device and (not (call.deferred or call.real) or kwargs.get("device") is not None):
         kwargs["device"] = torch.device("meta")
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     try:
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with DisableTorchDispatch(), torch.no_grad():
             result = call.op(*args, **kwargs)
     except NotImplementedError as error:
         raise NeedsValues(str(error)) from None

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
 from ..program.graph import dense_count
 from . import session
 from .call import Call
@@ -30,7 +30,7 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if session.trace is not None and _is_real(tensor):
         tensor = session.trace.read_real(tensor)
     if type(tensor) is not DeferredTensor:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return op(tensor)
     if session.trace is not None:
         real = known(tensor)
@@ -43,7 +43,7 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """A question that no tensor is needed for."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 
@@ -54,7 +54,7 @@ def _is_real(arg: Any) -> bool:
 def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if session.trace is not None:
         args = tuple(session.trace.read_real(a) if _is_real(a) else a for a in args)
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
 
 
@@ -81,7 +81,7 @@ def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Asked by a derivative whether it is defined (of complex singular vectors): checked whenever the step has run."""
-    node = torch._C._current_autograd_node() if session.trace is not None else None
+    node = current_autograd_node() if session.trace is not None else None
     if node is None or all(known(a) is not None for a in args[:2]):
         return _equal(op, args, kwargs)
     a, b, rtol, atol = (*args, 1e-5, 1e-8)[:4] if len(args) == 2 else (*args, 1e-8)[:4]
@@ -167,7 +167,7 @@ _INTO_OUT = {
 def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     out = kwargs["out"]
     if type(out) is not DeferredTensor and session.trace is None:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
     made = Hooks.dispatch(_INTO_OUT[op], args, {"dtype": out.dtype, "device": out.device})
     if out.shape != made.shape and type(out) is DeferredTensor:
@@ -205,7 +205,7 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         (geometry,) = infer(call).geometry
         reseat(tensor, tensor._store, geometry)
         return tensor
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 
@@ -213,13 +213,13 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`a.set_(b)`: `a` shows what `b` shows, in the same memory."""
     tensor, source, *geometry = args
     if type(source) is not DeferredTensor and type(tensor) is not DeferredTensor:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return op(*args, **kwargs)
     if type(source) is not DeferredTensor:
         on_backend = session.trace is None and type(tensor) is DeferredTensor and tensor._store.resident is not None
         by_storage = op is aten.set_.source_Storage  # C++ may hold that tensor
         if session.trace is None and not on_backend and not by_storage and tensor.is_leaf:
-            with torch._C._DisableTorchDispatch(), torch.no_grad():
+            with DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)
             share_memory(tensor, shown)
@@ -237,7 +237,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`a.set_(storage, ...)`: a real storage, since a deferred tensor has none to give."""
     tensor = args[0]
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         if type(tensor) is not DeferredTensor:
             return op(*args, **kwargs)
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -260,7 +260,7 @@ def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
         reseat(tensor, tensor._store, (size, stride, int(tensor.storage_offset()), tensor.dtype))
         return
     if session.trace is None and tensor._store.resident is not None:  # its memory is there, and is to be so again
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), DisableTorchDispatch():
             real = Hooks.value_of(tensor).detach().clone().resize_(size)
         constant = Hooks.constant_tensor(real)
         reseat(tensor, constant._store, geometry_of(constant))
@@ -282,7 +282,7 @@ def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         if tuple(tensor.shape) != size:
             resize(tensor, size)
         return tensor
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 

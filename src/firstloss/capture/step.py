@@ -9,16 +9,22 @@ backward pass and the optimizer are captured like everything else.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
+from ..compat.python_names import getframe
+from ..compat.torch_names import (
+    DisableTorchDispatch,
+    OpOverload,
+    call_impl,
+    get_current_dispatch_mode_stack,
+    pop_mode,
+    storage_address,
+)
 from ..errors import TraceError, ValueReadError
 from ..program.graph import Draw, Node, Value, dense_count
 from ..program.source import here, raised_at
@@ -155,7 +161,7 @@ class StepTrace(recorder._Tracing):
         known = self._real.get(storage_key(tensor))
         if known is not None and known[1].value is not known[1].first:
             return DeferredTensor.wrap(known[1], *geometry_of(tensor))
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             self.read.setdefault(id(tensor), ValueRead(tensor))
         return tensor
 
@@ -195,12 +201,12 @@ class StepTrace(recorder._Tracing):
         """What stands for the state of PyTorch's generator, which itself is left to other threads."""
         if self._position is None:
             return torch.default_generator.get_state()
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return recorder.generators.ticket(torch.default_generator, self.stream, self._position)  # type: ignore[arg-type]
 
     def set_generator_state(self, state: torch.Tensor | None) -> None:
         """The step restores a state, or (None) seeds the generator."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             named = None if state is None else recorder.generators.named(state)
         self._position = named[1] if named is not None and named[0] is self.stream else None
 
@@ -220,7 +226,7 @@ class StepTrace(recorder._Tracing):
             torch.compiler._is_compiling_flag = _TRACING  # type: ignore[assignment]
             try:
                 if before is None:
-                    undo(_pop_modes, len(_get_current_dispatch_mode_stack()))
+                    undo(_pop_modes, len(get_current_dispatch_mode_stack()))
                     with _Capture():
                         numbers_in_memory.replace(undo)
                         yield
@@ -248,8 +254,8 @@ class StepTrace(recorder._Tracing):
 
 
 def _pop_modes(depth: int) -> None:
-    while len(_get_current_dispatch_mode_stack()) > depth:
-        _pop_mode()
+    while len(get_current_dispatch_mode_stack()) > depth:
+        pop_mode()
 
 
 class _Tracing:
@@ -260,7 +266,7 @@ class _Tracing:
     """
 
     def __bool__(self) -> bool:
-        return session.trace is not None and sys._getframe(1).f_code is not torch.nn.Module._call_impl.__code__
+        return session.trace is not None and getframe(1).f_code is not call_impl.__code__
 
     # Where libraries go on computing with the flag, it is a bool like PyTorch's own.
     def __or__(self, other: Any) -> Any:
@@ -297,12 +303,12 @@ def storage_key(tensor: torch.Tensor) -> int:
     storage = _storage_of(tensor)
     if storage is None:
         return id(tensor)
-    return (storage.data_ptr() if tensor.device.type == "cpu" else 0) or storage._cdata
+    return (storage.data_ptr() if tensor.device.type == "cpu" else 0) or storage_address(storage)
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Its storage; a sparse tensor, for one, has none, and PyTorch says so by an error."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         try:
             return tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
@@ -319,7 +325,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     storage = _storage_of(tensor)
     if storage is None:
         return tensor
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         size = tensor.numel() * tensor.itemsize
         if storage.nbytes() == size and dense_count(tuple(tensor.shape), tensor.stride()) == tensor.numel():
             return tensor

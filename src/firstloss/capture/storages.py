@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import dlpack
 
+from ..compat.torch_names import DisableTorchDispatch
 from . import session
 from .tensor import DeferredTensor, made
 
@@ -29,7 +30,7 @@ def _at_once(original: Callable) -> Callable:
         if not session.depth and session.trace is None:
             return original(self, *args, **kwargs)
         session.constants.clear()  # no tensor's count of edits tells of this one
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return original(self, *args, **kwargs)
 
     return method
@@ -44,7 +45,7 @@ def _deepcopy(self: Any, memo: Any) -> Any:
     """As `torch.Tensor.__deepcopy__`, which copies the storage, and shows it to an empty tensor like this one."""
     if not session.depth or type(self) is not torch.Tensor or self.__dict__:
         return _original_deepcopy(self, memo)
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return _original_deepcopy(self, memo)
 
 

@@ -15,6 +15,16 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ..compat.torch_names import (
+    HOOK_TABLES,
+    PARAMETER_FLAG,
+    DisableTorchDispatch,
+    disabled_torch_function,
+    is_parameter,
+    make_wrapper_subclass,
+    swap_tensor_impl,
+    throw_on_mutable_data_ptr,
+)
 from ..errors import CaptureError, ElsewhereError, TraceError
 from ..program.graph import Ref, Value
 from ..program.source import here
@@ -83,10 +93,6 @@ def _store_of(tensor: Any) -> DeferredStorage | None:
     return tensor._store if type(tensor) is DeferredTensor else None
 
 
-# C++ that goes past our methods to a tensor's memory gets an error of PyTorch's, not the null pointer.
-_refuse_memory = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
-
-
 class DeferredTensor(Tensor):
     """A tensor with shape, dtype, device and history, and no memory."""
 
@@ -97,18 +103,18 @@ class DeferredTensor(Tensor):
 
         With `**parameter.__dict__`, as accelerate does, come our own attributes too, which belong to the other tensor.
         """
-        unknown = attributes.keys() - {"_store", "_is_param"}
+        unknown = attributes.keys() - {"_store", PARAMETER_FLAG}
         if unknown:
             raise TypeError(f"{here()}: a parameter takes no argument {sorted(unknown)[0]!r}")
         return torch.nn.Parameter(data, requires_grad)
 
     # What torch would do before it dispatches is right for us too.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def wrap(store: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
         """A new tensor that looks at `store`."""
-        self = Tensor._make_wrapper_subclass(
+        self = make_wrapper_subclass(
             DeferredTensor,
             size,
             strides=stride,
@@ -118,7 +124,7 @@ class DeferredTensor(Tensor):
         )
         self._store = store
         store.tensors.append(weakref.ref(self))
-        _refuse_memory(self)
+        throw_on_mutable_data_ptr(self)  # C++ that goes past our methods to its memory gets an error, not null
         return self
 
     @classmethod
@@ -165,7 +171,7 @@ class DeferredTensor(Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
                 "moment."
             )
-        if getattr(self, "_is_param", False):  # a parameter's copy shares memory with nothing, and drops its attributes
+        if is_parameter(self):  # a parameter's copy shares memory with nothing, and drops its attributes
             with torch.no_grad():
                 out = torch.nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             memo[id(self)] = out
@@ -219,7 +225,7 @@ class DeferredTensor(Tensor):
 
     def __dlpack__(self, *args, **kwargs):
         real = made(self, writable=True)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return real.__dlpack__(*args, **kwargs)
 
     def untyped_storage(self):
@@ -240,16 +246,16 @@ class DeferredTensor(Tensor):
     def __reduce_ex__(self, protocol):
         real = made(self)
         if real is not self:
-            if getattr(self, "_is_param", False):
+            if is_parameter(self):
                 real = torch.nn.Parameter(real.detach(), self.requires_grad)
-            real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_store", "_is_param")})
+            real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_store", PARAMETER_FLAG)})
         return real.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
         if session.trace is not None:
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
         real = Hooks.value_of(self)
-        return repr(torch.nn.Parameter(real, self.requires_grad) if getattr(self, "_is_param", False) else real)
+        return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
@@ -314,7 +320,7 @@ def _numpy(tensor: DeferredTensor) -> Any:
     """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
     elsewhere = _elsewhere(tensor)
     real = mine(tensor, alone=True)
-    with torch._C._DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
+    with DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
         array = real.numpy()
     if elsewhere:
         array.flags.writeable = False
@@ -412,36 +418,33 @@ def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
         )
     become(tensor, new)
     if kind is torch.nn.Parameter:
-        tensor._is_param = True
+        setattr(tensor, PARAMETER_FLAG, True)
     store.tensors.append(weakref.ref(tensor))
 
 
 def share_memory(tensor: Tensor, real: Tensor) -> None:
     """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         shown: Tensor = real.detach()
-        if getattr(tensor, "_is_param", False):
+        if is_parameter(tensor):
             shown = torch.nn.Parameter(shown, tensor.requires_grad)
         become(tensor, shown)
-
-
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
     requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-    hooks = [(name, getattr(tensor, name)) for name in HOOKS] if tensor.is_leaf and requires_grad else []
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", "_is_param")}
+    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if tensor.is_leaf and requires_grad else []
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", PARAMETER_FLAG)}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
     if grad is not None:
         tensor.grad = None
-    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_store", "_is_param")}
+    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_store", PARAMETER_FLAG)}
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})
-    torch._C._swap_tensor_impl(tensor, other)
+    swap_tensor_impl(tensor, other)
     # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
     other.__class__ = was
     other.__dict__.clear()

@@ -6,8 +6,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.torch_names import OpOverload, schema_of
 from ..program.kinds import replaces_target
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ class Traits(NamedTuple):
 @functools.cache
 def traits(op: OpOverload) -> Traits:
     """The traits of `op`."""
-    schema = op._schema
+    schema = schema_of(op)
     writes: list[int | str] = []
     by_alias: dict[str, int | str] = {}
     generator = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..engine.rejection import may_be_cut
 from ..program import operations
 from ..program.graph import is_contiguous
@@ -73,7 +74,7 @@ def trunc_normal_(
 
 def rounded(bound: float, dtype: torch.dtype) -> float:
     """The bound that values of `dtype` are compared with."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return torch.tensor(bound, dtype=dtype).item()
 
 
@@ -107,7 +108,7 @@ def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float
 def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
     """Draw now: the few tensors that are small, laid out otherwise, or cut from the normal's tail."""
     session.generators.load(torch.default_generator if generator is None else generator)
-    with torch._C._DisableTorchDispatch(), warnings.catch_warnings():
+    with DisableTorchDispatch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         _original(real, mean, std, a, b, generator=generator)

@@ -6,11 +6,11 @@ run, as it does for `torch._assert_async`.
 
 from __future__ import annotations
 
-import sys
 from types import FrameType
 
 import torch
 
+from ..compat.python_names import getframe
 from .tensor import Hooks
 
 _OURS = __name__.partition(".")[0] + "."
@@ -28,7 +28,7 @@ _BRANCHES = {
 
 def validated(condition: torch.Tensor) -> bool | None:
     """What a validating branch of torch's reads of `condition`, which is then checked later; None for other readers."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back
     if frame is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
 from ..errors import CaptureError, TraceError
 from ..program.graph import Ref, is_contiguous
@@ -37,7 +38,7 @@ def value_of(tensor: DeferredTensor) -> Tensor:
     if store.is_made:
         return content(tensor).clone()
     ref = tensor._ref()
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         if ref.value.known and ref.dtype == ref.value.dtype and is_contiguous(ref.size, ref.stride):
             out = torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)  # no more than it is read of a file
             ref.value.read_into(ref.offset, out.view(-1))
@@ -63,7 +64,7 @@ def look_resident(tensor: DeferredTensor) -> Tensor:
 def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
     """A real tensor on the memory in which the content of a tensor on a backend lives from here on."""
     store = tensor._store
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         memory = store.resident.memory(lasting)
         if store.resident.lent:
             note_memory(store)
@@ -124,12 +125,12 @@ def _known(result: Any) -> Any:
 def _take_over(target: DeferredTensor, new: Tensor) -> None:
     """What `new` holds is what `target` shows from now on."""
     if target.shape != new.shape:  # an `out` that was resized to fit
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             fresh = constant_tensor(new.contiguous().clone(), copy=False)
         reseat(target, fresh._store, geometry_of(fresh))
         return
     store = target._store
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         made = store.made[1].clone() if store.is_made and store.made is not None else None
         base = replay.compute([Ref.of(store.value)])[0] if made is None else made
         target._ref().view(base).copy_(new)
@@ -190,9 +191,9 @@ def content(tensor: Tensor) -> Tensor:
     ref = tensor._ref()
     if tensor._store.is_made:
         assert tensor._store.made is not None
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return ref.view(tensor._store.made[1])
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return ref.view(ref.value.real) if ref.value.real is not None else replay.compute([ref])[0]
 
 
@@ -201,13 +202,13 @@ def _call(call: Call, args: Any, kwargs: dict) -> Any:
         session.generators.load(call.generator())
     elif call.traits.opaque:
         session.generators.load(torch.default_generator)
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return call.op(*args, **kwargs)
 
 
 def _real_arguments(call: Call) -> tuple[Any, dict[str, Any]]:
     refs: list[Ref] = [t._ref() for t in call.deferred if t._store.resident is None and not t._store.is_made]
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         real = iter(replay.compute(refs)) if refs else iter(())
 
         def made(arg: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..compat.torch_names import version_of
 from ..program.compare import same_bytes
 from .tensor import DeferredTensor
 
@@ -16,7 +17,7 @@ class ValueRead:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = None if tensor.is_inference() else version_of(tensor)
         self._copy = tensor.detach().clone() if tensor.numel() * tensor.itemsize <= _COPIED_BYTES else None
 
     def outdated(self) -> bool:
@@ -24,6 +25,6 @@ class ValueRead:
         if type(self._tensor) is DeferredTensor:
             return True
         if self._copy is None:
-            return self._version is not None and self._tensor._version != self._version
+            return self._version is not None and version_of(self._tensor) != self._version
         now = self._tensor.detach()
         return now.shape != self._copy.shape or now.dtype != self._copy.dtype or not same_bytes(now, self._copy)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any
 
+from ..compat.python_names import options_of
 from ..errors import ConfigError
 
 KEYS = ("trainer", "train_dataloader", "val_dataloader", "ckpt_path")
@@ -58,7 +59,7 @@ def _stray(message: str, parser: Any, trainer: type) -> str:
     stray = re.search(r"unrecognized arguments: (--[\w.]+)", message)
     if not stray:
         return ""
-    options = [name for action in parser._actions for name in action.option_strings]
+    options = [name for action in options_of(parser) for name in action.option_strings]
     near = difflib.get_close_matches(stray[1], options, n=1)
     return f"there is no {stray[1]}: " + (f"did you mean {near[0]}?" if near else "see --print_config.")
 

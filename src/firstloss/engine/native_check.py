@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..rng import native
 
 # (operation, count, its two arguments). Ragged ends, an interval whose end uniforms round up to, and enough numbers to
@@ -33,7 +34,7 @@ def trusted() -> bool:
     """
     if not native.available():
         return False
-    with torch.no_grad(), torch._C._DisableTorchDispatch():  # not to be captured, where somebody is capturing
+    with torch.no_grad(), DisableTorchDispatch():  # not to be captured, where somebody is capturing
         generator = torch.Generator().manual_seed(20_261_120)
         torch.empty(77, dtype=torch.int32, device="cpu").random_(generator=generator)
         cursor = native.Cursor(generator.get_state().numpy())
@@ -77,7 +78,7 @@ def erfinv_trusted() -> bool:
     """
     if not (native.has_erfinv() and trusted()):
         return False
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchDispatch():
         options: Any = {"dtype": torch.float32, "device": "cpu"}
         generator = torch.Generator().manual_seed(20_261_121)
         even = torch.empty(100_000, **options).uniform_(-1, 1, generator=generator)

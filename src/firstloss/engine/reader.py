@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Draw, Ref, Value, is_contiguous
 from ..program.kinds import Copy, Fill, Pointwise
 from ..rng import draws
@@ -274,7 +275,7 @@ class Reader:
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
     """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does so for many, on all cores."""
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchDispatch():
         Reader().materialize(ref, box, out)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..rng import draws
 from ..rng.stream import Position, Stream
 from .sampler import StreamSampler
@@ -121,7 +122,7 @@ class Rejection:
 
     def _search(self, pieces: list[tuple[int, int]]) -> Corrections:
         """What later rounds change of some of the pieces."""
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), DisableTorchDispatch():
             walks: list[_Walk] = [_Walk(self, 0, pieces)]
             places, values, most = [], [], 1
             for number, (begin, _) in enumerate(pieces):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from .cuts import Box, cut_dimension
@@ -97,7 +98,7 @@ def materialize_values(
     tasks = [task for output in outputs.values() for task in _whole_tasks(output, planner, span, done)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchDispatch():
         execute(tasks, Wholes(make_whole), planner, num_threads, niceness)
         made = {value: output.buffer() for value, output in outputs.items()}
         if len(ranged) < len(wanted):
@@ -124,7 +125,7 @@ class Part(NamedTuple):
 def materialize_parts(wanted: Iterable[tuple[Ref, list[Part]]], niceness: Sequence[int] = ()) -> None:
     """Make the parts of what each Ref shows. What lies together in the stream is drawn together."""
     planner = Planner()
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), DisableTorchDispatch():
         tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
         execute(tasks, Wholes(make_whole), planner, None, niceness)
 
@@ -142,7 +143,7 @@ def execute(
 
     def work(segment: list[Task]) -> None:
         reader = Reader(whole, planner)
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), DisableTorchDispatch():
             for task in segment:
                 if failed.is_set():
                     return
@@ -327,7 +328,7 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
     """Run what is left node by node; what touches no common Value, side by side."""
 
     def run_component(component: list[Node]) -> None:
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             own = Replay(shared.allocate)
             own.buffers = shared.buffers  # components share no Value, and a dict may be written from several threads
             own.run(component)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..compat.torch_names import overload_name, schema_of
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
@@ -156,11 +157,11 @@ def fill_with(name: str, target: torch.Tensor, first: float, second: float, gene
 
 def call_with(op: Any, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator) -> Any:
     """Call any random operation with `generator` in the place of its own, or of the global one."""
-    if any(a.name == "generator" for a in op._schema.arguments):
+    if any(a.name == "generator" for a in schema_of(op).arguments):
         return op(*args, **{**kwargs, "generator": generator})
     # The overload has no generator argument (torch.rand and friends): its twin with one draws the same.
     twin = getattr(op.overloadpacket, "generator", None)
-    if twin is not None and op._overloadname == "default":
+    if twin is not None and overload_name(op) == "default":
         return twin(*args, **{**kwargs, "generator": generator})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(generator.get_state())

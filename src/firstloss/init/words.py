@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
 
 # Beyond so many operations a recipe is told by its last ones.
@@ -72,13 +73,15 @@ def _step(node: Node, room: int) -> str:
 
 
 def _name(node: Node) -> str:
-    return node.op._schema.name.split("::")[1].rstrip("_")
+    return schema_of(node.op).name.split("::")[1].rstrip("_")
 
 
 def _arguments(node: Node) -> dict[str, Any]:
     """The node's arguments by name, defaults filled in."""
-    out = {spec.name: spec.default_value for spec in node.op._schema.arguments if spec.has_default_value()}
-    out.update({spec.name: arg for spec, arg in zip(node.op._schema.arguments, node.args, strict=False)}, **node.kwargs)
+    out = {spec.name: spec.default_value for spec in schema_of(node.op).arguments if spec.has_default_value()}
+    out.update(
+        {spec.name: arg for spec, arg in zip(schema_of(node.op).arguments, node.args, strict=False)}, **node.kwargs
+    )
     return out
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..capture.recorder import DeferredTensor
 from ..capture.step import StepTrace
+from ..compat.torch_names import OpOverload, can_decompose, python_of, pytree, schema_of
 from ..errors import FirstlossError, LoweringError
 from ..program.graph import Program, Ref, Value
 from .dtypes import to_torch
@@ -29,23 +28,23 @@ _under_way: list[OpOverload] = []
 
 def decomposition(op: OpOverload) -> Callable | None:
     """What computes `op` by other operations, or None."""
-    if op._schema.name in OF_LIBRARIES:
-        return OF_LIBRARIES[op._schema.name]
-    if op._can_decompose():
+    if schema_of(op).name in OF_LIBRARIES:
+        return OF_LIBRARIES[schema_of(op).name]
+    if can_decompose(op)():
         return op.decompose
     if op.namespace == "torch_nn":
-        from torch._library.custom_ops import OPDEFS
+        from ..compat.torch_names import OPDEFS
 
-        return OPDEFS[op._schema.name]._init_fn
-    from torch._decomp import decomposition_table  # here, because it is slow to import and seldom needed
+        return python_of(OPDEFS[schema_of(op).name])
+    from ..compat.torch_names import decomposition_table  # here, because it is slow to import and seldom needed
 
     return decomposition_table.get(op)
 
 
 def rule_of(op: OpOverload) -> Callable | None:
     """A rule for `op` made from its decomposition; None if it has none."""
-    if op._schema.name in OF_LIBRARIES:
-        return OF_LIBRARIES[op._schema.name]
+    if schema_of(op).name in OF_LIBRARIES:
+        return OF_LIBRARIES[schema_of(op).name]
     function = decomposition(op)
     if function is None:
         return None
@@ -69,7 +68,7 @@ def rule_of(op: OpOverload) -> Callable | None:
 
 def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> tuple[Program, dict[Value, Any]]:
     """The decomposition as a Program, and its inputs' arrays; outputs: new tensors first, then those written to."""
-    flat, spec = tree_flatten((args, kwargs))
+    flat, spec = pytree.tree_flatten((args, kwargs))
     arrays: dict[Value, Any] = {}
     outputs: dict[str, Ref] = {}
     tracing = StepTrace()
@@ -93,7 +92,9 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
                 f"with other operations, or give it one: firstloss.register_lowering(torch.ops.{op})."
             ) from error
         written = _written(op, args, kwargs)
-        fresh = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and not any(x is w for w in written)]
+        fresh = [
+            x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor) and not any(x is w for w in written)
+        ]
         for i, x in enumerate([*fresh, *written]):
             x = x if type(x) is DeferredTensor else torch.ops.aten.clone(x)
             outputs[f"out{i}"] = x._ref()
@@ -108,8 +109,8 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
 
 def _written(op: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
-    for i, spec in enumerate(op._schema.arguments):
+    for i, spec in enumerate(schema_of(op).arguments):
         if spec.alias_info is not None and spec.alias_info.is_write:
             arg = kwargs.get(spec.name) if spec.kwarg_only or i >= len(args) else args[i]
-            out.extend(x for x in tree_leaves(arg) if isinstance(x, torch.Tensor))
+            out.extend(x for x in pytree.tree_leaves(arg) if isinstance(x, torch.Tensor))
     return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch._ops import OpOverload
+
+from ..compat.torch_names import OpOverload, overload_name, schema_of
 
 aten = torch.ops.aten
 
@@ -37,22 +38,22 @@ def functional(op: OpOverload) -> OpOverload:
     """The overload that returns what `op` returns or writes, and writes nothing; `op` itself if it is one."""
     if op in _IRREGULAR:
         return _IRREGULAR[op]
-    if not op._schema.is_mutable:
+    if not schema_of(op).is_mutable:
         return op
-    namespace, name = op._schema.name.split("::")
+    namespace, name = schema_of(op).name.split("::")
     packets = getattr(torch.ops, namespace)
     for candidate in (name.removesuffix("_"), f"{name.removesuffix('_')}_functional"):
         packet = getattr(packets, candidate, None)
         if packet is None:
             continue
-        found = getattr(packet, op._overloadname, None)
-        if found is not None and not found._schema.is_mutable:
+        found = getattr(packet, overload_name(op), None)
+        if found is not None and not schema_of(found).is_mutable:
             return found
     # `add.out(self, other, out)`: the overload with the same arguments but `out`
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.alias_info is None]
+    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments if a.alias_info is None]
     packet = getattr(packets, name)
     for overload in packet.overloads():
         found = getattr(packet, overload)
-        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+        if not schema_of(found).is_mutable and [(a.name, str(a.type)) for a in schema_of(found).arguments] == wanted:
             return found
     return op

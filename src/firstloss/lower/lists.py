@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
 from .program import Call, call_of
 
@@ -31,7 +32,7 @@ def calls_apart(nodes: Sequence[Node]) -> list[Call]:
 
 def _pieces(node: Node) -> list[Call] | None:
     """A call for each element of the node's lists; None if it works on none, or on its lists as a whole."""
-    name = node.op._schema.name.removeprefix("aten::")
+    name = schema_of(node.op).name.removeprefix("aten::")
     if not (name.startswith("_foreach_") or name in _FUSED):
         return None
     lists = [arg for arg in (*node.args, *node.kwargs.values()) if type(arg) in (list, tuple)]

@@ -11,6 +11,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from ..compat.torch_names import OpOverload
 from .dtypes import (
     broadcast,
     cast,
@@ -31,7 +32,7 @@ from .registry import rule
 aten = torch.ops.aten
 
 
-def enter(overload: torch._ops.OpOverload, function: Callable) -> None:
+def enter(overload: OpOverload, function: Callable) -> None:
     """Enter a row of one of the tables below."""
     function.__name__ = function.__qualname__ = str(overload)
     rule(overload)(function)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from ..compat.torch_names import schema_of
 from ..errors import LoweringError
 from ..program.graph import Node, Program, Ref, Value
 from .decompose import decomposition, rule_of
@@ -209,7 +210,7 @@ def function_of(template: Template) -> Callable[..., tuple]:
             f"{template.op} has no lowering to StableHLO. Write the line with other operations, or give it one: "
             f"firstloss.register_lowering(torch.ops.{str(template.op)})."
         )
-    names_out = {a.name for a in template.op._schema.arguments if a.kwarg_only and a.alias_info is not None}
+    names_out = {a.name for a in schema_of(template.op).arguments if a.kwarg_only and a.alias_info is not None}
 
     def call(*arrays: Any) -> tuple:
         def fill(arg: Any) -> Any:

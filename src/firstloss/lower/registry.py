@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+
+from ..compat.torch_names import OpOverload, OpOverloadPacket, inner_overload
 
 RULES: dict[OpOverload, Callable] = {}
 
@@ -84,7 +85,7 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
 
 
 def _overloads(op: Any) -> list[OpOverload]:
-    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    op = inner_overload(op)  # what torch.library.custom_op returns
     if isinstance(op, OpOverload):
         return [op]
     if isinstance(op, OpOverloadPacket):

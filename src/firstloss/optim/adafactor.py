@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import _adafactor
 
 from ..capture.scalars import is_symbolic, tensor_of
+from ..compat.torch_names import adafactor
 from ..undo import Undo
 
 Tensor = torch.Tensor
@@ -25,9 +25,9 @@ def without_reads() -> Iterator[None]:
     """Inside, `torch.optim.Adafactor.step` computes by `update`."""
     with Undo() as undo, undo:
         for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
-            before = getattr(_adafactor, name)
-            undo(setattr, _adafactor, name, before)
-            setattr(_adafactor, name, _in_this_thread(before))
+            before = getattr(adafactor, name)
+            undo(setattr, adafactor, name, before)
+            setattr(adafactor, name, _in_this_thread(before))
         yield
 
 

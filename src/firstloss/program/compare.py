@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from .graph import Node, Program, Ref, Value
 
 
@@ -114,5 +115,5 @@ class _Same:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes."""
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._ops import OpOverload
 
+from ..compat.torch_names import OpOverload, version_of
 from ..errors import ConstantChangedError
 from ..rng.stream import Position, Stream
 from .source import Source
@@ -74,7 +74,7 @@ class Value:
         real = self.real
         assert real is not None
         original: Any = getattr(real, "original", real)
-        if self.version is not None and original._version != self.version:
+        if self.version is not None and version_of(original) != self.version:
             raise ConstantChangedError(
                 f"a tensor of shape {list(self.shape)} from outside the constructor was edited after it had been "
                 f"captured at {self.label}; its weight would not be what eager PyTorch made. Clone it before the "

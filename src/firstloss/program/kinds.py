@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compat.torch_names import schema_of
 from .graph import Node, Ref
 from .operations import trunc_normal_
 
@@ -115,13 +116,13 @@ EXACT = {
 _REPLACING = {
     *(f"aten::{name}_" for name in "zero fill copy uniform normal bernoulli exponential random cauchy".split()),
     *("aten::log_normal_", "aten::geometric_", "aten::_foreach_zero_", "aten::_foreach_copy_"),
-    trunc_normal_._schema.name,
+    schema_of(trunc_normal_).name,
 }
 
 
 def replaces_target(op: Any) -> bool:
     """Whether an in-place operation's result does not depend on what its target held."""
-    return op._schema.name in _REPLACING
+    return schema_of(op).name in _REPLACING
 
 
 def has_counter_rule(op: Any) -> bool:
@@ -143,7 +144,7 @@ def is_unwritten(node: Node | None) -> bool:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """A node's arguments by their schema's names, where they were given."""
-    names = (argument.name for argument in node.op._schema.arguments)
+    names = (argument.name for argument in schema_of(node.op).arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

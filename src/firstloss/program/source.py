@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import FrameType
 from typing import NamedTuple
 
 import torch
+
+from ..compat.python_names import getframe
 
 # Frames in these folders are machinery between the user's line and us. The user's line may well be in a library
 # (transformers, timm): whoever wrote the model is the user here.
@@ -39,7 +40,7 @@ def here() -> Source:
 
 def user_frame() -> FrameType | None:
     """The innermost frame that belongs neither to torch nor to Firstloss."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         skip = _is_machinery.get(name)

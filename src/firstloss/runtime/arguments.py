@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture.step import dense_stride
 from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry
+from ..compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from .structures import attributes_taken_apart, containers
 
-_OUR_ATTRIBUTES = {"_store", "_is_param"}
+_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
 
 
 class Itself:
@@ -147,7 +147,7 @@ def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:
     """Whether a tensor is more than data: a weight, or one with hooks or attributes, which a batch has not."""
-    if isinstance(tensor, torch.nn.Parameter) or tensor._backward_hooks:
+    if isinstance(tensor, torch.nn.Parameter) or backward_hooks(tensor):
         return True
     if tensor.requires_grad and tensor.is_leaf and type(tensor) is DeferredTensor:
         return True

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from .. import timeline
 from ..capture.tensor import DeferredTensor
+from ..compat.torch_names import buffers_of, parameters_of, storage_use_count
 
 # A tensor may be moved while nobody else holds its memory: what is written there later would be lost.
 _OWN_HOLDERS = 2  # the tensor, and the handle through which we ask
@@ -78,7 +79,7 @@ class _Place(NamedTuple):
     def tensor(self) -> torch.Tensor | None:
         """What is there now; None if it is on the backend, has no shape yet, or is gone."""
         module = self.module()
-        tensor = None if module is None else {**module._buffers, **module._parameters}.get(self.name)
+        tensor = None if module is None else {**buffers_of(module), **parameters_of(module)}.get(self.name)
         return None if _is_left(tensor) else tensor
 
 
@@ -93,4 +94,4 @@ def _alive(places: list[_Place]) -> list[torch.Tensor]:
 
 def _held_alone(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_HOLDERS
+    return storage_use_count(storage) <= _OWN_HOLDERS

@@ -14,6 +14,7 @@ import torch
 from jax.sharding import NamedSharding
 
 from ..capture.file_value import FileValue
+from ..compat.torch_names import DisableTorchDispatch
 from ..engine.memory import allocate_huge
 from ..errors import StateLostError
 from ..program.graph import Value, is_contiguous
@@ -179,7 +180,7 @@ class Cell:
         fits = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not self.at_home or not fits or tensor.stride() != value.stride or tensor.is_conj() or tensor.is_neg():
             return False
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with DisableTorchDispatch(), torch.no_grad():
             memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
         if self._memory is not None:
             self._memory.content()

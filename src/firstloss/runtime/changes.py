@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import parameters_of
 from ..errors import GraphChangedError, GraphChangeWarning
 from ..program.compare import Parting, parting
 from ..program.source import here
@@ -101,7 +102,7 @@ class Known:
 
     def may_ask(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python can reach a module or an optimizer that holds one of these."""
-        held = [p for module in self.modules for p in module._parameters.values()]
+        held = [p for module in self.modules for p in parameters_of(module).values()]
         held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return not set(map(id, held)).isdisjoint(map(id, parameters))
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import timeline
+from ..compat.torch_names import pytree
 from ..errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ..files import sync_folder, written_aside
 from ..init.materialize import materialize_tensor

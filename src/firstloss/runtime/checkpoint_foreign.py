@@ -10,10 +10,10 @@ from bisect import bisect_right
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..capture.file_value import FileValue
 from ..capture.recorder import DeferredStorage, DeferredTensor
+from ..compat.torch_names import FakeTensorMode, checkpoint_offset, neg_view
 from ..errors import CheckpointError, CheckpointMissingError
 from ..program.graph import Ref, is_contiguous
 from .checkpoint_file import TensorFile
@@ -126,7 +126,7 @@ class _Archive:
     def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor that `fake` stands for; those that share a storage go on sharing it."""
         storage: Any = fake.untyped_storage()
-        offset, nbytes = storage._checkpoint_offset, storage.nbytes()
+        offset, nbytes = checkpoint_offset(storage), storage.nbytes()
         ref_geometry = (tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype)
         store = self._stores.get(offset)
         if store is None:
@@ -143,7 +143,7 @@ class _Archive:
         if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
             real = Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
             real = real.conj() if fake.is_conj() else real
-            return torch._neg_view(real) if fake.is_neg() else real
+            return neg_view(real) if fake.is_neg() else real
         if nbytes <= SMALL_BYTES:
             return Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
         return DeferredTensor.wrap(store, *ref_geometry)

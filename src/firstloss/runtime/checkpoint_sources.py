@@ -8,6 +8,7 @@ import torch
 
 from ..capture.recorder import DeferredTensor
 from ..capture.values import content
+from ..compat.torch_names import local_tensor_or
 from ..errors import UnsavableError
 from ..init.disk.safetensors_header import DTYPES
 from .checkpoint_file import Part
@@ -64,7 +65,7 @@ def on_host(obj: Any) -> Any:
 
 
 def _check(tensor: torch.Tensor, where: str) -> None:
-    if hasattr(tensor, "_local_tensor"):
+    if local_tensor_or(tensor, None) is not None:
         raise UnsavableError(
             f"{where} is a DTensor, of which this process has a part only. Use torch.distributed.checkpoint, or save "
             "its full_tensor()."

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..compat.torch_names import STATE_DICT_METADATA
 from ..errors import CheckpointError, UnsavableError
 
 _PLAIN = (type(None), bool, int, str)
@@ -81,9 +82,13 @@ class Encoder:
         return {"$dict": self._pairs(obj, where)}
 
     def _ordered(self, obj: OrderedDict, where: str) -> dict:
-        metadata = getattr(obj, "_metadata", None)  # a module's: the version that each layer's state was saved by
+        metadata = getattr(obj, STATE_DICT_METADATA, None)
         out: dict[str, Any] = {"$ordered": self._pairs(obj, where)}
-        return out if metadata is None else {"$state_dict": [out, self.encode(metadata, _join(where, "_metadata"))]}
+        return (
+            out
+            if metadata is None
+            else {"$state_dict": [out, self.encode(metadata, _join(where, STATE_DICT_METADATA))]}
+        )
 
 
 _CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
@@ -125,7 +130,7 @@ def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
     def state_dict(content: Any) -> Any:
         out = walk(content[0])
-        out._metadata = walk(content[1])
+        setattr(out, STATE_DICT_METADATA, walk(content[1]))
         return out
 
     readers: dict[str, Callable[[Any], Any]] = {

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture import session
 from ..capture.constants import ref_of
 from ..capture.step import StepTrace
 from ..capture.tensor import DeferredTensor, Hooks
+from ..compat.torch_names import pytree
 from ..errors import ClosureError, StepAssertionError
 from ..program.graph import Ref, Value
 from ..program.source import Source, here

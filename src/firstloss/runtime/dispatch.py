@@ -17,7 +17,6 @@ Steps hand over state one at a time, in whatever thread they are called: no thre
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -26,13 +25,10 @@ import jax
 import numpy as np
 
 from ..capture import session
+from ..compat.jax_names import ExecuteReplicated, cpp_call_of, executable_of, make_cpp_call
+from ..compat.python_names import getframe
 from ..errors import StateLostError, StepMemoryError
 from .jaxlib import on_cpu, x64
-
-try:
-    from jax._src.interpreters.pxla import ExecuteReplicated
-except ImportError:  # of a JAX that has no such thing, first calls are not shielded
-    ExecuteReplicated = object
 
 called = itertools.starmap  # gives the results of calls, from C
 flat = itertools.chain.from_iterable
@@ -130,7 +126,7 @@ def settled() -> None:
 
 def _under_way() -> bool:
     """Whether this thread is executing a step, in whose middle something (a finalizer) asks for a weight."""
-    frame: Any = sys._getframe(1)
+    frame: Any = getframe(1)
     while frame is not None:
         if frame.f_code in _EXECUTING:
             return True
@@ -220,17 +216,14 @@ def _shield(function: Callable[..., Any], args: tuple, in_tree: bool) -> Any:
 
 def direct(compiled: Any) -> Callable[..., Any]:
     """What calls `compiled` without Python in between, but for first calls, which are shielded."""
-    executable: Any = getattr(compiled, "_executable", None)
+    executable: Any = executable_of(compiled)
     execute = getattr(executable, "unsafe_call", None)
     if getattr(execute, "has_host_callbacks", False):
         return compiled  # it does not donate anything
     if type(execute) is ExecuteReplicated:
         execute.__class__ = _Shielded
-    if type(execute) is _Shielded and hasattr(compiled, "_call") and hasattr(compiled, "_params"):
-        if compiled._call is None:
-            compiled._call = executable.create_cpp_call(compiled._params)
-        if compiled._call is not None:
-            return compiled._call
+    if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
+        return call
     return lambda *args: _shield(compiled, args, in_tree=True)  # another JAX than we know
 
 
@@ -239,7 +232,7 @@ class WholeRun:
 
     def __init__(self, compiled: Any, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._compiled = compiled
-        self._function = getattr(compiled, "_call", None) or direct(compiled)
+        self._function = cpp_call_of(compiled) or direct(compiled)
         self._args: tuple = (state, rest, seed)
         self._returned: list[Any] = []
         self.shield: Shield | None = None

@@ -19,6 +19,7 @@ from ..capture.new_memory import Viewer
 from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
 from ..capture.tensor import Geometry, geometry_of, note_memory, reseat
+from ..compat.torch_names import storage_use_count
 from ..errors import BackendError, FirstlossError, LoweringError, TraceError
 from ..lower import program as lowering
 from ..lower.dtypes import to_jax, to_torch
@@ -766,7 +767,7 @@ def _nobody_elses(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     whole = storage.nbytes() == tensor.numel() * tensor.itemsize and tensor.is_contiguous()
-    return whole and torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's own, and `storage`
+    return whole and storage_use_count(storage) <= 2  # the tensor's own, and `storage`
 
 
 @functools.cache

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from ..capture.tensor import DeferredTensor
+from ..compat.torch_names import pytree
 from . import backend as backends
 from .numpy_arrays import from_numpy
 from .structures import flatten

@@ -9,6 +9,7 @@ import torch
 
 from ..capture.step import storage_key, whole_storage
 from ..capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
+from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Ref, Value
 from .guards import Effects, Env, Left
 from .guards.effects import Bind, Make
@@ -139,7 +140,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
 
 
 def _bytes_behind(gradient: torch.Tensor) -> int:
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         return gradient.untyped_storage().nbytes()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch, storage_use_count
 from ..program.graph import Value
 from .jaxlib import to_host
 
@@ -53,7 +54,7 @@ class HostMemory:
             if self._direct:
                 self._move(self._tensor.data_ptr(), array.unsafe_buffer_pointer())
             else:
-                with torch._C._DisableTorchDispatch(), torch.no_grad():
+                with DisableTorchDispatch(), torch.no_grad():
                     self._tensor.copy_(to_host(array))
             self._last = array if self._direct else None
             self.arriving = None
@@ -81,7 +82,7 @@ class HostMemory:
 def is_held(tensor: torch.Tensor) -> bool:
     """Whether anything but `tensor` holds its memory: another tensor, an array of numpy's, a storage."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()
+    return storage_use_count(storage) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()
 
 
 @functools.cache
@@ -136,7 +137,7 @@ class ReadOnlyCopy:
 
     def showing(self, content: torch.Tensor) -> torch.Tensor:
         """The copy, brought up to date with `content`."""
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with DisableTorchDispatch(), torch.no_grad():
             if not self._tensor.numel():
                 return self._tensor
             self._protect(False)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from ..capture.file_value import FileValue
 from ..capture.recorder import new_index
 from ..capture.step import dense_stride
+from ..compat.torch_names import DisableTorchDispatch
 from ..engine.plan import Planner
 from ..engine.run import materialize_values
 from ..init.stablehlo.host import make_on_host
@@ -71,7 +72,7 @@ def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) ->
         made = [shard for shard in shards if not shard.value.known]
         for shard in known:
             memory.take(shard, _read(shard))
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             parts = materialize_values([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
         for shard in made:
             memory.take(shard, parts[shard.part])

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
 
 from ..amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
+from ..compat.torch_names import get_current_function_mode_stack, global_device_context, set_grad_enabled
 
 
 def _default_device() -> torch.device | None:
     """What `torch.set_default_device` has been given; `torch.get_default_device` cannot tell None from the CPU."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # a thread has its own
+    context = getattr(global_device_context, "device_context", None)  # a thread has its own
     return None if context is None else context.device
 
 
@@ -27,13 +27,13 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_default_device, torch.set_default_device),
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, set_grad_enabled),
 )
 
 
 def modes() -> tuple:
     """What is set now; under others a step is another step."""
-    regions = tuple([getattr(mode, "device", type(mode)) for mode in _get_current_function_mode_stack()])
+    regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
     return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
 
 

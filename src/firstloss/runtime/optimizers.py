@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import optimizer as _optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import session
@@ -19,6 +18,13 @@ from ..capture.running_averages import without_counts
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
 from ..capture.scalars import tensor_of
 from ..capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state
+from ..compat.torch_names import (
+    DisableTorchDispatch,
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    step_post_hooks,
+    step_pre_hooks,
+)
 from ..errors import TraceError
 from ..optim.adafactor import without_reads
 from ..optim.optimizer import Optimizer
@@ -358,7 +364,7 @@ class Optimizers:
                 return part  # the optimizer's own code takes the tensor as it is
             sign = None
             if type(part) is not DeferredTensor and self._trace.unwritten(part):
-                with torch._C._DisableTorchDispatch():
+                with DisableTorchDispatch():
                     sign = _sign(float(part))
                 self._signs.append((part, sign))
             with torch.no_grad():
@@ -473,7 +479,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, what others do before and after its steps is left out."""
-    tables: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    tables: list[Any] = [step_pre_hooks(optimizer), step_post_hooks(optimizer)]
     with Undo() as undo, undo:
         for table in tables:
             undo(table.update, list(table.items()))
@@ -483,7 +489,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _hooks_of_all() -> list[Callable[..., Any]]:
     """What others do before and after the steps of every optimizer."""
-    tables = (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks)
+    tables = (global_step_pre_hooks, global_step_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
 

@@ -17,7 +17,15 @@ from torch.autograd.graph import get_gradient_edge
 from .. import timeline
 from ..capture.first_use import close_door
 from ..capture.recorder import DeferredStorage, DeferredTensor
-from ..capture.tensor import HOOKS, Geometry, Hooks, geometry_of, note_memory, store_at
+from ..capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
+from ..compat.torch_names import (
+    HOOK_TABLES,
+    PARAMETER_FLAG,
+    DisableTorchDispatch,
+    storage_address,
+    swap_tensor_impl,
+    use_count,
+)
 from ..engine.run import default_threads, materialize_values
 from ..program.graph import Value, dense_count
 from . import mesh_placement
@@ -163,7 +171,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
     """Real tensors become tensors on the device, the same Python objects; those that share memory go on sharing it."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
     mapped = MappedWeights()
     for group in groups.values():
         found = [store_at(tensor) for tensor in group]
@@ -206,7 +214,7 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
     found = store_at(tensor)
     if found is not None:
         return DeferredTensor.wrap(found[0], *found[1])
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    with DisableTorchDispatch(), torch.no_grad():
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
     store = DeferredStorage(value)
@@ -226,7 +234,7 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
-    hooks = [(name, getattr(tensor, name)) for name in HOOKS] if leaf and requires_grad else []
+    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if leaf and requires_grad else []
     new: Any
     if leaf:
         new = DeferredTensor.wrap(store, *geometry)
@@ -235,7 +243,7 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
         with torch.enable_grad():
             new = _Moved.apply(tensor, store, geometry)
     if isinstance(tensor, torch.nn.Parameter):
-        new._is_param = True
+        setattr(new, PARAMETER_FLAG, True)
     if leaf and requires_grad:
         new.requires_grad_(True)
     attributes = dict(tensor.__dict__)
@@ -244,7 +252,7 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     tensor.__class__ = DeferredTensor
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
-    torch._C._swap_tensor_impl(tensor, new)
+    swap_tensor_impl(tensor, new)
     store.tensors = [ref for ref in store.tensors if ref() is not new]
     store.tensors.append(weakref.ref(tensor))
     if grad is not None:
@@ -253,7 +261,7 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
         if registered:
             setattr(tensor, name, registered)  # what is below the Python object has to know them, too
     if hooks:
-        new._post_accumulate_grad_hooks = {}  # a graph that leads there leads on to here, where they run
+        setattr(new, HOOK_TABLES[1], {})  # a graph that leads there leads on to here, where they run
 
 
 def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -265,7 +273,7 @@ def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _lead_on(weight: torch.Tensor) -> None:
     """Graphs that lead to `weight` as it is below the Python object are to lead to what will be there."""
-    if not weight.requires_grad or weight._use_count() < 2:  # type: ignore[attr-defined]
+    if not weight.requires_grad or use_count(weight)() < 2:
         return
 
     def lead_on(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import DisableTorchDispatch
 from .backend import current_backend
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -21,7 +22,7 @@ def load_in_place(optimizer: torch.optim.Optimizer) -> None:
     """
     state = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
     backend = current_backend()
-    with torch._C._DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
+    with DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
         if backend.mesh is not None:
             backend.mesh.follow(optimizer.state, [optimizer])
         backend.claim(state)

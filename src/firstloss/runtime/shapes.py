@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, ShapeError, TraceError
 from ..program.source import here
 from .arguments import Arguments, Itself

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
+
+from ..compat.torch_names import pytree
 
 
 def flatten(structure: Any) -> tuple[list[Any], Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..compat.torch_names import pytree
 from ..errors import NaNLossError
 from .step import describe
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 import firstloss as fl
 
+from ..compat.torch_names import pytree
 from ..errors import TrainerError
 from .loops import TrainingLoop, ValidationLoop
 

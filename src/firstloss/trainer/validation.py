@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
 from .loops import ValidationLoop
 from .pending import AHEAD

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import timeline
+from ...compat.torch_names import DisableTorchDispatch
 from ...engine.reader import Reader, Wholes
 from ...engine.run import default_threads, make_whole
 from ...errors import SaveError
@@ -227,7 +228,7 @@ class _Writer:
         own = self._own
         if not hasattr(own, "buffer"):
             own.buffer, own.reader = aligned(_PIECE), Reader(self._wholes)
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), DisableTorchDispatch():
             for begin in range(run.begin, run.end, _PIECE):
                 if self._stop.is_set():
                     return

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.recorder import DeferredTensor
+from ...compat.torch_names import local_tensor_or
 from ...errors import SaveError
 from ...program.graph import Ref, Value, is_contiguous
 from .safetensors_header import DTYPES
@@ -79,7 +80,7 @@ def _check(name: str, tensor: Any) -> None:
             f"{name} of the state dict is of type {type(tensor).__name__}, and a safetensors file holds tensors only. "
             "Materialize the module and save it with torch.save."
         )
-    if hasattr(tensor, "_local_tensor"):
+    if local_tensor_or(tensor, None) is not None:
         raise SaveError(
             f"{name} is a DTensor: this process makes a part of it only. Call save_initialized before the module is "
             "distributed, or materialize it and use torch.distributed.checkpoint."

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.lib.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from ...compat.jax_names import ir
 from ...errors import ModuleTextError, ShardingError
 
 _MESH = re.compile(r"sdy\.mesh @mesh = <\[([^\]]*)\]>")
@@ -94,9 +94,7 @@ def _shardings(text: str, axes: dict[str, int], devices: list[jax.Device], count
 
 def _execute(text: str, devices: list[jax.Device]) -> list[list[jax.Array]]:
     """For each output the parts of this process' devices."""
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+    from ...compat.jax_names import compiler, mlir, xla_client
 
     client = devices[0].client
     options = compiler.get_compile_options(

@@ -14,6 +14,7 @@ import jax
 import torch
 from jax.sharding import Sharding
 
+from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cuts import Box
 from ...engine.run import Part, materialize_parts
 from ...lower.dtypes import to_jax
@@ -37,7 +38,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
     kinds = [Kind(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
     made = dict(zip(ours, unwritten(kinds), strict=True))
     out.update((key, array) for key, (array, _) in made.items())
-    with torch._C._DisableTorchDispatch():
+    with DisableTorchDispatch():
         for key, (ref, sharding) in wanted.items():
             shape, dtype = ref.size, ref.dtype
             if key in made:

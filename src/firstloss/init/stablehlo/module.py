@@ -169,7 +169,7 @@ def _text(made: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
 
 def _named(lowered: Any, made: ShardingPlan) -> str:
     """The module's text; its outputs are named as the weights are, and it says for how many devices it is."""
-    from jax._src.lib.mlir import ir
+    from ...compat.jax_names import ir
 
     module = lowered.compiler_ir("stablehlo")
     with module.context:

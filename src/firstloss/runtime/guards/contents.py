@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...compat.python_names import environment_of
+
 # Of what holds more items than this, the items are watched, but not what is in them.
 LARGEST = 1024
 # What holds more items or bytes than this is not compared in full at each call (65,536 items or 4 MiB take a quarter of
@@ -73,7 +75,7 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, np.random.RandomState):
         return lambda: repr(held.get_state())
     if held is os.environ:
-        return lambda: tuple(os.environ._data.items())  # type: ignore[attr-defined]
+        return lambda: tuple(environment_of(os.environ).items())
     if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
         return lambda: _stands_at(held)
     return None

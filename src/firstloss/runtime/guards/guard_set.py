@@ -8,7 +8,6 @@ was not there counts as missing.
 from __future__ import annotations
 
 import builtins
-import functools
 import operator
 import os
 import random
@@ -21,6 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...compat.python_names import environment_of, lru_cache_wrapper
+from ...compat.torch_names import (
+    MODULE_TABLES,
+    PARAMETER_FLAG,
+    backward_hooks,
+    is_parameter,
+    post_accumulate_grad_hooks,
+)
 from ...program.source import Source
 from . import bytecode, caches, contents
 from .bytecode import Collect, ItemUpdate, Update, Use
@@ -42,7 +49,6 @@ from .snapshot import (
 _NUMBERS = (int, float)
 _PLAIN = (int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype, torch.device, torch.Size)
 # In these a module keeps its parts: looked up by nn.Module itself.
-_PARTS = ("_parameters", "_buffers", "_modules")
 # Code of the user's that mentions one of these may look at all attributes of an object.
 _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
                   "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
@@ -328,7 +334,7 @@ class GuardSet:
         self._objects[id(owner)] = owner
         if isinstance(owner, torch.nn.Module):
             table = owner.__dict__
-            for part in _PARTS:
+            for part in MODULE_TABLES:
                 self._name(table, part, self._before(table).get(part, MISSING), _describe_attribute(owner))
         elif isinstance(owner, torch.optim.Optimizer):
             self._read(
@@ -441,7 +447,7 @@ class GuardSet:
                 self._read(id(value), read, reading, inside, name)
             for part in behind(value):
                 self._value(part, what, name)
-            if isinstance(value, functools._lru_cache_wrapper) and not is_installed(value.__module__):
+            if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
                 self._cached(value, f"what {what} has cached", name)
         elif kind is Kind.CELL:
             known = self._snapshot.cells.get(id(value))
@@ -815,7 +821,7 @@ _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy":
 
 
 def _environment() -> tuple:
-    return tuple(os.environ._data.items())  # type: ignore[attr-defined]
+    return tuple(environment_of(os.environ).items())
 
 
 def snapshot_environment(snapshot: Snapshot) -> tuple:
@@ -826,7 +832,7 @@ def snapshot_environment(snapshot: Snapshot) -> tuple:
 def _hooks(tensors: list[torch.Tensor]) -> list[Any]:
     found: list[Any] = []
     for tensor in tensors:
-        hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+        hooks, after = backward_hooks(tensor), post_accumulate_grad_hooks(tensor)
         if hooks or after:
             found.append((id(tensor), *(tuple(table.values()) for table in (hooks, after) if table)))
     return found
@@ -845,8 +851,8 @@ def _alike(old: Any, new: Any) -> bool:
         return False
     if (old.shape, old.dtype, old.device, old.layout) != (new.shape, new.dtype, new.device, new.layout):
         return False
-    attributes = {*old.__dict__, *new.__dict__} - {"_store", "_is_param"}
-    return not attributes and not getattr(new, "_is_param", False) and not getattr(old, "_is_param", False)
+    attributes = {*old.__dict__, *new.__dict__} - {"_store", PARAMETER_FLAG}
+    return not attributes and not is_parameter(new) and not is_parameter(old)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...compat.python_names import lru_cache_wrapper
 from .contents import C_DATA, LOCK
 
 try:
@@ -104,7 +105,7 @@ def _kind_of(cls: type) -> Kind:
         (types.CellType, Kind.CELL),
         ((types.MethodType, functools.partial, property, staticmethod, classmethod, functools.cached_property,
           weakref.ref, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType,
-          functools._lru_cache_wrapper), Kind.BINDING),
+          lru_cache_wrapper), Kind.BINDING),
         (type, Kind.CLASS),
         (types.ModuleType, Kind.MODULE),
         ((np.ndarray, bytearray, array.array, contextvars.ContextVar, types.GeneratorType, random.Random,
@@ -219,7 +220,7 @@ def behind(binding: Any) -> Iterator[Any]:
             yield binding.__reduce_ex__.__self__
     elif isinstance(binding, types.MappingProxyType):
         yield from binding.values()
-    elif isinstance(binding, functools._lru_cache_wrapper):
+    elif isinstance(binding, lru_cache_wrapper):
         yield binding.__wrapped__
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.nn.modules.module
 
+from ...compat.python_names import getframe
 from ...undo import Undo
 from .kinds import _guards, can_be_instrumented, is_closed, is_ours
 
@@ -118,7 +119,7 @@ def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
     """Notes a look-up: of what, and by which instruction of the code `depth` calls up."""
 
     def note(owner: Any, name: str) -> None:
-        frame = sys._getframe(depth)
+        frame = getframe(depth)
         code = frame.f_code
         if name == "__class__" or name == "__dict__" and code.co_filename.startswith(_LOOKS_INSIDE):
             return

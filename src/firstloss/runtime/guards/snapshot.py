@@ -7,7 +7,6 @@ Python's own library are not entered; of installed packages' modules what the co
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import threading
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...compat.python_names import environment_of, lru_cache_wrapper
+from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..compiled import CompiledModel, module_of
 from . import caches, contents
 from .kinds import (
@@ -94,7 +95,7 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
         self.seen: dict[int, Any] = {}
-        self.environment = tuple(os.environ._data.items())  # type: ignore[attr-defined]
+        self.environment = tuple(environment_of(os.environ).items())
         self._mentioned: set[tuple[int, str]] = set()
         self.roots = list(roots)
         self.hooks = list(_hook_tables())
@@ -113,7 +114,7 @@ class Snapshot:
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors that gradients are computed for."""
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             return [t for t in self.tensors.values() if t.requires_grad and t.is_leaf]
 
     def holds(self, what: Any) -> bool:
@@ -160,7 +161,7 @@ class Snapshot:
             return
         elif kind is Kind.BINDING:
             todo.extend(behind(what))
-            if isinstance(what, functools._lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
+            if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
                 if not is_installed(what.__wrapped__.__module__):
                     todo += caches.results(what)
@@ -289,7 +290,7 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
                 yield where, name, table
 
 
-_OUR_ATTRIBUTES = {"_store", "_is_param"}
+_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__", "__getattribute__"}  # fmt: skip
 

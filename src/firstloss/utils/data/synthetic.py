@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
+from ...compat.torch_names import pytree
 from ...errors import LoaderError
 from ...runtime.structures import flatten
 

@@ -1,0 +1,40 @@
+"""The private names of Python's own library that Firstloss uses, each with the reason.
+
+What the guards know of bytecode and of dicts' versions is in `runtime/guards/bytecode.py` and `_guards.c`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from .names import Name, resolve
+
+# The versions of Python that the suite has been run on.
+TESTED = ("3.11", "3.12", "3.13")
+
+NAMES = {
+    "getframe": Name("sys._getframe", "Finds the user's line that an operation comes from", "everything"),
+    "lru_cache_wrapper": Name(
+        "functools._lru_cache_wrapper", "Guards what a function under lru_cache reads", "tracing steps"
+    ),
+    "environment_of": Name(
+        "_data", "Reads the environment without decoding it", "tracing steps", "os.environ", lambda: os.environ
+    ),
+    "options_of": Name(
+        "_actions",
+        "Suggests the option that was meant",
+        "the command line",
+        "argparse.ArgumentParser",
+        argparse.ArgumentParser,
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    row = NAMES.get(name)
+    if row is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = resolve(row)
+    return found
