@@ -32,6 +32,22 @@ NAMES = {
 }
 
 
+# Flags of a class, as in CPython's object.h.
+_ON_HEAP = 1 << 9
+_IMMUTABLE = 1 << 8
+_MANAGED_DICT = 1 << 4
+
+
+def is_python_class(cls: type) -> bool:
+    """Whether a class statement has made it. Of C's, some are on the heap as well (deque, from Python 3.12 on)."""
+    return bool(cls.__flags__ & _ON_HEAP) and not cls.__flags__ & _IMMUTABLE
+
+
+def has_managed_dict(cls: type) -> bool:
+    """Whether Python keeps the `__dict__` of its objects: of those that a class statement has made."""
+    return bool(cls.__flags__ & _MANAGED_DICT)
+
+
 def __getattr__(name: str) -> Any:
     row = NAMES.get(name)
     if row is None:

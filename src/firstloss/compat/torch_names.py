@@ -21,6 +21,18 @@ HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 STATE_DICT_METADATA = "_metadata"  # of what Module.state_dict() returns: the version of each layer's state
 
+# Branches on values in PyTorch's Python that only validate, by module and function: the condition's value if all is
+# well, and what is wrong if it has not that value.
+VALIDATIONS = {
+    ("torch.nn.functional", "gaussian_nll_loss"): (False, "gaussian_nll_loss: var has negative entry/entries"),
+    ("torch.distributions.distribution", "__init__"): (True, "a parameter of a distribution is outside its support"),
+    ("torch.distributions.distribution", "_validate_sample"): (
+        True,
+        "a value whose log_prob, cdf or the like is asked for is outside the support of the distribution",
+    ),
+}
+VALIDATION_HELPER = "_all_true_or_runtime_assert"  # through which distributions do so since PyTorch 2.15
+
 
 def is_parameter(tensor: Any) -> bool:
     """Whether a tensor of a class that is not Parameter's is a parameter."""

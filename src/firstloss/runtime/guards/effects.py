@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.tensor import DeferredTensor, Hooks, geometry_of
+from ...compat.python_names import is_python_class
 from ..schedulers import NotYet
 from . import contents
 from .guard_set import GuardSet, same
@@ -359,7 +360,7 @@ def _initialized(new: Any, base: Any, *args: Any) -> Any:
 
 def _builtin(cls: type) -> Any:
     """The class of C that `cls` derives from."""
-    return next(base for base in cls.__mro__ if not base.__flags__ & (1 << 9))
+    return next(base for base in cls.__mro__ if not is_python_class(base))
 
 
 def put_items(container: Any, items: list[Any]) -> None:

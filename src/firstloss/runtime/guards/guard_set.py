@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...compat.python_names import environment_of, lru_cache_wrapper
+from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
 from ...compat.torch_names import (
     MODULE_TABLES,
     PARAMETER_FLAG,
@@ -391,7 +391,7 @@ class GuardSet:
 
     def _closed_base(self, base: type, names: set[str]) -> None:
         """A class of PyTorch's, of which somebody may replace a method."""
-        if base.__module__.partition(".")[0] != "torch" or not base.__flags__ & (1 << 9):
+        if base.__module__.partition(".")[0] != "torch" or not is_python_class(base):
             return
         table = class_table(base)
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
@@ -468,7 +468,7 @@ class GuardSet:
             self._opaque(value, what, inside, name)
         elif kind is Kind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, what)
-        if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and type(value).__flags__ & (1 << 9):
+        if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and is_python_class(type(value)):
             self._objects.setdefault(id(value), value) if not isinstance(value, torch.nn.Module) else None
             self._classes.setdefault(type(value), set())
         if kind is Kind.INSTANCE and not can_be_instrumented(type(value)):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compat.python_names import lru_cache_wrapper
+from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
 from .contents import C_DATA, LOCK
 
 try:
@@ -140,13 +140,11 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
 # Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
 _STATELESS = {"logging", "unittest", "inspect", "typing", "importlib", "concurrent", "multiprocessing", "subprocess",
               "tempfile", "warnings", "traceback", "abc", "ast", "contextlib", "asyncio", "zipfile"}  # fmt: skip
-_HEAPTYPE = 1 << 9
-_MANAGED_DICT = 1 << 4  # a class made by Python, whose objects have a __dict__
 
 
 def is_of_python(cls: type) -> bool:
     """Whether a class was made by Python code, so that there is nothing in its objects but attributes."""
-    return bool(cls.__flags__ & _MANAGED_DICT) or "__slots__" in vars(cls)
+    return has_managed_dict(cls) or "__slots__" in vars(cls)
 
 
 def _is_harmless(cls: type) -> bool:
@@ -181,8 +179,7 @@ def can_be_instrumented(cls: type) -> bool:
     if cls is types.SimpleNamespace:
         return _guards is not None
     return (
-        bool(cls.__flags__ & _HEAPTYPE)
-        and not cls.__flags__ & (1 << 8)  # immutable
+        is_python_class(cls)
         and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))
         and (not is_ours(cls.__module__) or issubclass(cls, torch.optim.Optimizer))
     )
@@ -192,7 +189,7 @@ def slots(cls: type) -> tuple[str, ...]:
     """The names in the `__slots__` of a class made by Python."""
     names = _slots.get(cls)
     if names is None:
-        bases = [base for base in cls.__mro__ if base.__flags__ & _HEAPTYPE and "__slots__" in vars(base)]
+        bases = [base for base in cls.__mro__ if is_python_class(base) and "__slots__" in vars(base)]
         members = [(name, member) for base in bases for name, member in vars(base).items()]
         names = _slots[cls] = tuple(n for n, member in members if isinstance(member, types.MemberDescriptorType))
     return names

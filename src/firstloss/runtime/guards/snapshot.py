@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...compat.python_names import environment_of, lru_cache_wrapper
+from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..compiled import CompiledModel, module_of
 from . import caches, contents
@@ -214,7 +214,7 @@ class Snapshot:
             values = tuple(slot_value(what, name) for name in names)
             self.slotted[id(what)] = Slotted(what, names, values)
             todo += [value for value in values if value is not MISSING]
-        if cls.__flags__ & (1 << 9):
+        if is_python_class(cls):
             self.types.append((what, cls))
             if cls not in self.classes:
                 self.classes.add(cls)
