@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from ..compat.torch_names import storage_use_count
+from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
 from ..program.source import here
 from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, look_at
@@ -76,7 +76,7 @@ class NewMemory:
         alike = made is not None and geometry_of(made) == geometry_of(weight)
         if len(sharing) > 1 and not (alike and made._ref().covers):  # type: ignore[union-attr]
             self._refuse(weight, "is a part of a larger tensor")
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        with torch.no_grad(), preserve_version_counter(weight):
             weight.copy_(other)
         if type(weight) is DeferredTensor:
             for tensor in sharing:

@@ -154,6 +154,11 @@ NAMES = {
         otherwise=lambda tensor: None,
     ),
     "version_of": Name("_version", "Whether a constant was edited after capture", _EVERYTHING, "torch.Tensor", _tensor),
+    "preserve_version_counter": Name(
+        "torch.autograd._unsafe_preserve_version_counter",
+        "A weight given other memory in a step counts no edit, as in eager PyTorch",
+        "`weight.data = ...` in steps",
+    ),
     "base_of": Name("_base", "What a tensor is a view of", _EVERYTHING, "torch.Tensor", _tensor),
     "backward_hooks": Name("_backward_hooks", "One with hooks is not replaced", "tracing", "torch.Tensor", _tensor),
     "post_accumulate_grad_hooks": Name("_post_accumulate_grad_hooks", "As above", "tracing", "torch.Tensor", _tensor),
