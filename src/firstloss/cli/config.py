@@ -51,7 +51,7 @@ class ConfiguredTrainer(Trainer):
         optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
         schedulers: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         device: str = "XLA",
-        artifact_dir: str = "./artifacts",
+        artifact_dir: str | None = None,
         mesh: dict[str, int] | None = None,
         model_dir: str = "./model_dir",
         precision: Precision = Precision(),  # noqa: B008  (its keys are shown by --print_config; no run changes it)
@@ -69,7 +69,7 @@ class ConfiguredTrainer(Trainer):
             optimizer: an optimizer's class with its arguments, or a function `(model, ...) -> Optimizer`.
             schedulers: a scheduler's class with its arguments, or a function `(optimizer, ...) -> Scheduler`.
             device: "XLA", "CPU" or "GPU".
-            artifact_dir: where compiled steps are kept for the next start.
+            artifact_dir: where compiled steps are kept for the next start; by default "artifacts" in `model_dir`.
             mesh: the devices to share the work, as {fsdp: 8}.
             model_dir: the run folder.
             precision: the dtypes that a step computes in.
@@ -80,7 +80,7 @@ class ConfiguredTrainer(Trainer):
             seed: of torch, numpy and Python, before the loaders and the model are made.
         """
         super().__init__(
-            backend=fl.backend(device, mesh=mesh, artifact_dir=artifact_dir),
+            backend=fl.backend(device, mesh=mesh, artifact_dir=artifact_dir or os.path.join(model_dir, "artifacts")),
             model_dir=model_dir,
             model=model,
             optimizer=_of_parameters(optimizer),

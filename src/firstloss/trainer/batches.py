@@ -35,6 +35,14 @@ def check_loader(name: str, loader: Any, once: bool = False) -> None:
         raise TrainerError(f"{name} is of type {type(loader).__name__}. Pass a DataLoader or a list of batches.")
 
 
+def several(loaders: Any) -> list[Any]:
+    """The loaders that are given: a list of DataLoaders is several; any other list is one, of batches."""
+    kinds = (fl.utils.data.DataLoader, torch.utils.data.DataLoader)
+    if isinstance(loaders, (list, tuple)) and loaders and all(isinstance(loader, kinds) for loader in loaders):
+        return list(loaders)
+    return [] if loaders is None else [loaders]
+
+
 class Batches:
     """Where training is in its loader.
 
@@ -45,6 +53,7 @@ class Batches:
 
     def __init__(self, loader: Iterable[Any], epoch: int = 0) -> None:
         own = isinstance(loader, fl.utils.data.DataLoader)
+        self.loader = loader
         self._loader: Any = loader if own else fl.utils.data.DataLoader(lambda: loader)
         self.epoch, self.index, self._at_end = epoch, 0, False
         if epoch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -39,6 +40,9 @@ class Checkpoint(Settings):
         mode: "min" if smaller is better, "max" if larger is.
         autoload_last: `fit` goes on from the run folder's last checkpoint, if there is one.
         strict: weights from elsewhere must have the model's names, all of them and no others.
+        save_initial_checkpoint: save before the first step as well.
+        autoload_last_checkpoint: `autoload_last` by another name.
+        disable_strict_checkpoint_loading: `strict=False` by another name.
     """
 
     steps: int | None = None
@@ -48,8 +52,18 @@ class Checkpoint(Settings):
     mode: str = "min"
     autoload_last: bool = True
     strict: bool = True
+    save_initial_checkpoint: bool = False
+    autoload_last_checkpoint: bool | None = None
+    disable_strict_checkpoint_loading: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in ("autoload_last_checkpoint", "disable_strict_checkpoint_loading", "save_initial_checkpoint"):
+            if getattr(self, name) not in (None, True, False):
+                raise TrainerError(f"Checkpoint: {name}={getattr(self, name)!r}: write True or False.")
+        if self.autoload_last_checkpoint is not None:
+            object.__setattr__(self, "autoload_last", self.autoload_last_checkpoint)
+        if self.disable_strict_checkpoint_loading is not None:
+            object.__setattr__(self, "strict", not self.disable_strict_checkpoint_loading)
         if self.mode not in ("min", "max"):
             raise TrainerError(f'Checkpoint: mode={self.mode!r} is not a direction. Write "min" or "max".')
         if self.best is not None and not isinstance(self.best, str):
@@ -251,9 +265,23 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     set_random_state(state["random"])
 
 
-def load_weights(model: torch.nn.Module, path: str, strict: bool) -> None:
-    """Give `model` the weights at `path`, and nothing else of a run."""
-    weights = storage.load_weights(path)
+def matching(pattern: Any) -> list[Any]:
+    """What `ckpt_path` may be, for a pattern: the paths that match, in the order of their steps.
+
+    Raises:
+        TrainerError: if none does.
+    """
+    if not isinstance(pattern, (str, os.PathLike)) or not any(sign in os.fspath(pattern) for sign in "*?["):
+        return [pattern]
+    found = glob.glob(os.fspath(pattern))
+    if not found:
+        raise TrainerError(f"no checkpoint matches {os.fspath(pattern)!r}.")
+    return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))])
+
+
+def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
+    """Give `model` the weights at `path`, and nothing else of a run; returns all that is there."""
+    weights, found = storage.load_weights(path)
     wrong = _differences(model, weights)
     if wrong and (strict or "shape" in wrong):
         raise TrainerError(
@@ -261,6 +289,7 @@ def load_weights(model: torch.nn.Module, path: str, strict: bool) -> None:
             + (", or Checkpoint(strict=False) to load those whose names fit." if "shape" not in wrong else ".")
         )
     model.load_state_dict(weights, strict=False)
+    return found
 
 
 def _differences(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> str:

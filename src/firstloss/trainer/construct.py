@@ -20,7 +20,7 @@ Model = torch.nn.Module | Callable[[], torch.nn.Module]
 Optimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 Schedulers = Iterable[Any] | Callable[[torch.optim.Optimizer], Any]
 
-_EVERY = ("eval_every_steps", "eval_every_epochs")
+_EVERY = ("eval_every_steps", "eval_every_epochs", "eval_frequency")
 _LAMBDAS = {
     "optimizer": "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
     "schedulers": "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
@@ -76,7 +76,7 @@ def check_validated(loop: TrainingLoop, checkpoint: Checkpoint, val_dataloader: 
     """Refuse a run that waits for a validation which never comes."""
     if val_dataloader is not None:
         return
-    wants = [f"{name}={value}" for name in _EVERY if (value := getattr(loop, name)) is not None]
+    wants = [f"{name}={value}" for name in _EVERY if (value := getattr(loop, name)) not in (None, 0)]
     wants += [f"Checkpoint(best={checkpoint.best!r})"] if checkpoint.best is not None else []
     if wants:
         raise TrainerError(
@@ -156,12 +156,13 @@ def is_traced(scheduler: Any) -> bool:
     return isinstance(scheduler, fl.optim.lr_scheduler.Schedule)
 
 
-def make_backend(backend: Any, device: str | None) -> Any:
-    """The backend that was given, or the one that the device's name stands for; "XLA" without either."""
+def make_backend(backend: Any, device: str | None, artifact_dir: str) -> Any:
+    """The backend that was given, or the one that the device's name stands for; "XLA" without either. What is made here
+    keeps its artifacts in `artifact_dir`."""
     if backend is not None and device is not None:
         raise TrainerError("device and backend say the same thing twice. Pass one of them.")
     if backend is None or isinstance(backend, str):
-        return fl.backend(backend or device or "XLA")
+        return fl.backend(backend or device or "XLA", artifact_dir=artifact_dir)
     if not hasattr(backend, "is_xla"):
         raise TrainerError(f'backend is {_kind(backend)}. Write backend=firstloss.backend("XLA"), or the name alone.')
     return backend

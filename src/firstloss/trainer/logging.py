@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -17,15 +18,19 @@ class Logging(Settings):
 
     Attributes:
         log_steps: every so many steps. The first step and the last are always logged.
+        log_level: of Python's logger "firstloss", while a run is under way: "DEBUG", "INFO", "WARNING" or "ERROR".
     """
 
     log_steps: int = 10
+    log_level: str = "INFO"
 
     def __post_init__(self) -> None:
         if not isinstance(self.log_steps, int) or isinstance(self.log_steps, bool):
             raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not a whole number.")
         if self.log_steps < 1:
             raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not above 0.")
+        if self.log_level not in logging.getLevelNamesMapping():
+            raise TrainerError(f"Logging: log_level={self.log_level!r} is none of Python's, such as INFO.")
 
 
 class Rates:

@@ -12,6 +12,7 @@ import torch
 
 from ..compat.torch_names import pytree
 from ..errors import NaNLossError
+from ..runtime.structures import flatten
 from .step import describe
 
 AHEAD = 2
@@ -35,8 +36,14 @@ class Started:
 class Pending:
     """A queue of what was started; `settle` reads values in order and stops at the first loss that is NaN."""
 
-    def __init__(self, on_values: Callable[[Started, dict[str, float]], None], last_good: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        on_values: Callable[[Started, dict[str, float]], None],
+        last_good: Callable[[], str],
+        look: Callable[[Started, dict[str, float]], None] = lambda started, values: None,
+    ) -> None:
         self._queue: deque[Started] = deque()
+        self._look = look  # at what has come, NaN included
         self._on_values = on_values
         self._last_good = last_good
 
@@ -53,6 +60,7 @@ class Pending:
         while len(self._queue) > ahead:
             started = self._queue.popleft()
             values = {name: float(scalar) for name, scalar in started.scalars.items()}
+            self._look(started, values)
             if not math.isfinite(values["loss"]):
                 self._queue.clear()
                 raise self._error(started, values["loss"])
@@ -69,6 +77,6 @@ class Pending:
 
 
 def _suspects(batch: Any) -> str:
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     bad = sum(int((~torch.isfinite(t)).sum()) for t in tensors if t.is_floating_point())
     return f"{bad} of its values are NaN or infinite" if bad else "all its values are finite"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +14,38 @@ import firstloss as fl
 
 from ..compat.torch_names import pytree
 from ..errors import TrainerError
-from .loops import TrainingLoop, ValidationLoop
+from ..runtime.structures import attributes_taken_apart, flatten
+from .loops import TrainingLoop
 
 if TYPE_CHECKING:
     from .precision import Precision
+
+
+# In a step under way: what callbacks log in it, by name.
+logged_in_step: ContextVar[dict[str, Any] | None] = ContextVar("logged_in_step", default=None)
+
+_IN_STEP = (
+    "on_before_forward",
+    "on_after_forward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_after_optimizer_step",
+    "on_before_scheduler_step",
+    "on_after_scheduler_step",
+    "on_before_optimizer_zero_grad",
+    "on_after_optimizer_zero_grad",
+)
 
 
 class Steps:
     """The functions of a run. Each is traced and compiled once, at its first call.
 
     `accumulate(batch)` adds to the gradients; `update(batch)` does so and updates the weights; both return the scalars
-    that the model returned, the loss among them. `evaluate(batch)` returns the same without gradients, and whatever
-    else the model returned where there are metrics to be fed. `nan_weights()` says of each weight whether it holds NaN,
-    for processes that cannot read them. `schedules` are functions of a step tensor, and step with the weights.
+    that the model returned, the loss among them. `evaluate(batch)` returns the same without gradients, and
+    `evaluate_all(batch)` whatever else the model returned, for metrics. `nan_weights()` says of each weight whether it
+    holds NaN, for processes that cannot read them. `schedules` are functions of a step tensor, and step with the
+    weights. `hooks(name, ...)` calls callbacks; those that no callback overrides are no part of a step.
     """
 
     def __init__(
@@ -33,58 +54,110 @@ class Steps:
         optimizer: torch.optim.Optimizer | None,
         schedules: list[Any],
         loop: TrainingLoop | None,
-        validation: ValidationLoop,
         precision: Precision,
+        hooks: Callable[..., None],
+        overridden: Callable[[str], bool],
+        trainer: Any,
     ) -> None:
         self._signature = inspect.signature(model.forward)
         self._model = model
         self.compiled: set[str] = set()  # the names of those that have been called
+        used = {name for name in _IN_STEP if overridden(name)}
+        clip_norm = precision.clip_norm if loop is None or loop.clip_grad_norm is None else loop.clip_grad_norm
+        clip_value = precision.clip_value if loop is None or loop.clip_grad_value is None else loop.clip_grad_value
+        if clip_norm is not None and clip_value is not None:
+            raise TrainerError(
+                "loop and precision clip gradients, one by norm and one by value. Leave one of them out."
+            )
+
+        def hook(name: str, *args: Any) -> None:
+            if name in used:
+                hooks(name, trainer, model, *args)
+
+        self._hook = hook
 
         def backward(batch: Any) -> dict[str, torch.Tensor]:
             assert loop is not None
             with precision.forward():
                 loss, outputs = self._forward(batch)
                 share = loss / loop.grad_accum_steps if loop.grad_accum_steps > 1 else loss
+            hook("on_before_backward", outputs)
             precision.backward(share)
+            hook("on_after_backward", outputs)
             return {"loss": loss.detach(), **_scalars(outputs)}
+
+        def with_logged(step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            token = logged_in_step.set({})
+            try:
+                found = step()
+                logged = logged_in_step.get()
+                assert logged is not None
+                return {**found, **logged}
+            finally:
+                logged_in_step.reset(token)
 
         @fl.trace
         def accumulate(batch: Any) -> dict[str, torch.Tensor]:
-            return backward(batch)
+            return with_logged(lambda: backward(batch))
 
         @fl.trace
         def update(batch: Any) -> dict[str, torch.Tensor]:
-            assert optimizer is not None and loop is not None
+            return with_logged(lambda: updated(batch))
+
+        def updated(batch: Any) -> dict[str, torch.Tensor]:
+            assert optimizer is not None
             found = backward(batch)
             precision.unscale(optimizer)
-            if loop.clip_grad_norm is not None:
-                found["grad_norm"] = torch.nn.utils.clip_grad_norm_(_trained(optimizer), loop.clip_grad_norm)
-            if loop.clip_grad_value is not None:
-                torch.nn.utils.clip_grad_value_(_trained(optimizer), loop.clip_grad_value)
+            hook("on_before_optimizer_step", optimizer)
+            if clip_norm is not None:
+                found["grad_norm"] = torch.nn.utils.clip_grad_norm_(_trained(optimizer), clip_norm)
+            if clip_value is not None:
+                torch.nn.utils.clip_grad_value_(_trained(optimizer), clip_value)
+            scale = precision.scale()
+            if scale is not None:
+                found["loss_scale"] = scale
             precision.step(optimizer)
+            hook("on_after_optimizer_step", optimizer)
             for schedule in schedules:
+                hook("on_before_scheduler_step", optimizer, schedule)
                 schedule.step()
+                hook("on_after_scheduler_step", optimizer, schedule)
+            hook("on_before_optimizer_zero_grad", optimizer)
             optimizer.zero_grad()
+            hook("on_after_optimizer_zero_grad", optimizer)
             return found
+
+        def evaluated(batch: Any) -> tuple[dict[str, Any], Any]:
+            def step() -> dict[str, Any]:
+                with torch.no_grad(), precision.forward():
+                    loss, outputs[0] = self._forward(batch)
+                return {"loss": loss, **_scalars(outputs[0])}
+
+            outputs: list[Any] = [None]
+            return with_logged(step), outputs[0]
 
         @fl.trace
         def evaluate(batch: Any) -> dict[str, Any]:
-            with torch.no_grad(), precision.forward():
-                loss, outputs = self._forward(batch)
-            everything = {"outputs": _tensors(outputs)} if validation.metrics else {}
-            return {"scalars": {"loss": loss, **_scalars(outputs)}, **everything}
+            return {"scalars": evaluated(batch)[0]}
+
+        @fl.trace
+        def evaluate_all(batch: Any) -> dict[str, Any]:
+            scalars, outputs = evaluated(batch)
+            return {"scalars": scalars, "outputs": _tensors(outputs)}
 
         @fl.trace
         def nan_weights() -> torch.Tensor:
             floats = [p.detach() for p in model.parameters() if p.is_floating_point()]
             return torch.stack([torch.isnan(p).any() for p in floats])
 
-        self.accumulate, self.update, self.evaluate = accumulate, update, evaluate
+        self.accumulate, self.update = accumulate, update
+        self.evaluate, self.evaluate_all = evaluate, evaluate_all
         self.nan_weights = nan_weights
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Give the batch to the model in the way its `forward` asks for; returns the loss and all that came out."""
         args, kwargs = arguments(self._signature, batch)
+        self._hook("on_before_forward", batch, args, kwargs)
         try:
             outputs = self._model(*args, **kwargs)
         except (TypeError, AttributeError) as error:
@@ -96,11 +169,13 @@ class Steps:
                 f"given the batch whole, and failed: {error}. A model is given all that its loss needs, and returns "
                 "the loss: def forward(self, x, y): return cross_entropy(self.net(x), y)."
             ) from error
+        self._hook("on_after_forward", outputs, batch)
         return loss_of(outputs, self._model.__class__.__name__), outputs
 
 
 def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """How `batch` fits a model's `forward`: a dict by names, a tuple or list one by one, or the batch as one argument.
+    """How `batch` fits a model's `forward`: a dict or a dataclass by names, a tuple or list one by one, or the batch as
+    one argument.
 
     The first of these that the signature takes is the one.
     """
@@ -109,6 +184,8 @@ def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str
         ways.insert(0, ((), dict(batch)))
     elif isinstance(batch, (tuple, list)):
         ways.insert(0, (tuple(batch), {}))
+    elif attributes_taken_apart(batch):
+        ways.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
     for args, kwargs in ways:
         try:
             signature.bind(*args, **kwargs)
@@ -174,7 +251,9 @@ def on_device(batch: Any) -> Any:
     device = fl.current_torch_device()
     if device.type == "cpu":
         return batch
-    return pytree.tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x, batch)
+    leaves, spec = flatten(batch)
+    moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(moved, spec)
 
 
 def describe(thing: Any) -> str:
@@ -183,6 +262,8 @@ def describe(thing: Any) -> str:
         return f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
     if isinstance(thing, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in thing.items()) + "}"
+    if attributes_taken_apart(thing):
+        return type(thing).__name__ + describe({f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)})
     if isinstance(thing, (tuple, list)):
         return "(" + ", ".join(describe(value) for value in thing) + ")"
     return type(thing).__name__
@@ -190,7 +271,7 @@ def describe(thing: Any) -> str:
 
 def counts(batch: Any) -> tuple[int, int]:
     """(samples, tokens) of a batch: the first tensor's length, and the size of the first whole-number matrix."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     samples = next((len(t) for t in tensors if t.dim()), 1)
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point() and not t.is_complex()), 0)
     return samples, tokens

@@ -27,11 +27,12 @@ def remove(path: str) -> None:
     shutil.rmtree(gone)
 
 
-def load_weights(path: str) -> Mapping[str, torch.Tensor]:
-    """A model's weights by name from a checkpoint of the Trainer's, a safetensors file, or a Hugging Face folder."""
-    found = fl.load(path)
+def load_weights(path: str) -> tuple[Mapping[str, torch.Tensor], Any]:
+    """A model's weights by name from a checkpoint of the Trainer's, a safetensors file, or a Hugging Face folder; and
+    all that is there."""
+    found = weights = fl.load(path)
     if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
-        found = found["model"]
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        weights = found["model"]
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise TrainerError(f"ckpt_path {path!r} holds no weights by name.")
-    return found
+    return weights, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,7 +18,7 @@ from ..errors import LoaderError, TrainerError
 from ..runtime.processes import processes
 from . import checkpoint as checkpoints
 from . import construct
-from .batches import Batches, check_loader
+from .batches import Batches, check_loader, several
 from .callback import Callback, Callbacks
 from .checkpoint import Checkpoint, CheckpointFolder
 from .interrupts import Interrupts
@@ -29,7 +30,7 @@ from .precision import Precision
 from .randomness import kept_random_state, seed_everything
 from .run_folder import RunFolder
 from .state import State
-from .step import Steps, counts, on_device
+from .step import Steps, counts, logged_in_step, on_device
 from .validation import Averages, quietly_compiled_anew
 
 Path = str | os.PathLike[str]
@@ -48,8 +49,9 @@ class Trainer:
     Args:
         device: "XLA", "CPU" or "GPU". Default "XLA".
         backend: a backend, or its name, instead of `device`.
-        model_dir: the run folder: checkpoints, logs, versions, the timeline. A run whose folder has a checkpoint goes
-            on from there.
+        model_dir: the run folder: checkpoints, logs, versions, the timeline; and "artifacts": what callbacks write,
+            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint goes on from
+            there.
         model: an `nn.Module`, or a callable `() -> Module`.
         optimizer: an optimizer, or `Module -> Optimizer`. Only `validate` does without.
         schedulers: a list of schedulers, or `Optimizer -> Scheduler`. They step once per update.
@@ -88,12 +90,16 @@ class Trainer:
         self._given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
-        self.validation = loop if isinstance(loop, ValidationLoop) else loop.validation if loop else ValidationLoop()
+        if isinstance(loop, TrainingLoop):
+            self.validation = loop.validation_loop()
+        else:
+            self.validation = loop if loop is not None else ValidationLoop()
         self.precision = construct.make_precision(precision)
         self.checkpoint = checkpoint or Checkpoint()
         self.logging = logging or Logging()
         self.seed = seed
-        self.backend = construct.make_backend(backend, device)
+        self.artifact_dir = os.path.join(self.model_dir, "artifacts")
+        self.backend = construct.make_backend(backend, device, self.artifact_dir)
         self.processes = processes(self.backend)
         writers = (
             [*(default_loggers() if loggers is None else loggers), RunFolder()] if self.processes.index == 0 else []
@@ -112,6 +118,26 @@ class Trainer:
         self._pending = Pending(self._on_values, self.folder.last_good)
         self._saved = -1  # the step of the last checkpoint written
         self._seen_a_loss = False
+        self._numbers: dict[str, float] | None = None  # of the step that is being started
+        self.callbacks("setup", self)
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the weights so far: `state.step`."""
+        return self.state.step
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the numbers of the step under way, or done last, go to the loggers."""
+        return self._logged(self.state.step + (self._numbers is not None))
+
+    def get_callbacks(self, callback_type: type) -> Iterator[Any]:
+        """The callbacks and loggers of a class."""
+        return (callback for callback in self.callbacks.all if isinstance(callback, callback_type))
+
+    def get_callback(self, callback_type: type) -> Any:
+        """The first callback or logger of a class; None if there is none."""
+        return next(self.get_callbacks(callback_type), None)
 
     # -- what one calls --
 
@@ -125,7 +151,8 @@ class Trainer:
 
         Args:
             train_dataloader: something that can be iterated anew for each epoch.
-            val_dataloader: what to validate on, when the loop says so and at the end.
+            val_dataloader: what to validate on, when the loop says so and at the end; a list of DataLoaders is several,
+                whose metrics end in "_0", "_1" and so on.
             ckpt_path: by default, and with "last", the run goes on from its folder's last checkpoint, if there is one.
                 "best", or a checkpoint of this folder: it goes on from that one. Weights from elsewhere (another run's
                 checkpoint, a safetensors file, a Hugging Face folder): a folder without checkpoints starts from them.
@@ -138,8 +165,8 @@ class Trainer:
             missing = "an optimizer" if self._given[1] is None else "loop=TrainingLoop(max_steps=...)"
             raise TrainerError(f"fit needs {missing}, which the Trainer was not given.")
         check_loader("train_dataloader", train_dataloader)
-        if val_dataloader is not None:
-            check_loader("val_dataloader", val_dataloader)
+        for loader in several(val_dataloader):
+            check_loader("val_dataloader", loader)
         construct.check_validated(self.loop, self.checkpoint, val_dataloader)
         again = self.batches is not None
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
@@ -151,30 +178,42 @@ class Trainer:
             if self.processes.index == 0:
                 self.folder.set_aside(self.state.step)
             self.processes.wait("begin")
-            self.callbacks("on_fit_start", self)
+            self.loop.begin(self.state.step, train_dataloader)
+            self.callbacks("on_fit_start", self, train_dataloader, val_dataloader, self.loop)
             began = self.state.step
+            if self.checkpoint.save_initial_checkpoint and not began and self.backend.is_e2e_execution:
+                self.save()
             try:
                 self._train(self.loop)
-                if self.state.step > began:
-                    self._after(validate=True, save=True)
+                if self.state.step > began and self.backend.is_e2e_execution:
+                    self._after(validate=self.loop.validates_at_end, save=True)
             except _Interrupted:
                 self.save()
                 raise
-            self.callbacks("on_fit_end", self)
+            self.callbacks("on_fit_end", self, self.loop)
 
-    def validate(self, val_dataloader: Iterable[Any], ckpt_path: Path | EllipsisType | None = ...) -> dict[str, float]:
+    def validate(
+        self,
+        val_dataloader: Iterable[Any],
+        ckpt_path: Path | EllipsisType | None = ...,
+        loop: ValidationLoop | None = None,
+    ) -> dict[str, float]:
         """Validate once; returns the metrics, their names beginning with "val_".
 
         Args:
-            val_dataloader: what to validate on.
+            val_dataloader: what to validate on; a list of DataLoaders is several, whose metrics end in "_0" and so on.
             ckpt_path: weights to validate: a path, or "last" or "best" of the run folder. By default those in memory,
                 if this Trainer has made or loaded some; else those of the run folder's last checkpoint. None: those in
                 memory, trained or not.
+            loop: how to validate; by default as the Trainer's own loop says.
 
         Raises:
             TrainerError: if there are no weights yet, as the model is a callable and the folder has no checkpoint.
         """
-        check_loader("val_dataloader", val_dataloader, once=True)
+        for loader in several(val_dataloader):
+            check_loader("val_dataloader", loader, once=True)
+        if loop is not None and not isinstance(loop, ValidationLoop):
+            raise TrainerError(f"validate takes a ValidationLoop, not an object of type {type(loop).__name__}.")
         with self._running("ending after this batch"):
             last = ckpt_path == "last" or (isinstance(ckpt_path, EllipsisType) and self.model is None)
             path = self.folder.named(ckpt_path)
@@ -186,7 +225,43 @@ class Trainer:
                         "weights as ckpt_path, or write ckpt_path=None for the weights as the model initialises them."
                     )
             self._start(None, path)
-            return self._validate(val_dataloader)
+            return self._validate(val_dataloader, loop or self.validation)
+        return {}
+
+    def validate_all(
+        self,
+        val_dataloaders: Any,
+        ckpt_paths: Any = ...,
+        loop: ValidationLoop | None = None,
+    ) -> dict[str | None, dict[str, float]]:
+        """Validate several checkpoints, each on all loaders; returns their metrics by the checkpoint's path.
+
+        Args:
+            val_dataloaders: one, or a list of them.
+            ckpt_paths: as `validate` takes them: one, or a list; with `*`, `?` and `[` all that match, in the order of
+                their steps. By default, the one that `validate` takes by default.
+            loop: how to validate; by default as the Trainer's own loop says.
+
+        Raises:
+            TrainerError: if there are no such checkpoints.
+        """
+        given = ckpt_paths if isinstance(ckpt_paths, (list, tuple)) else [ckpt_paths]
+        paths = [path for one in given for path in checkpoints.matching(one)]
+        return {
+            None if path is None or isinstance(path, EllipsisType) else os.fspath(path): self.validate(
+                val_dataloaders, path, loop
+            )
+            for path in paths
+        }
+
+    def save_checkpoint(self) -> str:
+        """`save` by another name."""
+        return self.save()
+
+    def load_checkpoint(self, ckpt_path: Path) -> None:
+        """Give the model the weights of a checkpoint, or of any other file or folder of weights, now."""
+        with self._running("ending after the weights are loaded"):
+            self._start(None, self.folder.named(ckpt_path))
 
     def save(self) -> str:
         """Write a checkpoint of the step that has been done; returns its path."""
@@ -211,6 +286,28 @@ class Trainer:
         """Give numbers to the loggers, under the step that has been done."""
         self.callbacks("on_metrics", self, metrics, self.state.step)
 
+    def log_metrics(self, **metrics: Any) -> None:
+        """Log numbers with the step under way.
+
+        In a hook that runs in the step, and in `on_step_start`, they are logged with the step's own, if that is logged:
+        in the step they may be tensors, which nobody waits for. Anywhere else they are logged at once.
+
+        Raises:
+            TrainerError: for what is no number.
+        """
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise TrainerError(f"log_metrics({name}=...) takes a number, not a tensor of {list(value.shape)}.")
+        in_step = logged_in_step.get()
+        if in_step is not None:
+            numbers = {name: torch.as_tensor(value).detach().reshape(()) for name, value in metrics.items()}
+            in_step.update(numbers)
+        elif self._numbers is not None:
+            if self.is_log_step:
+                self._numbers.update({name: float(value) for name, value in metrics.items()})
+        else:
+            self.log(**{name: float(value) for name, value in metrics.items()})
+
     # -- before training --
 
     def _start(self, saved: dict[str, Any] | None, weights: Path | EllipsisType | None) -> None:
@@ -229,11 +326,13 @@ class Trainer:
         if saved is not None:  # before the backend has it: what is loaded need not be initialised
             checkpoints.load_model(self, saved)
         elif weights is not None and not isinstance(weights, EllipsisType):
-            checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
+            found = checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
+            self.callbacks.load_with_weights(found)
         if fresh:
             compiled = fl.compile(self.model, self.backend)
             schedules = [s for s in self.schedulers if construct.is_traced(s)]
-            self._steps = Steps(compiled, self.optimizer, schedules, self.loop, self.validation, self.precision)
+            hooks = self.callbacks, self.callbacks.overridden
+            self._steps = Steps(compiled, self.optimizer, schedules, self.loop, self.precision, *hooks, self)
         if saved is not None:
             checkpoints.restore(self, saved)
             self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
@@ -248,8 +347,9 @@ class Trainer:
         fl.backend(self.backend)
         self.precision.choose()
         self._began = fl.timeline.current().now()
-        self._pending = Pending(self._on_values, self.folder.last_good)
+        self._pending = Pending(self._on_values, self.folder.last_good, self._look)
         self._interrupts = Interrupts(promise)
+        logging.getLogger("firstloss").setLevel(self.logging.log_level)
         with suppress(_Interrupted), self._interrupts:
             try:
                 yield
@@ -264,6 +364,14 @@ class Trainer:
         """Steps, epochs, and what is due after each, until the loop ends."""
         assert self.model is not None and self.batches is not None
         self.model.train()
+        self.callbacks("on_train_start", self, self.model, self.batches.loader, loop)
+        try:
+            self._train_steps(loop)
+        finally:
+            self.callbacks("on_train_end", self, self.model, loop)
+
+    def _train_steps(self, loop: TrainingLoop) -> None:
+        assert self.batches is not None
         self.state.stopped = ""
         if self.state.step and self._validation_due(loop):
             self._after(validate=True, save=False)  # the run was ended before it got to it
@@ -287,25 +395,37 @@ class Trainer:
         assert self.batches is not None and self.optimizer is not None and self._steps is not None
         for number, batch in enumerate(group, start=1):
             last = number == len(group)
+            index = self.batches.index - len(group) + number
             self.callbacks("on_batch_start", self, batch)
-            numbers = {}
+            self.callbacks("on_train_batch_start", self, self.model, batch, index - 1)
+            numbers: dict[str, float] = {}
             if last:
+                self._numbers = numbers
                 self.callbacks("on_step_start", self)
                 if self._logged(self.state.step + 1):
-                    numbers = learning_rates(self.optimizer)
+                    numbers.update(learning_rates(self.optimizer))
+                self._numbers = None
             name = "update" if last else "accumulate"
             timed = name in self._steps.compiled
             outputs = self._run(name, batch)
             self.callbacks("on_batch_end", self, batch, outputs)
-            index = self.batches.index - len(group) + number
+            self.callbacks("on_train_batch_end", self, self.model, outputs, batch, index - 1)
             started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last, numbers, timed)
             if last:
                 self.state.step += 1
                 for scheduler in self.schedulers:
                     if not construct.is_traced(scheduler):
+                        around = (self, self.model, self.optimizer, scheduler)
+                        self.callbacks("on_before_scheduler_step", *around)
                         scheduler.step()
+                        self.callbacks("on_after_scheduler_step", *around)
                 self.callbacks("on_step_end", self)
-            self._pending.add(started)
+            if self.backend.is_e2e_execution:
+                self._pending.add(started)
+
+    def _look(self, started: Started, values: dict[str, float]) -> None:
+        """The numbers of a batch have come, and may be none."""
+        self.callbacks("on_values", self, values, started.step)
 
     def _on_values(self, started: Started, values: dict[str, float]) -> None:
         """The numbers of a batch have come, a little after it was started."""
@@ -319,7 +439,8 @@ class Trainer:
         else:
             self._rates.restart()
         if started.updates and self._logged(started.step):
-            metrics = {**values, **started.numbers, **self._rates.take()}
+            shown = {name: value for name, value in values.items() if not name.startswith("_")}
+            metrics = {**shown, **started.numbers, **self._rates.take()}
             self.callbacks("on_metrics", self, metrics, started.step)
 
     def _first_loss(self, loss: float) -> None:
@@ -334,44 +455,54 @@ class Trainer:
     def _after(self, validate: bool, save: bool) -> None:
         """What is due between two steps; and the end, if a signal asks for it."""
         if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
-            metrics = self._validate(self.val_dataloader)
+            metrics = self._validate(self.val_dataloader, self.validation)
             self.state.validated = self.state.step
             save |= self.checkpoint.is_best(metrics, self.state)
         # With several processes it takes them all to find out whether one got a signal: not at every step.
         if self.processes.count == 1 or self._logged(self.state.step):
             self._check_interrupt()
-        if save and self._saved != self.state.step:
+        if save and self._saved != self.state.step and self.backend.is_e2e_execution:
             self.save()
 
     # -- validation --
 
-    def _validate(self, val_dataloader: Iterable[Any]) -> dict[str, float]:
-        """One pass over the loader in eval mode. It leaves no trace: training goes on as if it had not been."""
+    def _validate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
+        """One pass over each loader in eval mode. It leaves no trace: training goes on as if it had not been."""
         assert self.model is not None
         self._pending.settle()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        averages = Averages(self.validation)
+        metrics: dict[str, float] = {}
+        loaders = several(val_dataloader)
         try:
             with kept_random_state():
-                self.callbacks("on_validation_start", self)
-                executor = iter(fl.utils.data.DataExecutor(val_dataloader))
-                with quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
-                    for batch in islice(batches, self.validation.max_batches):
-                        self.callbacks("on_validation_batch_start", self, batch)
-                        outputs = self._run("evaluate", batch)
-                        averages.add(batch, outputs)
-                        self.callbacks("on_validation_batch_end", self, batch, outputs)
-                        if self.processes.count == 1:
-                            self._check_interrupt()
-                metrics = averages.result()
+                for number, loader in enumerate(loaders):
+                    self.callbacks("on_validation_start", self)
+                    found = self._evaluate(loader, loop)
+                    self.callbacks("on_validation_end", self, found)
+                    metrics |= found if len(loaders) == 1 else {f"{k}_{number}": v for k, v in found.items()}
         finally:
             for module, training in modes:
                 module.training = training
-        self.callbacks("on_validation_end", self, metrics)
-        self.callbacks("on_metrics", self, metrics, self.state.step)
+        if metrics:
+            self.callbacks("on_metrics", self, metrics, self.state.step)
         self._rates.restart()
         return metrics
+
+    def _evaluate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
+        """One pass over one loader; the metrics. Where steps are only compiled, none."""
+        averages = Averages(loop)
+        executor = iter(fl.utils.data.DataExecutor(val_dataloader))
+        with quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
+            for batch in islice(batches, loop.most):
+                self.callbacks("on_validation_batch_start", self, batch)
+                outputs = self._run("evaluate_all" if loop.metrics else "evaluate", batch)
+                if self.backend.is_e2e_execution:
+                    averages.add(batch, outputs)
+                self.callbacks("on_validation_batch_end", self, batch, outputs)
+                if self.processes.count == 1:
+                    self._check_interrupt()
+        return averages.result() if self.backend.is_e2e_execution else {}
 
     # -- both --
 
@@ -394,6 +525,8 @@ class Trainer:
         return loop.validates_after_step(self.state.step) or at_epoch
 
     def _done(self, loop: TrainingLoop) -> bool:
+        if not self.backend.is_e2e_execution and self.state.step:
+            return True  # it is compiled
         return bool(self.state.stopped) or loop.ends_at(self.state.step, self.state.epoch)
 
     def _logged(self, step: int) -> bool:

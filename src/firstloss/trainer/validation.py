@@ -12,6 +12,7 @@ import torch
 
 from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
+from ..runtime.structures import attributes_taken_apart
 from .loops import ValidationLoop
 from .pending import AHEAD
 from .step import counts, describe
@@ -40,6 +41,8 @@ class Averages:
         batch, outputs = self._queue.popleft()
         samples, _ = counts(batch)
         for name, value in outputs["scalars"].items():
+            if name.startswith("_"):  # a callback's own
+                continue
             self._sums[name] = self._sums.get(name, 0.0) + float(value) * samples
             self._weights[name] = self._weights.get(name, 0) + samples
         if self._loop.metrics:
@@ -67,6 +70,8 @@ def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
     target = None
     if isinstance(batch, Mapping):
         target = next((batch[name] for name in _TARGETS if name in batch), None)
+    elif attributes_taken_apart(batch):
+        target = next((getattr(batch, name) for name in _TARGETS if hasattr(batch, name)), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         target = batch[-1]
     if logits is None or target is None:
@@ -86,5 +91,5 @@ def _on_host(x: Any) -> Any:
 def quietly_compiled_anew() -> Iterator[None]:
     """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*evaluate is compiled anew", GraphChangeWarning)
+        warnings.filterwarnings("ignore", ".*evaluate(_all)? is compiled anew", GraphChangeWarning)
         yield

@@ -3,9 +3,18 @@
 from ..callback import Callback
 from .files import CSVLogger, JSONLogger
 from .progress import ProgressLogger
+from .services import MLflowLogger, WandbLogger
 from .tensorboard import TensorBoardLogger
 
-__all__ = ["CSVLogger", "JSONLogger", "ProgressLogger", "TensorBoardLogger", "default_loggers"]
+__all__ = [
+    "CSVLogger",
+    "JSONLogger",
+    "MLflowLogger",
+    "ProgressLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "default_loggers",
+]
 
 
 def default_loggers() -> list[Callback]:

@@ -107,7 +107,7 @@ def _steps_in_all(trainer: Trainer) -> int | None:
     if loop is None or batches is None:
         return None
     epoch = batches.steps_in_epoch(loop.grad_accum_steps) if loop.max_epochs is not None else None
-    ends = [loop.max_steps, epoch * loop.max_epochs if epoch and loop.max_epochs else None]
+    ends = [loop.last_step(), epoch * loop.max_epochs if epoch and loop.max_epochs else None]
     return min((end for end in ends if end is not None), default=None)
 
 

@@ -1,0 +1,36 @@
+"""Callbacks to choose from, and under this name, as Model Zoo has it, the settings of a run as well."""
+
+from ..callback import Callback
+from ..checkpoint import Checkpoint
+from ..early_stop import EarlyStop
+from ..logging import Logging
+from ..loops import TrainingLoop, ValidationLoop
+from ..precision import MixedPrecision, Precision
+from .clipping import GradientClipping
+from .ema import ModelEMA
+from .keep import KeepNCheckpoints
+from .metrics import ModelEvalMetrics
+from .numbers import ComputeNorm, CountParams, LogOptimizerParamGroup
+from .numerics import CheckLoss, NaNChecker
+from .profiler import Profiler
+
+__all__ = [
+    "Callback",
+    "CheckLoss",
+    "Checkpoint",
+    "ComputeNorm",
+    "CountParams",
+    "EarlyStop",
+    "GradientClipping",
+    "KeepNCheckpoints",
+    "LogOptimizerParamGroup",
+    "Logging",
+    "MixedPrecision",
+    "ModelEMA",
+    "ModelEvalMetrics",
+    "NaNChecker",
+    "Precision",
+    "Profiler",
+    "TrainingLoop",
+    "ValidationLoop",
+]

@@ -1,0 +1,98 @@
+"""Numbers of a run that are logged with its steps: norms, sizes, the optimizer's settings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import TrainerError
+from ...files import written_aside
+from ..callback import Callback
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
+
+
+class ComputeNorm(Callback):
+    """Logs the norm of all weights that are trained, "model_wise_params_norm", of their gradients before they are
+    clipped, "model_wise_grad_norm", and of those of each layer, "per_layer_grad_norm/layer_0" and so on.
+
+    A layer is a number after "layers", "layer", "blocks", "block" or "h" in a weight's name. All of it is computed in
+    the step.
+    """
+
+    def on_before_backward(self, trainer: Any, model: Any, outputs: Any) -> None:
+        weights = [p.detach() for p in model.parameters() if p.requires_grad]
+        trainer.log_metrics(model_wise_params_norm=_norm(weights))
+
+    def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        layers: dict[str, list[torch.Tensor]] = {}
+        for name, p in model.named_parameters():
+            found = _LAYER.search(name)
+            if found and p.grad is not None:
+                layers.setdefault(found[1], []).append(p.grad)
+        everything = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = {f"per_layer_grad_norm/layer_{layer}": _norm(gradients) for layer, gradients in layers.items()}
+        trainer.log_metrics(model_wise_grad_norm=_norm(everything), **norms)
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm(tensors)
+
+
+class LogOptimizerParamGroup(Callback):
+    """Logs numbers of the optimizer's groups: "weight_decay", and "weight_decay_1" of the second group.
+
+    Args:
+        keys: one, or several; of tuples such as "betas", each element: "betas[0]".
+    """
+
+    def __init__(self, keys: str | Sequence[str]) -> None:
+        self.keys = [keys] if isinstance(keys, str) else list(keys)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        for key in self.keys:
+            if not any(key in group for group in trainer.optimizer.param_groups):
+                known = sorted({key for group in trainer.optimizer.param_groups for key in group} - {"params"})
+                raise TrainerError(f"LogOptimizerParamGroup: no group has {key!r}. They have {', '.join(known)}.")
+
+    def on_step_start(self, trainer: Any) -> None:
+        if not trainer.is_log_step:
+            return
+        for index, group in enumerate(trainer.optimizer.param_groups):
+            end = f"_{index}" if index else ""
+            for key in self.keys:
+                value = group.get(key)
+                parts = {f"{key}[{i}]": part for i, part in enumerate(value)} if _is_tuple(value) else {key: value}
+                trainer.log_metrics(**{name + end: float(v) for name, v in parts.items() if v is not None})
+
+
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
+class CountParams(Callback):
+    """Tells how many parameters the model has, in the log and in "parameters.json" of the artifacts: in all, trained,
+    and of each module right below the model. Tied ones count once."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        found = self.count(trainer.model)
+        os.makedirs(trainer.artifact_dir, exist_ok=True)
+        with written_aside(os.path.join(trainer.artifact_dir, "parameters.json"), "w") as file:
+            json.dump(found, file, indent=1)
+        logging.getLogger("firstloss").info("%d parameters, of which %d are trained", found["all"], found["trained"])
+
+    @staticmethod
+    def count(model: torch.nn.Module) -> dict[str, Any]:
+        """{"all", "trained", "modules": {name: how many}}."""
+        parts: dict[str, int] = {}
+        for name, p in model.named_parameters():
+            top = name.partition(".")[0]
+            parts[top] = parts.get(top, 0) + p.numel()
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return {"all": sum(parts.values()), "trained": trained, "modules": parts}

@@ -1,0 +1,117 @@
+"""Stop where numbers go wrong, and say where that was."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...errors import NaNLossError, TrainerError
+from ..callback import Callback
+
+# In a step under way: for each module's output, in order, its name and whether all of it is finite.
+_outputs: ContextVar[list[tuple[str, torch.Tensor]] | None] = ContextVar("outputs of modules", default=None)
+
+
+class CheckLoss(Callback):
+    """Stops a run whose loss is no finite number, with an error that names the step.
+
+    The Trainer does so for training by itself; this does it for validation, too.
+    """
+
+    def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        wrong = [name for name, value in metrics.items() if name.startswith("val_loss") and not math.isfinite(value)]
+        if wrong:
+            raise NaNLossError(
+                f"{wrong[0]} is {metrics[wrong[0]]} in the validation after step {trainer.state.step}. "
+                f"{trainer.folder.last_good()}"
+            )
+
+
+class NaNChecker(Callback):
+    """Stops a run at the first output of a module, or gradient, that is not finite: the error names the step, and the
+    layer where it began.
+
+    What it looks at is computed in the step: each output is read once more. With a dynamic loss scale, under which
+    gradients overflow now and then, it looks at outputs alone.
+
+    Args:
+        num_steps: end the run after so many steps; None: it goes on.
+    """
+
+    def __init__(self, num_steps: int | None = None) -> None:
+        if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1):
+            raise TrainerError(f"NaNChecker: num_steps={num_steps!r} is not a whole number of at least 1.")
+        self.num_steps = num_steps
+        self._began = 0
+        self._handles: list[Any] = []
+        self._names: list[str] = []  # of what the step looked at, in the order in which it is computed
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._began = trainer.state.step
+        self._release()
+        for name, module in trainer.model.named_modules():
+            if name and not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_hook(_looking(name)))
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self._release()
+
+    def on_exception(self, trainer: Any) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def on_before_forward(self, trainer: Any) -> None:
+        _outputs.set([])
+
+    def on_before_backward(self, trainer: Any) -> None:
+        found = _outputs.get() or []
+        _outputs.set(None)
+        if found:
+            finite = torch.stack([flag for _, flag in found])
+            trainer.log_metrics(_outputs_not_finite=_first_false(finite))
+        self._names[:] = [name for name, _ in found]
+
+    def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        scaler = trainer.precision._scaler
+        if scaler is not None and scaler.dynamic:
+            return
+        # The backward pass comes from the end of the model: there a gradient goes wrong first.
+        gradients = [p.grad for p in reversed(list(model.parameters())) if p.grad is not None]
+        trainer.log_metrics(_gradients_not_finite=_first_false(torch.stack([g.isfinite().all() for g in gradients])))
+
+    def on_values(self, trainer: Any, values: dict[str, float], step: int) -> None:
+        output, gradient = (int(values.get(f"_{what}_not_finite", -1)) for what in ("outputs", "gradients"))
+        if output >= 0:
+            where = f"the output of {self._names[output]!r}"
+        elif gradient >= 0:
+            names = [name for name, p in reversed(list(trainer.model.named_parameters())) if p.requires_grad]
+            where = f"the gradient of {names[gradient]!r}"
+        else:
+            if self.num_steps is not None and step - self._began >= self.num_steps:
+                trainer.stop(f"NaNChecker(num_steps={self.num_steps}) has seen enough")
+            return
+        error = NaNLossError(
+            f"{where} is not finite at step {step}; all that was computed before it is. {trainer.folder.last_good()}"
+        )
+        error.step = step
+        raise error
+
+
+def _looking(name: str) -> Any:
+    def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+        found = _outputs.get()
+        if found is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
+            found.append((name, output.detach().isfinite().all()))
+
+    return look
+
+
+def _first_false(flags: torch.Tensor) -> torch.Tensor:
+    """The number of the first that is false; -1 if none is."""
+    return torch.where(flags.all(), -1, flags.int().argmin())

@@ -1,0 +1,77 @@
+"""Where the time of some steps goes: a trace for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ... import timeline
+from ...errors import TrainerError
+from ..callback import Callback
+
+
+class Profiler(Callback):
+    """Writes a Perfetto trace of the steps from `start_step` to `end_step`, on three tracks.
+
+    They are *data*, reading a batch and sending it to the device; *host*, what Python does; and *device*, from when a
+    batch has been started until its results are there. It lies in the artifacts as "profile_START_END.json", which
+    ui.perfetto.dev opens.
+
+    Those steps are waited for, one by one, so that they take as long as they do alone; the others are as without it.
+
+    Args:
+        start_step, end_step: counted from 1, both included.
+    """
+
+    def __init__(self, start_step: int = 1, end_step: int = 10) -> None:
+        for name, step in (("start_step", start_step), ("end_step", end_step)):
+            if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+                raise TrainerError(f"Profiler: {name}={step!r} is not a whole number of at least 1.")
+        if end_step < start_step:
+            raise TrainerError(f"Profiler: end_step={end_step} comes before start_step={start_step}.")
+        self.start_step, self.end_step = start_step, end_step
+        self._trace = timeline.Timeline()
+        self._ended: float | None = None  # when the work on the batch before ended
+        self._begun = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of the file."""
+        return f"profile_{self.start_step}_{self.end_step}.json"
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._trace, self._ended = timeline.Timeline(), None
+
+    def _watched(self, trainer: Any, step: int) -> bool:
+        return self.start_step <= step <= self.end_step
+
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        self._begun = self._trace.now()
+        if self._watched(trainer, trainer.state.step + 1) and self._ended is not None:
+            self._trace.add(f"read batch for step {trainer.state.step + 1}", self._ended, self._begun, "data")
+
+    def on_batch_end(self, trainer: Any, batch: Any, outputs: dict[str, Any]) -> None:
+        step = trainer.state.step + 1
+        if self._watched(trainer, step):
+            started = self._trace.now()
+            self._trace.add(f"start step {step}", self._begun, started, "host")
+            for value in outputs.values():
+                if isinstance(value, torch.Tensor):
+                    value.detach().cpu().clone()
+            self._trace.add(f"step {step}", self._begun, self._trace.now(), "device")
+        self._ended = self._trace.now()
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.state.step == self.end_step:
+            self._write(trainer)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        if self._trace.spans:  # the run ended in the middle of the steps
+            self._write(trainer)
+
+    def _write(self, trainer: Any) -> None:
+        os.makedirs(trainer.artifact_dir, exist_ok=True)
+        self._trace.to_perfetto(os.path.join(trainer.artifact_dir, self.name))
+        self._trace = timeline.Timeline()
