@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import TrainerError
 from ..settings import Settings
@@ -91,8 +91,9 @@ class TrainingLoop(Settings):
     steps_per_epoch: int | None = None
     eval_frequency: int | float | None = None
     eval_steps: int | None = None
-    _began: int = field(default=0, init=False, repr=False)
-    _end: int | None = field(default=None, init=False, repr=False)
+    # Of the `fit` under way: the step at which it began, and that at which it ends. No settings.
+    _began: ClassVar[int] = 0
+    _end: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         names = ("max_steps", "max_epochs", "eval_every_steps", "eval_every_epochs", "grad_accum_steps")
@@ -130,11 +131,13 @@ class TrainingLoop(Settings):
 
     def begin(self, step: int, loader: Any) -> None:
         """A run begins at `step`: from there on its steps are counted, where the loop says so."""
-        self._began, self._end = step, None
+        end = None
         if self.num_steps is not None:
-            self._end = step + self.num_steps
+            end = step + self.num_steps
         if self.num_epochs is not None:
-            self._end = step + self.num_epochs * epoch_steps(loader, self.steps_per_epoch, self.grad_accum_steps)
+            end = step + self.num_epochs * epoch_steps(loader, self.steps_per_epoch, self.grad_accum_steps)
+        object.__setattr__(self, "_began", step)
+        object.__setattr__(self, "_end", end)
 
     def validation_loop(self) -> ValidationLoop:
         """How to validate."""
