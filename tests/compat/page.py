@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from firstloss.compat import jax_names, python_names, torch_names
+from firstloss.compat import jax_names, patches, python_names, torch_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -24,6 +24,12 @@ a `CompatibilityError` that names it.
 | --- | --- | --- |
 """
 
+REPLACED = """Importing Firstloss replaces nothing. The rows that begin with the first deferred tensor
+stay, since such a tensor may be met anywhere from then on; the others end with the captures or the trace that they are
+for, and what somebody else has put in their place meanwhile is left alone. Each calls the original where no deferred
+tensor is concerned.
+"""
+
 
 def text() -> str:
     """The page."""
@@ -34,6 +40,10 @@ def text() -> str:
         lines += ["", f"## Private names of {name}", "", "| name | what for | without it does not work |"]
         lines += ["| --- | --- | --- |"]
         lines += [f"| `{row.path}` | {row.why} | {row.breaks} |" for row in table.NAMES.values()]
+    lines += ["", "## What is replaced in PyTorch", "", REPLACED]
+    lines += ["| function | when | why |", "| --- | --- | --- |"]
+    for name, patch in patches.PATCHES.items():
+        lines.append(f"| {', '.join(f'`{place}`' for place in (name, *patch.also))} | {patch.when} | {patch.why} |")
     return HEAD + "\n".join(lines) + "\n"
 
 

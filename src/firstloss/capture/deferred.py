@@ -15,10 +15,10 @@ from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
 from ..program.source import here, is_machinery
 from ..uncollected import uncollected
-from . import first_use, loaders, session
-from . import patches as _patches  # in place before the first capture
-from . import regions as _regions  # noqa: F401 - likewise
+from . import first_use, loaders, patches, session
+from . import regions as _regions  # noqa: F401 - for its patches
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
+from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import storages as _storages  # noqa: F401 - likewise
 from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
@@ -82,7 +82,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         raise
     finally:
         session.leave()
-        _patches.teach_dynamo()
+        patches.teach_dynamo()
         loaders.teach()
         if not session.depth and session.trace is None:
             first_use.open_door()

@@ -7,13 +7,14 @@ part of it, as with `src_data_rank=None`. `fully_shard` communicates nothing, an
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
+from ..compat.patches import put
 from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
 from ..program.source import here
@@ -62,13 +63,9 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
     if _prepared or _MODULE not in sys.modules:
         return
     _prepared = True
-    from ..compat.torch_names import StridedShard
-
-    placements: Any = sys.modules[_MODULE]
-    for kind in (placements.Shard, StridedShard):
-        if "_shard_tensor" in vars(kind):
-            kind._shard_tensor = _split_only(kind._shard_tensor, is_deferred)
-    placements.mesh_broadcast = _to_nobody(placements.mesh_broadcast, is_deferred)
+    for kind in ("Shard", "_StridedShard"):
+        put(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
+    put(f"{_MODULE}.mesh_broadcast", partial(_to_nobody, is_deferred))
     from torch.distributed.tensor import DTensor
 
     for install in _installers:
@@ -80,17 +77,11 @@ def when_imported(install: Callable[[Any], None]) -> None:
     _installers.append(install)
 
 
-def _split_only(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:
-    @functools.wraps(original)
-    def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
-        return original(self, tensor, mesh, mesh_dim, None if is_deferred(tensor) else src_data_rank)
-
-    return _shard_tensor
+def _split_only(
+    is_deferred: Callable, original: Callable, self: Any, tensor: Any, mesh: Any, dim: int, src_data_rank: Any = 0
+) -> Any:
+    return original(self, tensor, mesh, dim, None if is_deferred(tensor) else src_data_rank)
 
 
-def _to_nobody(original: Callable, is_deferred: Callable[[Any], bool]) -> Callable:
-    @functools.wraps(original)
-    def mesh_broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if is_deferred(tensor) else original(tensor, *args, **kwargs)
-
-    return mesh_broadcast
+def _to_nobody(is_deferred: Callable, original: Callable, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if is_deferred(tensor) else original(tensor, *args, **kwargs)

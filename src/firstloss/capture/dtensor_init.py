@@ -7,13 +7,13 @@ recorded on a whole tensor instead, of which this rank's part is then copied; ma
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..compat.patches import put, replaces
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
 from .tensor import DeferredTensor, Hooks
 
@@ -27,7 +27,8 @@ _FILLS = [
 _LIKE = [aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype]
 _EYE = [aten.eye.m_out, aten.eye.out]
 # Initialisers that PyTorch builds of operations that DTensors do not have, or have otherwise.
-_INITIALISERS = ("orthogonal_", "sparse_", "dirac_")
+_INITIALISERS = ("torch.nn.init.orthogonal_", "torch.nn.init.sparse_", "torch.nn.init.dirac_")
+_PADDING = tuple(f"torch.nn.{kind}._fill_padding_idx_with_zero" for kind in ("Embedding", "EmbeddingBag"))
 
 
 def shard_is_deferred(tensor: Any) -> bool:
@@ -65,10 +66,8 @@ def install(dtensor: Any) -> None:
         handlers[op] = _or_else(handlers, op, _like)
     for op in _EYE:
         handlers[op] = _or_else(handlers, op, _eye, target="out")
-    for name in _INITIALISERS:
-        setattr(torch.nn.init, name, _initialiser(getattr(torch.nn.init, name)))
-    for kind in (torch.nn.Embedding, torch.nn.EmbeddingBag):
-        kind._fill_padding_idx_with_zero = _padding(kind._fill_padding_idx_with_zero)  # type: ignore[method-assign]
+    for name in (*_INITIALISERS, *_PADDING):
+        put(name)
 
 
 def _fill(op: Any, args: tuple, kwargs: dict) -> Any:
@@ -105,26 +104,21 @@ def _aside(handlers: dict, op: Any, handler: Callable) -> Iterator[None]:
         handlers[op] = handler
 
 
-def _initialiser(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def initialise(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if shard_is_deferred(tensor):
-            return fill_as_one_process(tensor, lambda whole: original(whole, *args, **kwargs))
-        return original(tensor, *args, **kwargs)
-
-    return initialise
+@replaces(*_INITIALISERS)
+def initialise(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the initialiser `original`."""
+    if shard_is_deferred(tensor):
+        return fill_as_one_process(tensor, lambda whole: original(whole, *args, **kwargs))
+    return original(tensor, *args, **kwargs)
 
 
-def _padding(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def fill_padding(self: Any) -> None:
-        """The row of `padding_idx` of this rank's part; DTensors would gather the whole weight, and edit a copy."""
-        if self.padding_idx is None or not shard_is_deferred(self.weight):
-            original(self)
-            return
-        with torch.no_grad():
-            row = _whole(self.weight, torch.bool).zero_()
-            row[self.padding_idx].fill_(True)
-            local_tensor(self.weight).masked_fill_(local_tensor(_distributed(row, self.weight)), 0)
-
-    return fill_padding
+@replaces(*_PADDING)
+def fill_padding(original: Any, self: Any) -> None:
+    """The row of `padding_idx` of this rank's part; DTensors would gather the whole weight, and edit a copy."""
+    if self.padding_idx is None or not shard_is_deferred(self.weight):
+        original(self)
+        return
+    with torch.no_grad():
+        row = _whole(self.weight, torch.bool).zero_()
+        row[self.padding_idx].fill_(True)
+        local_tensor(self.weight).masked_fill_(local_tensor(_distributed(row, self.weight)), 0)

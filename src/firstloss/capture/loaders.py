@@ -6,38 +6,35 @@ weight gets memory for that, and its recipe is dropped: nothing is drawn, and no
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..compat.patches import put, replaces
 from . import session
 from .tensor import DeferredTensor, Hooks
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
+_RESOLVE = f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor"
 _TRANSFORMERS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def teach() -> None:
     """Teach `torch.distributed.checkpoint`, once it has been imported."""
-    kind: Any = getattr(sys.modules.get(_PLANNER), "DefaultLoadPlanner", None)
-    if kind is None or hasattr(kind.resolve_tensor, "_firstloss"):
-        return
-    original = kind.resolve_tensor
+    if _PLANNER in sys.modules:
+        put(_RESOLVE)
 
-    @functools.wraps(original)
-    def resolve_tensor(self: Any, read_item: Any) -> Any:
-        """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
+
+@replaces(_RESOLVE)
+def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
+    """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
+    found = original(self, read_item)
+    if type(found) is DeferredTensor and found._store.resident is None and not session.depth:
+        Hooks.give_memory(found._store)
         found = original(self, read_item)
-        if type(found) is DeferredTensor and found._store.resident is None and not session.depth:
-            Hooks.give_memory(found._store)
-            found = original(self, read_item)
-        return found
-
-    resolve_tensor._firstloss = True  # type: ignore[attr-defined]
-    kind.resolve_tensor = resolve_tensor
+    return found
 
 
 @contextmanager

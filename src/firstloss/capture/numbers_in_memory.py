@@ -5,17 +5,15 @@ A traced tensor has no memory. While a step is traced, and only then, the functi
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
 from typing import Any
 
 import torch
 
+from ..compat.patches import replaces
 from ..compat.python_names import getframe
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.source import Source
-from ..undo import Undo
 from . import session
 from .tensor import DeferredTensor
 
@@ -34,80 +32,44 @@ def message(source: Source) -> str:
     )
 
 
-def replace(undo: Undo) -> None:
-    """Until `undo` is through, functions that read memory know traced tensors."""
-    wrappers: dict[tuple[Any, str], Any] = {
-        (torch, "tensor"): _tensor,
-        (torch, "as_tensor"): _tensor,
-        (torch, "tensor_split"): _tensor_split,
-        (torch.Tensor, "tensor_split"): _tensor_split,
-        (torch.linalg, "matrix_rank"): _matrix_rank,
-        (torch.Tensor, "tolist"): _reading,
-        (torch.Tensor, "numpy"): _reading,
-        (torch.Tensor, "__array__"): _reading,
-        (torch.Tensor, "__dlpack__"): _reading,
-    }
-    originals = {(owner, name): getattr(owner, name) for owner, name in wrappers}
-    for (owner, name), wrap in wrappers.items():
-        undo(setattr, owner, name, originals[owner, name])
-        setattr(owner, name, wrap(originals[owner, name]))
-
-
-def _tensor_split(original: Any) -> Any:
+@replaces("torch.tensor_split", "torch.Tensor.tensor_split")
+def tensor_split(original: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """As `original`, which reads the places to split at straight from a tensor's memory."""
-
-    @functools.wraps(original)
-    def tensor_split(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
-        kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
-        return original(x, *args, **kwargs)
-
-    return tensor_split
+    args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
+    kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
+    return original(x, *args, **kwargs)
 
 
-def _matrix_rank(original: Any) -> Any:
+@replaces("torch.linalg.matrix_rank")
+def matrix_rank(original: Any, *args: Any, out: Any = None, **kwargs: Any) -> torch.Tensor:
     """As `original`, which leaves an `out` as it was where a tensor's memory is not its own to write."""
-
-    @functools.wraps(original)
-    def matrix_rank(*args: Any, out: Any = None, **kwargs: Any) -> torch.Tensor:
-        rank = original(*args, **kwargs)
-        return rank if out is None else torch.add(rank, 0, out=out)
-
-    return matrix_rank
+    rank = original(*args, **kwargs)
+    return rank if out is None else torch.add(rank, 0, out=out)
 
 
-def _reading(original: Any) -> Any:
+@replaces(*(f"torch.Tensor.{name}" for name in ("tolist", "numpy", "__array__", "__dlpack__")))
+def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """As `original`, a method that gives the values of real tensors; the trace under way is told what its step reads.
 
-    Weights are made meanwhile, by other threads.
+    Weights are made meanwhile, by other threads, and by code of ours.
     """
-    tracing = threading.get_ident()
-
-    @functools.wraps(original)
-    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        ours = threading.get_ident() != tracing or getframe(1).f_code.co_filename.startswith(_OURS)
-        if ours or session.trace is None or type(self) is DeferredTensor:
-            return original(self, *args, **kwargs)
-        self = session.trace.read_real(self)
-        if type(self) is DeferredTensor:  # the step has written to it
-            return getattr(self, original.__name__)(*args, **kwargs)
-        with DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
-            return original(self, *args, **kwargs)
-
-    return read
+    ours = getframe(2).f_code.co_filename.startswith(_OURS)
+    if ours or session.trace is None or type(self) is DeferredTensor:
+        return original(self, *args, **kwargs)
+    self = session.trace.read_real(self)
+    if type(self) is DeferredTensor:  # the step has written to it
+        return getattr(self, original.__name__)(*args, **kwargs)
+    with DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
+        return original(self, *args, **kwargs)
 
 
-def _tensor(original: Any) -> Any:
+@replaces("torch.tensor", "torch.as_tensor")
+def tensor(original: Any, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `original`, which reads the numbers in a list straight from memory; a traced step stacks them."""
-
-    @functools.wraps(original)
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(data, (list, tuple)) and _has_traced(data):
-            requires_grad = kwargs.pop("requires_grad", False)
-            return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
-        return original(data, *args, **kwargs)
-
-    return tensor
+    if isinstance(data, (list, tuple)) and _has_traced(data):
+        requires_grad = kwargs.pop("requires_grad", False)
+        return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
+    return original(data, *args, **kwargs)
 
 
 def _has_traced(data: Any) -> bool:

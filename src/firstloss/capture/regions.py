@@ -11,12 +11,14 @@ but the arguments is kept between the two, as under `torch.utils.checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch_names import CondOp, DisableTorchFunction, ScanOp, WhileLoopOp, hop_utils, pytree
+from ..compat.patches import replaces
+from ..compat.torch_names import DisableTorchFunction, pytree
 from ..errors import TraceError
 from ..program import operations
 from ..program.graph import Program
@@ -359,29 +361,15 @@ def _walk(body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: 
 # -- in the place of torch's own, while a step is traced --
 
 
-def _in_a_step(original: Callable, ours: Callable) -> Callable:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if session.trace is None else ours(*args, **kwargs)
-
-    return call
+def _in_a_step(ours: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if session.trace is None else ours(*args[1:], **kwargs)
 
 
-_compile_and_call = hop_utils._hop_compile_and_call
+for _name, _ours in (("cond.CondOp", cond), ("while_loop.WhileLoopOp", while_loop), ("scan.ScanOp", scan)):
+    replaces(f"torch._higher_order_ops.{_name}.__call__")(partial(_in_a_step, _ours))
 
 
-def _call(function: Callable, args: Any, kwargs: Any = None) -> Any:
+@replaces("torch._higher_order_ops.utils._hop_compile_and_call")
+def call(original: Callable, function: Callable, args: Any, kwargs: Any = None) -> Any:
     """Eager PyTorch has these operations traced by dynamo first."""
-    if session.trace is None:
-        return _compile_and_call(function, args, kwargs)
-    return function(*args, **(kwargs or {}))
-
-
-def install() -> None:
-    """Put the replacements in place."""
-    CondOp.__call__ = _in_a_step(CondOp.__call__, cond)
-    WhileLoopOp.__call__ = _in_a_step(WhileLoopOp.__call__, while_loop)
-    ScanOp.__call__ = _in_a_step(ScanOp.__call__, scan)
-    hop_utils._hop_compile_and_call = _call
-
-
-install()
+    return original(function, args, kwargs) if session.trace is None else function(*args, **(kwargs or {}))

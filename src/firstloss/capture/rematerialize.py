@@ -12,16 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
-from ..compat.torch_names import CheckpointFrame, pytree
+from ..compat.patches import replaces
+from ..compat.torch_names import pytree
 from ..program.graph import Value
 from ..program.operations import barrier
 from . import session
 from .tensor import DeferredStorage, DeferredTensor
-
-_init_frame = CheckpointFrame.__init__
-_detach_variable = checkpoint.detach_variable
 
 
 def behind_barrier(tree: Any) -> Any:
@@ -44,20 +41,13 @@ def _look(value: Value, trace: Any) -> DeferredTensor:
     return DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
 
 
-def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+@replaces("torch.utils.checkpoint._CheckpointFrame.__init__")
+def init_frame(original: Any, self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
     """As that of torch's record of one checkpointed call (use_reentrant=False)."""
-    _init_frame(self, lambda *inputs: recompute_fn(*behind_barrier(inputs)), *args, **kwargs)
+    original(self, lambda *inputs: recompute_fn(*behind_barrier(inputs)), *args, **kwargs)
 
 
-def detach_variable(inputs: tuple) -> tuple:
+@replaces("torch.utils.checkpoint.detach_variable")
+def detach_variable(original: Any, inputs: tuple) -> tuple:
     """As torch's, which is what the other kind of checkpoint (use_reentrant=True) recomputes from."""
-    return _detach_variable(behind_barrier(inputs))
-
-
-def install() -> None:
-    """Put the replacements in place."""
-    CheckpointFrame.__init__ = __init__
-    checkpoint.detach_variable = detach_variable
-
-
-install()
+    return original(behind_barrier(inputs))

@@ -1,46 +1,33 @@
 """PyTorch's running averages by a count, without reading the count: it is a tensor, and in a traced step has no value.
 
 `BatchNorm(momentum=None)` weighs a batch with one over the number of batches, which it fetches as a Python number.
-`AveragedModel.update_parameters` asks whether anything has been averaged yet. Here tensors decide.
+`AveragedModel.update_parameters` asks whether anything has been averaged yet. While a step is traced, tensors decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn import SyncBatchNorm
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from ..compat.torch_names import BatchNorm, input_check
-from ..undo import Undo
+from ..compat.patches import replaces
+from ..compat.torch_names import input_check
 from . import session
 
-_before: dict[tuple[type, str], Callable[..., Any]] = {}
+
+@replaces("torch.nn.modules.batchnorm._BatchNorm.forward")
+def batch_norm(original: Callable[..., torch.Tensor], self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `_BatchNorm.forward`."""
+    return _normalized(self, x, original)
 
 
-@contextmanager
-def without_counts() -> Iterator[None]:
-    """Inside, in the thread that traces, they compute by the functions below."""
-    with Undo() as undo, undo:
-        for (owner, name), replacement in _REPLACED.items():
-            original = _before[owner, name] = getattr(owner, name)
-            undo(setattr, owner, name, original)
-            setattr(owner, name, replacement)
-        yield
-
-
-def batch_norm(self: BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """As `BatchNorm.forward`."""
-    return _normalized(self, x, _before[BatchNorm, "forward"])
-
-
-def sync_batch_norm(self: SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+@replaces("torch.nn.SyncBatchNorm.forward")
+def sync_batch_norm(original: Callable[..., torch.Tensor], self: Any, x: torch.Tensor) -> torch.Tensor:
     """As `SyncBatchNorm.forward`, in one process: a traced step has the batch of all."""
-    return _normalized(self, x, _before[SyncBatchNorm, "forward"])
+    return _normalized(self, x, original)
 
 
 def _normalized(self: Any, x: torch.Tensor, original: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -58,12 +45,14 @@ def _normalized(self: Any, x: torch.Tensor, original: Callable[..., torch.Tensor
     return out
 
 
+@replaces("torch.optim.swa_utils.AveragedModel.update_parameters")
 @torch.no_grad()
-def update_parameters(self: AveragedModel, model: Any) -> None:
+def update_parameters(original: Any, self: AveragedModel, model: Any) -> None:
     """As `AveragedModel.update_parameters`: the average is computed the first time too, and the model's own weights are
     taken instead."""
     if session.trace is None:
-        return _before[AveragedModel, "update_parameters"](self, model)
+        original(self, model)
+        return
     ours = chain(self.module.parameters(), self.module.buffers()) if self.use_buffers else self.parameters()
     theirs = chain(model.parameters(), model.buffers()) if self.use_buffers else model.parameters()
     pairs = [(a.detach(), p.detach().to(a.device)) for a, p in zip(ours, theirs, strict=False)]
@@ -86,11 +75,3 @@ def update_parameters(self: AveragedModel, model: Any) -> None:
         for buffer, their in zip(self.module.buffers(), model.buffers(), strict=True):
             buffer.detach().copy_(their.detach().to(buffer.device))
     self.n_averaged += 1
-    return None
-
-
-_REPLACED: dict[tuple[type, str], Callable[..., Any]] = {
-    (BatchNorm, "forward"): batch_norm,
-    (SyncBatchNorm, "forward"): sync_batch_norm,
-    (AveragedModel, "update_parameters"): update_parameters,
-}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compat import patches
 from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
@@ -58,6 +59,7 @@ class _Mine(threading.local):
 
     def __init__(self) -> None:
         self.trace: Tracing | None = None
+        self.holder = object()  # of the patches that an open context needs
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
         self.left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}
@@ -94,6 +96,7 @@ def enter(policy: str | None = None, preserve: bool = False) -> None:
     """
     generators.policy = policy or generators.policy
     if not _mine.depth:
+        patches.enter(patches.CAPTURE, _mine.holder)
         generators.preserve = preserve
         generators.opened()
     _mine.depth += 1
@@ -108,6 +111,7 @@ def leave() -> None:
         generators.closed()
         generators.policy = "eager"
         generators.preserve = False
+        patches.leave(patches.CAPTURE, _mine.holder)
 
 
 def set_trace(new: Any) -> Any:

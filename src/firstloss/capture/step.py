@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 
+from ..compat import patches
 from ..compat.python_names import getframe
 from ..compat.torch_names import (
     DisableTorchDispatch,
@@ -221,14 +222,15 @@ class StepTrace(recorder._Tracing):
             undo(self._leave, before)
             recorder.set_trace(self)
             pause(undo)
-            undo(setattr, torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag)
+            for when in (patches.CAPTURE, patches.TRACE):
+                undo(patches.leave, when, self)
+                patches.enter(when, self)
             # Libraries take their branch-free paths, optimizers keep tensors: in this thread.
-            torch.compiler._is_compiling_flag = _TRACING  # type: ignore[assignment]
+            patches.swap(undo, "torch.compiler._is_compiling_flag", _TRACING)
             try:
                 if before is None:
                     undo(_pop_modes, len(get_current_dispatch_mode_stack()))
                     with _Capture():
-                        numbers_in_memory.replace(undo)
                         yield
                 else:
                     yield

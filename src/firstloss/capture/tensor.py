@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ..compat import patches
+from ..compat.patches import original, replaces
 from ..compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -114,6 +116,8 @@ class DeferredTensor(Tensor):
     @staticmethod
     def wrap(store: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
         """A new tensor that looks at `store`."""
+        if not patches.in_place():
+            patches.enter(patches.DEFERRED, None)
         self = make_wrapper_subclass(
             DeferredTensor,
             size,
@@ -461,7 +465,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 # -- Tensor.data -----------------------------------------------------------------------------------------------------
 # PyTorch assigns `.data` without telling the dispatcher, and gives a real tensor the null pointer of a deferred one.
 
-_data: Any = Tensor.data
+_data: Any = original("torch.Tensor.data")
 _set_data = _data.__set__
 
 
@@ -507,4 +511,7 @@ def _get_data(self: Tensor) -> Tensor:
     return _data.__get__(self)
 
 
-Tensor.data = property(_get_data, _assign_data, doc=_data.__doc__)  # type: ignore[assignment]
+@replaces("torch.Tensor.data")
+def data(original: Any) -> property:
+    """As `torch.Tensor.data`."""
+    return property(_get_data, _assign_data, doc=original.__doc__)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..compat.patches import original, replaces
 from ..compat.torch_names import DisableTorchDispatch
 from ..engine.rejection import may_be_cut
 from ..program import operations
@@ -23,8 +25,7 @@ from .constants import constant_tensor
 from .dtensor_init import fill_as_one_process, shard_is_deferred
 from .tensor import DeferredTensor, Hooks
 
-_original = torch.nn.init._no_grad_trunc_normal_
-_BY_REJECTION = "erfinv_" not in _original.__code__.co_names
+_NAME = "torch.nn.init._no_grad_trunc_normal_"
 
 # The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
 # smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
@@ -34,7 +35,9 @@ _NARROW = 2.0**-8
 _HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@replaces(_NAME)
 def trunc_normal_(
+    original: Callable[..., torch.Tensor],
     tensor: torch.Tensor,
     mean: float,
     std: float,
@@ -44,19 +47,21 @@ def trunc_normal_(
 ) -> torch.Tensor:
     """As `torch.nn.init._no_grad_trunc_normal_`."""
     if shard_is_deferred(tensor):
-        return fill_as_one_process(tensor, lambda whole: trunc_normal_(whole, mean, std, a, b, generator))
+        return fill_as_one_process(tensor, lambda whole: trunc_normal_(original, whole, mean, std, a, b, generator))
+    if not _by_rejection(original):  # before torch 2.12: operations like any others
+        return original(tensor, mean, std, a, b, generator=generator)
     if type(tensor) is not DeferredTensor or session.trace is not None or tensor._store.resident is not None:
-        return _original(tensor, mean, std, a, b, generator=generator)
+        return original(tensor, mean, std, a, b, generator=generator)
     if (mean < a - 2 * std) or (mean > b + 2 * std):
         warnings.warn(
             "mean is more than 2 std from [a, b] in nn.init.trunc_normal_. "
             "The distribution of values may be incorrect.",
-            stacklevel=3,
+            stacklevel=4,
         )
     with torch.no_grad():
         source = torch.default_generator if generator is None else generator
         if tensor.device.type == "cuda" and session.generators.policy != "counter":
-            return _original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
+            return original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
         if isinstance(session.generators.where(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
         blocks = is_contiguous(tensor.shape, tensor.stride()) and may_be_cut(tensor.numel(), tensor.dtype)
@@ -111,16 +116,11 @@ def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, ge
     with DisableTorchDispatch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        _original(real, mean, std, a, b, generator=generator)
+        original(_NAME)(real, mean, std, a, b, generator=generator)
         known = constant_tensor(real, copy=False)
     tensor.copy_(known)
     return tensor
 
 
-def install() -> None:
-    """Put it in the place of PyTorch's; `trunc_normal_` itself looks it up there."""
-    if _BY_REJECTION:
-        torch.nn.init._no_grad_trunc_normal_ = trunc_normal_
-
-
-install()
+def _by_rejection(function: Any) -> bool:
+    return "erfinv_" not in function.__code__.co_names

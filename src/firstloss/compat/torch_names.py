@@ -126,20 +126,6 @@ NAMES = {
     ),
     "neg_view": Name("torch._neg_view", "A view with the negative bit", "loading such a tensor"),
     "pytree": Name("torch.utils._pytree", "Flattens what users' functions take and return", "tracing steps"),
-    # -- control flow --
-    "CondOp": Name("torch._higher_order_ops.cond.CondOp", "Replaced while a step is traced", "torch.cond in steps"),
-    "ScanOp": Name("torch._higher_order_ops.scan.ScanOp", "Replaced while a step is traced", "scan in steps"),
-    "WhileLoopOp": Name(
-        "torch._higher_order_ops.while_loop.WhileLoopOp", "Replaced while a step is traced", "while_loop in steps"
-    ),
-    "hop_utils": Name(
-        "torch._higher_order_ops.utils", "Its `_hop_compile_and_call` is replaced", "control flow in steps"
-    ),
-    "CheckpointFrame": Name(
-        "torch.utils.checkpoint._CheckpointFrame",
-        "Puts a recomputation behind a barrier",
-        "saving memory by torch.utils.checkpoint",
-    ),
     # -- tensors --
     "make_wrapper_subclass": Name("torch.Tensor._make_wrapper_subclass", "Makes tensors without memory", _EVERYTHING),
     "swap_tensor_impl": Name(
@@ -199,9 +185,6 @@ NAMES = {
         "Modules leave out hooks with always_call=True while torch.compiler.is_compiling()",
         "hooks with always_call=True in steps",
     ),
-    "BatchNorm": Name(
-        "torch.nn.modules.batchnorm._BatchNorm", "Its forward is replaced", "BatchNorm(momentum=None) in steps"
-    ),
     "input_check": Name(
         "_check_input_dim",
         "As BatchNorm.forward does",
@@ -209,7 +192,6 @@ NAMES = {
         "torch.nn.BatchNorm1d",
         lambda: torch.nn.BatchNorm1d,
     ),
-    "adafactor": Name("torch.optim._adafactor", "Its functions read values, and are replaced", "torch.optim.Adafactor"),
     "step_pre_hooks": Name(
         "_optimizer_step_pre_hooks",
         "Hooks are left out where state is made before the first step",
@@ -223,9 +205,6 @@ NAMES = {
         "tracing",
     ),
     "global_step_post_hooks": Name("torch.optim.optimizer._global_optimizer_post_hooks", "As above", "tracing"),
-    "StridedShard": Name(
-        "torch.distributed.tensor.placement_types._StridedShard", "Its `_shard_tensor` is replaced", "DTensor"
-    ),
     "operation_handlers": Name(
         "_op_dispatcher._custom_op_handlers",
         "DTensor's table of operations gets ours",

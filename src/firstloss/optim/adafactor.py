@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..capture.scalars import is_symbolic, tensor_of
-from ..compat.torch_names import adafactor
+from ..compat.names import lookup
+from ..compat.patches import swap
 from ..undo import Undo
 
 Tensor = torch.Tensor
@@ -25,9 +26,8 @@ def without_reads() -> Iterator[None]:
     """Inside, `torch.optim.Adafactor.step` computes by `update`."""
     with Undo() as undo, undo:
         for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
-            before = getattr(adafactor, name)
-            undo(setattr, adafactor, name, before)
-            setattr(adafactor, name, _in_this_thread(before))
+            place = f"torch.optim._adafactor.{name}"
+            swap(undo, place, _in_this_thread(lookup(place)))
         yield
 
 

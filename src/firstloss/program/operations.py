@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.patches import original
 from .graph import Program, Value
 
 Tensor = torch.Tensor
@@ -41,20 +42,20 @@ FLOWS: dict[int, Flow] = {}
 
 _LIBRARY = torch.library.Library("firstloss", "DEF")
 _SEEDED = (torch.Tag.nondeterministic_seeded,)
-_original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
 
 
 def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in FLOWS[number].outputs]
 
 
+_TRUNC_NORMAL = "torch.nn.init._no_grad_trunc_normal_"
 # `torch.nn.init.trunc_normal_`, whose loop reads values: see `capture/truncated.py`.
 _LIBRARY.define(
     "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
     " -> Tensor(a!)",
     tags=_SEEDED,
 )
-_LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: _original_trunc_normal(*args, **kwargs), "CPU")
+_LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: original(_TRUNC_NORMAL)(*args, **kwargs), "CPU")
 # Does nothing, and is not looked through by a compiler: see `capture/rematerialize.py`.
 _LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
 _LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")

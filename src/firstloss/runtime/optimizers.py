@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..capture import session
 from ..capture.recorder import DeferredTensor
-from ..capture.running_averages import without_counts
 from ..capture.scalars import Hyperparameter as TracedHyperparameter
 from ..capture.scalars import tensor_of
 from ..capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state
+from ..compat.patches import replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     global_step_post_hooks,
@@ -122,8 +122,6 @@ class Optimizers:
             torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
             with (
                 without_reads(),
-                without_counts(),
-                _without_torchs_scaler(),
                 self.schedulers.watched(recording.times_read),
             ):
                 yield
@@ -441,23 +439,15 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or isinstance(a, str) and a == b
 
 
-@contextmanager
-def _without_torchs_scaler() -> Iterator[None]:
-    """Inside, PyTorch's loss scaler, which decides on the host whether to step, is an error that says what to use."""
-
-    def scale(*args: Any, **kwargs: Any) -> Any:
-        if session.trace is None:  # another thread's
-            return before(*args, **kwargs)
-        raise TraceError(
-            f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
-            "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
-        )
-
-    before = torch.amp.GradScaler.scale
-    with Undo() as undo, undo:
-        undo(setattr, torch.amp.GradScaler, "scale", before)
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-        yield
+@replaces("torch.amp.GradScaler.scale")
+def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's loss scaler decides on the host whether to step: an error that says what to use."""
+    if session.trace is None:
+        return original(self, *args, **kwargs)
+    raise TraceError(
+        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
+        "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
+    )
 
 
 def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,256 @@
+"""The functions of PyTorch that Firstloss replaces, and when: importing Firstloss replaces none.
+
+A row says what is replaced and why. The replacement is a function in the module that needs it, marked
+`@replaces(name)`; it is given the original, and calls it where no deferred tensor and no open capture is concerned.
+What somebody else has put in an original's place meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import CompatibilityError
+from ..undo import Undo
+from .names import lookup
+
+# From the first deferred tensor on: it may be met anywhere.
+DEFERRED = "from the first deferred tensor on"
+# While a `deferred` context is open or a step is traced, in whatever thread.
+CAPTURE = "during a capture"
+# While a step is traced.
+TRACE = "while a step is traced"
+# From when both are there: a deferred tensor, and the module, which is imported by others only.
+IMPORTED = "from the first deferred tensor on, once others have imported it"
+
+
+class Patch(NamedTuple):
+    """A function that is replaced.
+
+    Attributes:
+        when: from when to when.
+        why: what eager PyTorch does there that a deferred tensor cannot stand.
+        also: other places where the same function is.
+        optional: whether a PyTorch without it needs no replacement.
+        static: whether it is a class's, and not given an object of it.
+    """
+
+    when: str
+    why: str
+    also: tuple[str, ...] = ()
+    optional: bool = False
+    static: bool = False
+
+
+_VECTORS = "It computes by another algorithm where no vectors are wanted: run at once, since its bits differ"
+_MEMORY = "It writes or moves memory by tensors, which a capture would record"
+_COUNT = "It reads a count as a Python number"
+_READS = "It reads a tensor's memory without telling the dispatcher"
+_COPY = "Every rank has the recipe: there is nothing to send"
+
+PATCHES = {
+    # -- tensors --
+    "torch.Tensor.data": Patch(DEFERRED, "Assigned without telling the dispatcher"),
+    "torch.Tensor.__new__": Patch(DEFERRED, "One C++ tensor cannot be two Python classes", static=True),
+    "torch.Tensor._make_subclass": Patch(DEFERRED, "As above", static=True),
+    "torch.Tensor.__deepcopy__": Patch(CAPTURE, "It copies the storage of a real tensor, which a capture would record"),
+    "torch.utils.swap_tensors": Patch(DEFERRED, "It refuses tensors with weak references, which storages keep"),
+    "torch.utils.dlpack.to_dlpack": Patch(DEFERRED, "It takes the memory's address", ("torch.to_dlpack",)),
+    "torch.autograd.backward": Patch(DEFERRED, "Of a step's result: an error that says why it has no graph"),
+    "torch.autograd.grad": Patch(DEFERRED, "As above"),
+    "torch.UntypedStorage.copy_": Patch(CAPTURE, _MEMORY),
+    "torch.UntypedStorage.fill_": Patch(CAPTURE, _MEMORY),
+    "torch.UntypedStorage.__setitem__": Patch(CAPTURE, _MEMORY),
+    "torch.UntypedStorage._share_fd_cpu_": Patch(CAPTURE, _MEMORY, optional=True),
+    "torch.UntypedStorage._share_filename_cpu_": Patch(CAPTURE, _MEMORY, optional=True),
+    **{
+        f"torch.linalg.{name}": Patch(DEFERRED, _VECTORS)
+        for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm")
+    },
+    # -- random numbers --
+    "torch.random.get_rng_state": Patch(CAPTURE, "The real state, not a ticket for a place", ("torch.get_rng_state",)),
+    "torch.random.set_rng_state": Patch(DEFERRED, "A ticket is no state after the capture", ("torch.set_rng_state",)),
+    "torch.random.manual_seed": Patch(
+        DEFERRED, "Counted: a generator does not tell that it was given the seed that it had", ("torch.manual_seed",)
+    ),
+    "torch.nn.init._no_grad_trunc_normal_": Patch(DEFERRED, "It reads its values to know when to stop", optional=True),
+    # -- modules --
+    "torch.nn.Module.to_empty": Patch(DEFERRED, "It would drop recipes, and leave memory unwritten"),
+    "torch.nn.parameter.UninitializedTensorMixin.materialize": Patch(CAPTURE, "It sets the class of a tensor"),
+    "torch.compile": Patch(DEFERRED, "Dynamo is taught when it is imported; in a step, control flow is not compiled"),
+    "torch._dynamo.variables.builder.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True),
+    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor": Patch(
+        IMPORTED, "A deferred weight gets memory for what a file holds"
+    ),
+    # -- DTensor --
+    "torch.distributed.tensor.placement_types.Shard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
+    "torch.distributed.tensor.placement_types._StridedShard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
+    "torch.distributed.tensor.placement_types.mesh_broadcast": Patch(IMPORTED, _COPY),
+    **{
+        f"torch.nn.init.{name}": Patch(IMPORTED, "DTensor lacks its operations; here as one process computes them")
+        for name in ("orthogonal_", "sparse_", "dirac_")
+    },
+    "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy"),
+    "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above"),
+    # -- steps --
+    "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take the paths that have no branches on values"),
+    "torch._higher_order_ops.cond.CondOp.__call__": Patch(TRACE, "Captured as a region, not compiled by Dynamo"),
+    "torch._higher_order_ops.while_loop.WhileLoopOp.__call__": Patch(TRACE, "As above"),
+    "torch._higher_order_ops.scan.ScanOp.__call__": Patch(TRACE, "As above"),
+    "torch._higher_order_ops.utils._hop_compile_and_call": Patch(TRACE, "So", optional=True),  # else torch.compile
+    "torch.utils.checkpoint._CheckpointFrame.__init__": Patch(TRACE, "A recomputation starts behind a barrier"),
+    "torch.utils.checkpoint.detach_variable": Patch(TRACE, "As above"),
+    "torch.nn.modules.batchnorm._BatchNorm.forward": Patch(TRACE, _COUNT),
+    "torch.nn.SyncBatchNorm.forward": Patch(TRACE, _COUNT),
+    "torch.optim.swa_utils.AveragedModel.update_parameters": Patch(TRACE, _COUNT),
+    "torch.optim._adafactor._single_tensor_adafactor": Patch(TRACE, "It reads values"),
+    "torch.optim._adafactor._multi_tensor_adafactor": Patch(TRACE, "It reads values"),
+    "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host: an error that says what to use"),
+    "torch.tensor": Patch(TRACE, _READS),
+    "torch.as_tensor": Patch(TRACE, _READS),
+    "torch.tensor_split": Patch(TRACE, _READS),
+    "torch.linalg.matrix_rank": Patch(TRACE, "It leaves an `out` as it was"),
+    **{
+        f"torch.Tensor.{name}": Patch(TRACE, _READS)
+        for name in ("tensor_split", "tolist", "numpy", "__array__", "__dlpack__")
+    },
+    "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Of every scheduler: it runs after the step, in Python"),
+}  # fmt: skip
+
+_ABSENT = object()
+_lock = threading.RLock()
+_replacements: dict[str, Callable] = {}
+_holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered a set of patches
+_put: dict[str, list[tuple[Any, str, Any, Any]]] = {}  # by name: owner, attribute, what was there and what is, by place
+
+
+def replaces(*names: str) -> Callable[[Callable], Callable]:
+    """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of what is called `names`.
+
+    Of a property, `f(original)` makes the property that replaces it.
+    """
+
+    def register(function: Callable) -> Callable:
+        for name in names:
+            _replacements[name] = function
+            if _holders.get(PATCHES[name].when):
+                _install(name, function)
+        return function
+
+    return register
+
+
+def enter(when: str, holder: Any) -> None:
+    """Put the replacements of `when` in place, for `holder`, if they are not there yet.
+
+    Raises:
+        CompatibilityError: if this PyTorch lacks a function that has to be replaced; nothing is replaced then.
+    """
+    with _lock:
+        holders = _holders[when]
+        if not holders:
+            names = [name for name, patch in PATCHES.items() if patch.when == when and name in _replacements]
+            for name in names:
+                _check(name)
+            for name in names:
+                _install(name, _replacements[name])
+        holders.append(holder)
+
+
+def leave(when: str, holder: Any) -> None:
+    """What `holder` has entered ends: the originals are back with the last one. May be called twice."""
+    with _lock:
+        holders = _holders[when]
+        holders[:] = [other for other in holders if other is not holder]
+        if not holders:
+            for name in [name for name in _put if PATCHES[name].when == when]:
+                _uninstall(name)
+
+
+def in_place() -> bool:
+    """Whether the replacements that deferred tensors need are in place."""
+    return bool(_holders[DEFERRED])
+
+
+def put(name: str, replacement: Callable | None = None) -> None:
+    """Put one replacement in place, for good: of what others have imported meanwhile."""
+    with _lock:
+        _check(name)
+        _install(name, replacement or _replacements[name])
+
+
+def swap(undo: Undo, name: str, new: Any) -> None:
+    """Have `new` in the place of `name` until `undo` is through."""
+    assert PATCHES[name].when == TRACE, name
+    owner, attribute = _owner(name)
+    undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
+    setattr(owner, attribute, new)
+
+
+def original(name: str) -> Any:
+    """What is called `name`, or was before it was replaced."""
+    found = lookup(name)
+    return getattr(found, "__wrapped__", found) if name in _put else found
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the replacement of `name` is in its place."""
+    return name in _put
+
+
+def _owner(name: str) -> tuple[Any, str]:
+    path, _, attribute = name.rpartition(".")
+    return lookup(path), attribute
+
+
+def _check(name: str) -> None:
+    try:
+        lookup(name)
+    except (ImportError, AttributeError) as error:
+        if PATCHES[name].optional:
+            return
+        import torch
+
+        raise CompatibilityError(
+            f"torch {torch.__version__} has no {name}, which Firstloss has to replace ({PATCHES[name].why}). "
+            "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
+        ) from error
+
+
+def _install(name: str, replacement: Callable) -> None:
+    if name in _put:
+        return
+    made: dict[int, Any] = {}  # by what it stands for
+    for place in (name, *PATCHES[name].also):
+        try:
+            found = lookup(place)
+        except (ImportError, AttributeError):  # `_check` has said whether that will do
+            continue
+        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement(found))
+        made[id(found)] = new
+        owner, attribute = _owner(place)
+        _put.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
+        setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
+
+
+def _wrapper(found: Callable, replacement: Callable) -> Callable:
+    @functools.wraps(found)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(found, *args, **kwargs)
+
+    return replaced
+
+
+def _uninstall(name: str) -> None:
+    for owner, attribute, before, new in _put.pop(name):
+        if getattr(owner, attribute, None) is new:  # else somebody has replaced it in turn: ours calls the original
+            _set(owner, attribute, before)
+
+
+def _set(owner: Any, attribute: str, value: Any) -> None:
+    if value is not _ABSENT:
+        setattr(owner, attribute, value)
+    elif attribute in vars(owner):
+        delattr(owner, attribute)
