@@ -2,7 +2,9 @@
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
-VENV ?= .venv
+# Another PyTorch, in a virtual environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -16,7 +18,7 @@ AGAINST ?= main
 demo: install
 	$(BIN)/firstloss demo --out $(DEMO_OUT)
 
-test: lint
+test: $(if $(TORCH),install-test,lint)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled, as users do)
@@ -46,27 +48,28 @@ $(BIN)/python:
 
 # torch alone and first; then it is a constraint, so that nothing below can move it.
 $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
-	$(PIP) -r requirements/torch.txt
+	$(if $(TORCH),echo torch==$(TORCH),cat requirements/torch.txt) > $(VENV)/torch.txt
+	$(PIP) -r $(VENV)/torch.txt
 	@touch $@
 
 # The editable install builds the optional C kernels beside their source, where there is a compiler.
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/rng/*.c src/firstloss/runtime/guards/*.c)
-	$(PIP) -c requirements/torch.txt -r requirements/run.txt
+	$(PIP) -c $(VENV)/torch.txt -r requirements/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The model zoos lie beside the other packages, and tests/conftest.py puts them on the path: transformers imports a
 # torchvision that it finds, and one built for CUDA cannot be imported beside a CPU build of torch without help.
 $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-deps.txt
-	$(PIP) -c requirements/torch.txt -r requirements/test.txt
+	$(PIP) -c $(VENV)/torch.txt -r requirements/test.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/zoo -r requirements/no-deps.txt
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
-	$(PIP) -c requirements/torch.txt -r requirements/docs.txt
+	$(PIP) -c $(VENV)/torch.txt -r requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/firstloss/rng/*.so src/firstloss/runtime/guards/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
