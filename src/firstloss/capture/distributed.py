@@ -30,11 +30,28 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 
 def refuse(op: Any) -> NoReturn:
     """A collective was called with a deferred tensor."""
+    if "deepspeed.runtime.zero.partition_parameters" in sys.modules and _below("deepspeed"):
+        raise CaptureError(
+            f"{here()}: DeepSpeed's zero.Init sends each weight to other ranks while the constructor runs, and in a "
+            "deferred block there is nothing to send. Construct without it, and hand the module over: model = "
+            "firstloss.deferred_init(Model); deepspeed.zero.Init(module=model, config_dict_or_path=config), or "
+            "deepspeed.initialize(model=model, ...) alone."
+        )
     raise CaptureError(
         f"{here()}: {op} sends a deferred tensor to other ranks, and there is nothing to send yet. Every rank that "
         "runs the same constructor from the same seed makes the same values: leave the call out, or call "
         "firstloss.materialize_tensor(tensor), or firstloss.materialize_module(model), before it."
     )
+
+
+def _below(package: str) -> bool:
+    """Whether code of this package is running."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,12 @@ def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, po
 
 def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:
     """Only the streams of CPUs and GPUs are known, each drawn from by its own device."""
+    if device.type == "meta":
+        raise CaptureError(
+            f"{node.source}: {node.op} initialises a weight that has been moved to the meta device in a deferred "
+            "block, where nothing is remembered. Leave out what moves weights there (accelerate's "
+            "init_empty_weights, .to('meta')): firstloss.deferred takes its place."
+        )
     if device.type != "cpu" or generator.device.type != "cpu":
         raise CaptureError(
             f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on a CPU's or GPU's "

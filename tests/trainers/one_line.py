@@ -1,0 +1,73 @@
+"""Other people's training scripts, run as they are and with one line changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def needs(*packages: str) -> None:
+    """Skip the test where a package is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+
+
+def checkout(name: str) -> str:
+    """The folder of a trainer that is no package, in the folder that FIRSTLOSS_TRAINERS names; else the test skips."""
+    folder = os.path.join(os.environ.get("FIRSTLOSS_TRAINERS", ""), name)
+    if not os.environ.get("FIRSTLOSS_TRAINERS") or not os.path.isdir(folder):
+        pytest.skip(f"no checkout of {name}: name the folder that it is in by FIRSTLOSS_TRAINERS")
+    return folder
+
+
+def changed(source: str, old: str, new: str) -> str:
+    """`source` with its one line `old` replaced by `new`, indented as it was, and Firstloss imported at its top."""
+    lines = source.splitlines()
+    found = [number for number, line in enumerate(lines) if line.strip() == old]
+    assert found, f"there is no line {old!r} any more"
+    number = found[0]
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines[number] = indent + new
+    return "import firstloss as fl\n" + "\n".join(lines) + "\n"
+
+
+def run(command: list[str], cwd: str | os.PathLike | None = None, **environment: str) -> str:
+    """What a Python program prints; its error output is shown where it fails."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_ranks(script: str, world: int, *arguments: str) -> None:
+    """Run a script as `world` processes that find each other on the loopback."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    errors = [rank.communicate(timeout=280)[1] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-2500:] for error in errors)
