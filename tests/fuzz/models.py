@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "batchnorm": ("self.bn = nn.BatchNorm1d(5)", "h = self.bn(h)"),
     "batchnorm average": ("self.bn = nn.BatchNorm1d(5, momentum=None)", "h = self.bn(h)"),
     "batchnorm plain": ("self.bn = nn.BatchNorm1d(5, affine=False, momentum=0.3)", "h = self.bn(h)"),
-    "groupnorm": ("self.gn = nn.GroupNorm(5, 5)", "h = self.gn(h)"),
+    "groupnorm": ("self.gn = nn.GroupNorm(1, 5)", "h = self.gn(h)"),
     "dropout": ("self.drop = nn.Dropout(0.0)", "h = self.drop(h)"),
     "sequential": ("self.seq = nn.Sequential(nn.Linear(5, 5), nn.Tanh())", "h = self.seq(h)"),
     "module list": (

@@ -1,5 +1,6 @@
-"""Tensors that a constructor computed from its weights, with gradients on: their values are made, their history is not.
+"""Tensors whose values are made, and whose history is not: a gradient that comes to one is an error, and not lost.
 
+A constructor may compute tensors from its weights, with gradients on, and a step returns what it has computed of them.
 Eager PyTorch could send gradients through such a tensor to the weights, once. Here what was recorded are the operations
 on values, below autograd, so a gradient that arrives is an error rather than lost. Models that keep such tensors
 (`torch.nn.utils.weight_norm`, of old) compute them anew in each forward pass, and never notice.
@@ -7,11 +8,46 @@ on values, below autograd, so a gradient that arrives is an error rather than lo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from ..errors import MaterializeError
+from ..compat.torch_names import DisableTorchDispatch
+from ..errors import MaterializeError, TraceError
+from ..program.source import here
+
+
+class _Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, boxed: tuple[torch.Tensor], name: str) -> torch.Tensor:
+        ctx.returned_by = name
+        return boxed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise TraceError(
+            f"{here()}: a gradient has come to what the traced step {ctx.returned_by} returned or kept. That has no "
+            "graph which would lead on to the weights: the step's operations ended with it. Call backward() in the "
+            "step, or trace all of it as one step; where no gradient is meant, use what it returns as result.detach()."
+        )
+
+
+def returned(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Let `tensor`, made by the step `name`, require gradients, as in eager PyTorch, and say so when one arrives."""
+    with torch.enable_grad():
+        return _Returned.apply(_anchor(), (tensor,), name)
+
+
+def is_returned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a step returned that requires gradients."""
+    return getattr(tensor.grad_fn, "returned_by", None) is not None
+
+
+@functools.cache
+def _anchor() -> torch.Tensor:
+    with DisableTorchDispatch():
+        return torch.empty(0, requires_grad=True)
 
 
 class _Lost(torch.autograd.Function):

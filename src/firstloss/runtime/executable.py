@@ -15,6 +15,7 @@ from .. import timeline
 from ..capture import numbers_in_memory, session
 from ..capture.constants import owned_by_torch
 from ..capture.deferred import named_tensors
+from ..capture.lost_history import returned
 from ..capture.new_memory import Viewer
 from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.step import StepTrace, dense_stride, is_traced, storage_key
@@ -66,6 +67,7 @@ class Outgoing(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     leaf: bool  # it is one that wants a gradient
+    computed: bool  # of those that do
     attributes: dict[str, Any]
 
 
@@ -168,7 +170,7 @@ class Executable:
         traced = list(leaves)
         self._traced: list[tuple[DeferredTensor, int]] = []
         snapshot = self._around.snapshot
-        itself = {i for i, leaf in arguments.data() if leaf.requires_grad and snapshot.holds(leaf)}
+        itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
         if itself:  # an optimizer's, perhaps
             raise Shared(itself)
         with Undo() as undo, undo, self._tracing.active(), self._optimizers.watched(self._around.recording):
@@ -225,6 +227,7 @@ class Executable:
             {id(container): n for n, container in enumerate(self._containers)},
             view_of,
             tracing.outside_of,
+            self._around.snapshot.shares_memory,
         )
         left = Left(lambda tensor: is_traced(tensor, tracing), self._around.snapshot.holds, given)
         self._result = left.make(result.pop())
@@ -320,7 +323,8 @@ class Executable:
                 size, _, _, dtype = geometry = geometry_of(tensor)
                 leaf = tensor.requires_grad and tensor.is_leaf
                 attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
-                found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, attributes)
+                computed = tensor.requires_grad and not leaf
+                found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, computed, attributes)
                 del tensor
         self._outgoing = [found[number] for number in range(len(left.tensors))]
         self.why_not = self._optimizers.counts or left.why_not and _leaves(left.why_not)
@@ -687,7 +691,7 @@ class Executable:
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
             if tensor is None:
-                output, geometry, shape, dtype, leaf, attributes = self._outgoing[number]
+                output, geometry, shape, dtype, leaf, computed, attributes = self._outgoing[number]
                 if geometry is None:
                     array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
                     tensor = resident(array, shape, dtype) if callable(array) else resident(array)
@@ -699,6 +703,8 @@ class Executable:
                     tensor.__dict__.update(attributes)
                 if leaf:
                     tensor.requires_grad_(True)
+                elif computed:
+                    returned(tensor, self._name)
                 tensors[number] = tensor
             return tensor
 

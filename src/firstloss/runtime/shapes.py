@@ -173,7 +173,8 @@ def _size(kind: tuple) -> int:
 def _show(leaf: tuple) -> str:
     if leaf[0] is not torch.Tensor:
         return repr(leaf[1])
-    return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[1])}"
+    gradients = " that requires gradients" if leaf[3] else ""
+    return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[1])}{gradients}"
 
 
 def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:

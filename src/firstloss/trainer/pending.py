@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..compat.torch_names import pytree
 from ..errors import NaNLossError
 from ..runtime.structures import flatten
 from .step import describe

@@ -58,6 +58,7 @@ class Given(NamedTuple):
         containers: by id, the dicts, lists and objects that hold them, each with its number.
         view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
         outside: the tensor from outside, whole, that a storage stands for, if it does.
+        lent: whether a real tensor that the step has made lies in memory of an array that was there before.
     """
 
     tensors: dict[int, int]
@@ -65,9 +66,10 @@ class Given(NamedTuple):
     containers: dict[int, int]
     view: Callable[[torch.Tensor, Any], torch.Tensor]
     outside: Callable[[Any], torch.Tensor | None]
+    lent: Callable[[torch.Tensor], bool]
 
 
-NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None)
+NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None, lambda tensor: False)
 
 
 class Left:
@@ -199,6 +201,8 @@ class Left:
         if self._is_old(value):
             return lambda env: env.stand_in.get(key, value)
         if type(value) is not DeferredTensor:
+            if self._given.lent(value):
+                return self._once(value, lambda env: (value.detach(), _nothing_more))
             with torch.no_grad():
                 kept = value.detach().clone()
             return self._once(value, lambda env: (kept.clone(), _nothing_more))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...capture.lost_history import is_returned
 from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
 from ...compat.torch_names import (
     MODULE_TABLES,
@@ -847,7 +848,9 @@ def _alike(old: Any, new: Any) -> bool:
     """Whether a tensor can stand in the place of another."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
-    if old.requires_grad or new.requires_grad or isinstance(new, torch.nn.Parameter):
+    if isinstance(new, torch.nn.Parameter):
+        return False
+    if (old.requires_grad or new.requires_grad) and not (is_returned(old) and is_returned(new)):
         return False
     if (old.shape, old.dtype, old.device, old.layout) != (new.shape, new.dtype, new.device, new.layout):
         return False

@@ -7,6 +7,7 @@ Python's own library are not entered; of installed packages' modules what the co
 
 from __future__ import annotations
 
+import array
 import gc
 import os
 import threading
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...capture.constants import owned_by_torch
 from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..compiled import CompiledModel, module_of
@@ -120,6 +122,15 @@ class Snapshot:
     def holds(self, what: Any) -> bool:
         """Whether an object was there before the step."""
         return id(what) in self.seen
+
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether a real tensor lies in the memory of an array that was there before the step."""
+        arrays = [held for held, _, _ in self.opaque.values() if isinstance(held, (np.ndarray, bytearray, array.array))]
+        if not arrays or tensor.layout != torch.strided or owned_by_torch(tensor):
+            return False
+        with DisableTorchDispatch(), torch.no_grad():
+            own = np.asarray(tensor.detach())
+        return any(np.may_share_memory(own, np.asarray(memoryview(held))) for held in arrays if len(held))
 
     # -- the walk --
 
