@@ -45,7 +45,7 @@ _WHERE = {
     "distributed": ".distributed",
     "save": ".runtime.checkpoint",
     "load": ".runtime.checkpoint",
-    "register_lowering": ".lower.registry",
+    "register_lowering": ".lower.register",
     "errors": ".errors",
     "amp": ".amp",
     "optim": ".optim",

@@ -17,6 +17,13 @@ _DTYPES = {
 }
 _half = "float16"
 _mixed = False
+_device_type = "cpu"  # of the current backend's tensors
+
+
+def set_device_type(device_type: str) -> None:
+    """Say whose lists regions of `autocast` follow: the backend does, when it becomes the current one."""
+    global _device_type
+    _device_type = device_type
 
 
 def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -123,16 +130,10 @@ class autocast(contextlib.ContextDecorator):
                     'set_half_dtype("bfloat16") or "float16" here.'
                 )
             session.trace.cbfloat16 = True
-        region = torch.autocast(_device_type(), dtype=_DTYPES[half], enabled=self._enabled)
+        region = torch.autocast(_device_type, dtype=_DTYPES[half], enabled=self._enabled)
         region.__enter__()
         self._open.append(region)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._open.pop().__exit__(*exception)
-
-
-def _device_type() -> str:
-    from ..runtime.backend import current_torch_device  # here: the backend is another room's, and may not be there
-
-    return current_torch_device().type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,14 @@ from jax import numpy as jnp
 from ..program import operations
 from ..program.operations import FLOWS, Flow, Region
 from .dtypes import cast, to_jax
-from .registry import rule
+from .registry import OF_PROGRAMS, rule
 
-
-def _run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
-    from .program import lower  # which looks up this module's rule
-
-    program = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)
-    return tuple(cast(x, to_jax(dtype)) for x, (_, dtype) in zip(program.values(), region.outputs, strict=True))
+# Computes a region of its operands, with a random key.
+Run = Callable[[Region, Sequence[Any], Any], tuple[Any, ...]]
 
 
 @rule(operations.region, operations.region_that_draws)
-def region(operands, number, rng_key=None):
+def region(operands, number, rng_key=None, *, lower):
     """The operands are shared, and after them come what each region lifted."""
     flow = FLOWS[number]
     lifted: list[Any] = []
@@ -31,40 +27,47 @@ def region(operands, number, rng_key=None):
     for one in reversed(flow.regions):
         lifted.insert(0, operands[end - len(one.lifted) : end])
         end -= len(one.lifted)
-    shared = operands[:end]
-    return {"cond": _cond, "while": _while, "scan": _scan}[flow.kind](flow, shared, lifted, rng_key)
+
+    def run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
+        found = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)
+        return tuple(cast(x, to_jax(dtype)) for x, (_, dtype) in zip(found.values(), region.outputs, strict=True))
+
+    return {"cond": _cond, "while": _while, "scan": _scan}[flow.kind](run, flow, operands[:end], lifted, rng_key)
 
 
-def _cond(flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
+OF_PROGRAMS.update((operations.region, operations.region_that_draws))
+
+
+def _cond(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
     pred, *operands = shared
     true, false = flow.regions
 
     def branch(one: Region, more: Sequence[Any]) -> Any:
-        return lambda operands: _run(one, [*operands, *more], key)
+        return lambda operands: run(one, [*operands, *more], key)
 
     return lax.cond(pred != 0, branch(true, lifted[0]), branch(false, lifted[1]), operands)
 
 
-def _while(flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
+def _while(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
     condition, body = flow.regions
 
     def is_going_on(state: Any) -> Any:
-        (found,) = _run(condition, [*state[1:], *lifted[0]], _round(key, state[0]))
+        (found,) = run(condition, [*state[1:], *lifted[0]], _round(key, state[0]))
         return jnp.reshape(found, ()) != 0
 
     def once(state: Any) -> Any:
-        return state[0] + 1, *_run(body, [*state[1:], *lifted[1]], _round(key, state[0]))
+        return state[0] + 1, *run(body, [*state[1:], *lifted[1]], _round(key, state[0]))
 
     return lax.while_loop(is_going_on, once, (jnp.int32(0), *shared))[1:]
 
 
-def _scan(flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
+def _scan(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
     (body,) = flow.regions
     init, xs = shared[: flow.carried], shared[flow.carried :]
 
     def once(carried: Any, along: Any) -> Any:
         number, *slices = along
-        out = _run(body, [*carried, *slices, *lifted[0]], _round(key, number))
+        out = run(body, [*carried, *slices, *lifted[0]], _round(key, number))
         return out[: flow.carried], out[flow.carried :]
 
     numbers = jnp.arange(xs[0].shape[0], dtype=jnp.int32)

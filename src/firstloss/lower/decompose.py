@@ -41,8 +41,8 @@ def decomposition(op: OpOverload) -> Callable | None:
     return decomposition_table.get(op)
 
 
-def rule_of(op: OpOverload) -> Callable | None:
-    """A rule for `op` made from its decomposition; None if it has none."""
+def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | None:
+    """A rule for `op` made from its decomposition; None if it has none. `lower` lowers a Program."""
     if schema_of(op).name in OF_LIBRARIES:
         return OF_LIBRARIES[schema_of(op).name]
     function = decomposition(op)
@@ -50,8 +50,6 @@ def rule_of(op: OpOverload) -> Callable | None:
         return None
 
     def rule(*args: Any, rng_key: Any = None, **kwargs: Any) -> list[Any]:
-        from .program import lower  # which asks this module for rules
-
         if op in _under_way:
             raise LoweringError(f"the decomposition of {op} calls {op} again")
         _under_way.append(op)

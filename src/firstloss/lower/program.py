@@ -23,6 +23,7 @@ from ..program.graph import Node, Program, Ref, Value
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional
+from .registry import OF_PROGRAMS
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
@@ -204,7 +205,7 @@ def view_of(ref: Ref) -> View | None:
 def function_of(template: Template) -> Callable[..., tuple]:
     """The jitted function of all nodes of one template, from the arrays that they read to those that they make."""
     op = functional(template.op)
-    rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op)
+    rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)
     if rule is None:
         raise LoweringError(
             f"{template.op} has no lowering to StableHLO. Write the line with other operations, or give it one: "
@@ -226,6 +227,8 @@ def function_of(template: Template) -> Callable[..., tuple]:
         kwargs = {name: fill(arg) for name, arg in template.kwargs if name not in names_out and name != "generator"}
         if template.keyed:
             kwargs["rng_key"] = arrays[-1]
+        if template.op in OF_PROGRAMS:
+            kwargs["lower"] = lower
         results = rule(*[fill(arg) for arg in template.args if not isinstance(arg, torch.Generator)], **kwargs)
         flat = list(_flatten(results))
         count = len(template.writes)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.realize import materialize_tensor
 from ..capture.recorder import DeferredTensor
 from ..capture.step import FirstStepDiffers, find_new_state
 from ..errors import OptimizerError
-from ..init.materialize import materialize_tensor
 from .adafactor import without_reads
 
 Tensor = torch.Tensor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from .. import heap, timeline
+from ..amp.precision import set_device_type
 from ..capture import session
 from ..capture.deferred import deferred
 from ..dependencies import require_jax
@@ -207,7 +208,6 @@ def backend(
         MissingDependencyError: if "XLA" is asked for and JAX is not installed.
         ShardingError: if `mesh` is none.
     """
-    global _current
     only = {"compile_dir": compile_dir, "compile_only": compile_only, "validate_only": validate_only}
     given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
     dropped = [word for word, value in given.items() if value not in (None, False) and value is not ARTIFACTS]
@@ -227,8 +227,7 @@ def backend(
             raise BackendError('there is no backend yet. Make one first: firstloss.backend("XLA").')
         return _current
     if isinstance(name, Backend):
-        _current = name
-        return name
+        return _use(name)
     if not isinstance(name, str):
         raise BackendError(
             f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.'
@@ -274,8 +273,15 @@ def backend(
         made = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
     else:
         raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')
-    _current = made
-    return made
+    return _use(made)
+
+
+def _use(chosen: Backend) -> Backend:
+    """Make `chosen` the current backend."""
+    global _current
+    _current = chosen
+    set_device_type(chosen.torch_device.type)
+    return chosen
 
 
 @overload
