@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import FirstlossError
-from . import demo, fit, init, inspect, output, stablehlo, validate, verify
+from . import demo, fit, init, inspect, output, schema, stablehlo, validate, verify
 
-COMMANDS = (demo, inspect, init, verify, stablehlo, fit, validate)
+COMMANDS = (demo, inspect, init, verify, stablehlo, fit, validate, schema)
 
 # Where a missing library comes from, for those who installed the bare package.
 _EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}

@@ -154,6 +154,27 @@ def read(command: str, file: str | None, overrides: Sequence[str]) -> tuple[Argu
         raise ConfigError(f"{where}: {in_words(str(error), made, ConfiguredTrainer)}") from error
 
 
+def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
+    """The run of a file that has Model Zoo's layout; None for any other."""
+    from . import modelzoo
+
+    if file is None or not os.path.isfile(file):
+        return None
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with open(file, encoding="utf-8") as opened:
+        try:
+            content = get_loader("yaml")(opened.read())
+        except Exception:  # told by `read`
+            return None
+    if not modelzoo.is_one(content):
+        return None
+    try:
+        return modelzoo.read(content, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
 def instantiate(command: str, made: ArgumentParser, config: Namespace) -> Namespace:
     """The objects that a configuration describes. The model is not among them yet: the Trainer calls for it."""
     config = config.clone()

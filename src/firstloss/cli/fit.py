@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from . import output, target
 
@@ -22,6 +23,9 @@ def run(args: argparse.Namespace) -> int:
     from ..files import written_aside
     from . import config
 
+    described = config.read_model_zoo(args.config, args.overrides)
+    if described is not None:
+        return model_zoo(args, described, ("fit",))
     parser, read = config.read("fit", args.config, args.overrides)
     with target.ending_only_itself("what the file describes"):
         given = config.instantiate("fit", parser, read)
@@ -39,4 +43,27 @@ def run(args: argparse.Namespace) -> int:
         output.print_json({"model_dir": trainer.model_dir, "checkpoint": trainer.folder.last(), **vars(trainer.state)})
     else:
         print(f"{trainer.model_dir}: step {trainer.state.step}, checkpoint {trainer.folder.last()}")
+    return 0
+
+
+def model_zoo(args: argparse.Namespace, described: Any, wanted: tuple[str, ...]) -> int:
+    """What a file of Model Zoo's layout asks for under the keys `wanted`, in turn."""
+    from ..errors import ConfigError
+
+    trainer, found = described.trainer, {}
+    if not any(call in described.calls for call in wanted):
+        raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}: there is nothing to do.")
+    with target.ending_only_itself("the run"):
+        for call in wanted:
+            if call in described.calls:
+                found[call] = getattr(trainer, call)(**described.calls[call])
+    metrics = {str(name): value for name, value in found.items() if value is not None}
+    if args.json:
+        last = trainer.folder.last()
+        shown = {name: {str(key): value for key, value in of.items()} for name, of in metrics.items()}
+        output.print_json({"model_dir": trainer.model_dir, "checkpoint": last, **vars(trainer.state), **shown})
+    else:
+        print(f"{trainer.model_dir}: step {trainer.state.step}, checkpoint {trainer.folder.last()}")
+        for call, value in metrics.items():
+            print(f"{call}: {value}")
     return 0

@@ -19,7 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..errors import ConfigError
     from . import config
+    from .fit import model_zoo
 
+    described = config.read_model_zoo(args.config, args.overrides)
+    if described is not None:
+        return model_zoo(args, described, ("validate", "validate_all"))
     parser, read = config.read("validate", args.config, args.overrides)
     with target.ending_only_itself("what the file describes"):
         given = config.instantiate("validate", parser, read)

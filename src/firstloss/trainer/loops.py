@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import TrainerError
 from ..settings import Settings
@@ -91,9 +91,6 @@ class TrainingLoop(Settings):
     steps_per_epoch: int | None = None
     eval_frequency: int | float | None = None
     eval_steps: int | None = None
-    # Of the `fit` under way: the step at which it began, and that at which it ends. No settings.
-    _began: ClassVar[int] = 0
-    _end: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         names = ("max_steps", "max_epochs", "eval_every_steps", "eval_every_epochs", "grad_accum_steps")
@@ -136,8 +133,15 @@ class TrainingLoop(Settings):
             end = step + self.num_steps
         if self.num_epochs is not None:
             end = step + self.num_epochs * epoch_steps(loader, self.steps_per_epoch, self.grad_accum_steps)
-        object.__setattr__(self, "_began", step)
-        object.__setattr__(self, "_end", end)
+        object.__setattr__(self, "_span", (step, end))  # no setting of the loop's
+
+    @property
+    def _began(self) -> int:
+        return self.__dict__.get("_span", (0, None))[0]
+
+    @property
+    def _end(self) -> int | None:
+        return self.__dict__.get("_span", (0, None))[1]
 
     def validation_loop(self) -> ValidationLoop:
         """How to validate."""

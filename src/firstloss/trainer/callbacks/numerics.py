@@ -56,9 +56,6 @@ class NaNChecker(Callback):
             if name and not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_hook(_looking(name)))
 
-    def on_fit_end(self, trainer: Any) -> None:
-        self._release()
-
     def on_exception(self, trainer: Any) -> None:
         self._release()
 
@@ -66,8 +63,9 @@ class NaNChecker(Callback):
         while self._handles:
             self._handles.pop().remove()
 
-    def on_before_forward(self, trainer: Any) -> None:
-        _outputs.set([])
+    def on_before_forward(self, trainer: Any, model: Any) -> None:
+        if model.training:
+            _outputs.set([])
 
     def on_before_backward(self, trainer: Any) -> None:
         found = _outputs.get() or []

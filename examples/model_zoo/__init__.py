@@ -1,0 +1,1 @@
+"""Programs as Model Zoo's documentation writes them, with its imports changed."""

@@ -1,0 +1,243 @@
+"""A run's YAML file as Model Zoo's Trainer has it: `trainer: {init: ..., fit: ..., validate: ..., validate_all: ...}`.
+
+Names stand for what `firstloss.trainer`, `firstloss.cstorch.optim` and its schedules have under them. A model's `name`
+and a loader's `data_processor` are what Python can import, as "package.module.Class": there is no registry of models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import firstloss as fl
+from firstloss.trainer import Checkpoint, Logging, MixedPrecision, Trainer, TrainingLoop, callbacks, loggers
+
+from ..cstorch import optim
+from ..errors import ConfigError
+from .config_errors import named
+
+_NOT_HERE = {
+    "sparsity": "trains sparse weights on Cerebras' hardware",
+    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run goes on from its checkpoint",
+    "GlobalFlags": "sets flags of Cerebras' compiler",
+    "ScopedTrainFlags": "sets flags of Cerebras' compiler",
+    "ScopedValidateFlags": "sets flags of Cerebras' compiler",
+    "DebugArgsPath": "is for Cerebras' compiler",
+}
+_SETTINGS = {"loop": TrainingLoop, "checkpoint": Checkpoint, "logging": Logging, "precision": MixedPrecision}
+KEYS = (
+    "backend",
+    "device",
+    "model_dir",
+    "model",
+    "optimizer",
+    "schedulers",
+    "callbacks",
+    "loggers",
+    "seed",
+    *_SETTINGS,
+)
+
+
+class Run(NamedTuple):
+    """What a file describes: the Trainer, and for each of "fit", "validate" and "validate_all" its arguments."""
+
+    trainer: Trainer
+    calls: dict[str, dict[str, Any]]
+
+
+def is_one(content: Any) -> bool:
+    """Whether a file has this layout."""
+    trainer = content.get("trainer") if isinstance(content, Mapping) else None
+    return isinstance(trainer, Mapping) and "init" in trainer
+
+
+def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
+    """The run that a file describes.
+
+    Args:
+        overrides: `--trainer.init.loop.max_steps=50` and the like.
+
+    Raises:
+        ConfigError: in one line, naming the key.
+    """
+    from jsonargparse import get_loader
+
+    for override in overrides:
+        key, equals, value = override.removeprefix("--").partition("=")
+        if not equals or not key.startswith("trainer."):
+            raise ConfigError(f"{override!r}: write --trainer.init.loop.max_steps=50, or the like.")
+        where: Any = content
+        *path, last = key.split(".")
+        for part in path:
+            where = where.setdefault(part, {})
+        where[last] = get_loader("yaml")(value)
+    trainer = content["trainer"]
+    _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
+    init = trainer["init"]
+    _check("trainer.init", init, KEYS)
+    made: dict[str, Any] = {key: init[key] for key in ("model_dir", "seed") if key in init}
+    made["backend"] = _backend(init)
+    made["model"] = _model(init.get("model"))
+    if init.get("optimizer") is not None:
+        made["optimizer"] = _optimizer(init["optimizer"])
+    if init.get("schedulers") is not None:
+        made["schedulers"] = lambda optimizer: schedulers(optimizer, init["schedulers"])
+    for key, kind in _SETTINGS.items():
+        if init.get(key) is not None:
+            made[key] = _called(f"trainer.init.{key}", kind, init[key])
+    for key, module in (("callbacks", callbacks), ("loggers", loggers)):
+        if init.get(key) is not None:
+            made[key] = [_one(f"trainer.init.{key}", item, module) for item in init[key]]
+    if made.get("seed") is not None:
+        from firstloss.trainer.randomness import seed_everything
+
+        seed_everything(made["seed"])  # what a loader's function draws is the same each time, too
+    calls = {}
+    for call in ("fit", "validate", "validate_all"):
+        if trainer.get(call) is not None:
+            at = f"trainer.{call}"
+            _check(at, trainer[call], inspect.signature(getattr(Trainer, call)).parameters)
+            given = {}
+            for key, value in trainer[call].items():
+                is_loader = key.endswith(("dataloader", "dataloaders"))
+                given[key] = _loaders(f"{at}.{key}", value) if is_loader else value
+            calls[call] = given
+    return Run(Trainer(**made), calls)
+
+
+def schedulers(optimizer: Any, specs: Any) -> list[Any]:
+    """Schedules of an optimizer, each as {name: arguments}; a SequentialLR's milestones are where its parts end."""
+    return [_schedule(optimizer, spec) for spec in (specs if isinstance(specs, list) else [specs])]
+
+
+def _schedule(optimizer: Any, spec: Any) -> Any:
+    name, arguments = _named_one("trainer.init.schedulers", spec)
+    kind = getattr(optim.lr_scheduler, name, None) or getattr(optim.weight_decay_scheduler, name, None)
+    if kind is None:
+        known = [*optim.lr_scheduler.__all__, *optim.weight_decay_scheduler.__all__]
+        raise ConfigError(f"trainer.init.schedulers: there is no {name!r}.{_near(name, known)}")
+    arguments = dict(arguments)
+    if "schedulers" in arguments:
+        parts = [_schedule(optimizer, part) for part in arguments["schedulers"]]
+        if name.startswith("Sequential") and arguments.get("milestones") is None:
+            lengths = [getattr(part, "total_iters", None) for part in parts[:-1]]
+            if None in lengths:
+                raise ConfigError(f"trainer.init.schedulers: {name} needs milestones, or total_iters of each part.")
+            arguments["milestones"] = list(itertools.accumulate(lengths))
+        arguments["schedulers"] = parts
+    given = () if name.startswith("Chained") else (optimizer,)
+    if name.startswith("ScalePerParam"):
+        arguments["scheduler"] = _schedule(optimizer, arguments["scheduler"])
+    return _called(f"trainer.init.schedulers.{name}", kind, arguments, *given)
+
+
+def _backend(init: Mapping[str, Any]) -> Any:
+    spec = init.get("backend")
+    if spec is None:
+        spec = {"backend_type": init.get("device", "CSX")}
+    elif init.get("device") is not None:
+        raise ConfigError("trainer.init: backend and device say the same thing twice. Leave one of them out.")
+    spec = {"backend_type": spec} if isinstance(spec, str) else dict(spec)
+    name = spec.pop("backend_type", "CSX")
+    if spec.get("cluster_config") is not None:
+        at = "trainer.init.backend.cluster_config"
+        spec["cluster_config"] = _called(at, fl.distributed.ClusterConfig, spec["cluster_config"])
+    spec.setdefault("artifact_dir", f"{init.get('model_dir', './model_dir')}/artifacts")
+    return _called("trainer.init.backend", fl.backend, spec, name)
+
+
+def _model(spec: Any) -> Callable[[], Any]:
+    spec = {"name": spec} if isinstance(spec, str) else spec
+    if not isinstance(spec, Mapping) or "name" not in spec:
+        raise ConfigError("trainer.init.model: write {name: package.module.Class, ...}; the rest are its arguments.")
+    kind = named(str(spec["name"]), "trainer.init.model.name")
+    arguments = {key: value for key, value in spec.items() if key != "name"}
+    return lambda: _called("trainer.init.model", kind, arguments)
+
+
+def _optimizer(spec: Any) -> Callable[[Any], Any]:
+    name, arguments = _named_one("trainer.init.optimizer", spec)
+    kind = getattr(optim, name, None)
+    if kind is None:
+        raise ConfigError(f"trainer.init.optimizer: there is no {name!r}.{_near(name, optim.__all__)}")
+    arguments = {"lr" if key == "learning_rate" else key: value for key, value in arguments.items()}
+    if "lr" not in arguments and inspect.signature(kind).parameters["lr"].default is inspect.Parameter.empty:
+        arguments["lr"] = 0.0  # which the schedule sets
+    return lambda model: _called(f"trainer.init.optimizer.{name}", kind, arguments, model.parameters())
+
+
+def _one(at: str, spec: Any, module: Any) -> Any:
+    name, arguments = _named_one(at, spec)
+    kind = named(name, at) if "." in name else getattr(module, name, None)
+    if kind is None or name not in module.__all__ and "." not in name:
+        why = f" It {_NOT_HERE[name]}." if name in _NOT_HERE else _near(name, module.__all__)
+        raise ConfigError(f"{at}: there is no {name!r}.{why}")
+    return _called(f"{at}.{name}", kind, arguments)
+
+
+def _loaders(at: str, spec: Any) -> Any:
+    return [_loader(at, one) for one in spec] if isinstance(spec, list) else _loader(at, spec)
+
+
+def _loader(at: str, spec: Any) -> Any:
+    if not isinstance(spec, Mapping) or "data_processor" not in spec:
+        raise ConfigError(f"{at}: write {{data_processor: package.module.function, ...}}; the rest are its arguments.")
+    make = named(str(spec["data_processor"]), at)
+    arguments = {key: value for key, value in spec.items() if key != "data_processor"}
+
+    def loader() -> Any:
+        made = _called(at, make, arguments)
+        return made.create_dataloader() if hasattr(made, "create_dataloader") else made
+
+    return fl.utils.data.DataLoader(loader)
+
+
+def _named_one(at: str, spec: Any) -> tuple[str, dict[str, Any]]:
+    """{name: arguments}, or a name alone."""
+    if isinstance(spec, str):
+        return spec, {}
+    if not isinstance(spec, Mapping) or len(spec) != 1:
+        raise ConfigError(f"{at}: {spec!r} is not one name with its arguments, as {{AdamW: {{weight_decay: 0.1}}}}.")
+    ((name, arguments),) = spec.items()
+    return str(name), dict(arguments or {})
+
+
+def _called(at: str, function: Any, arguments: Any, *first: Any) -> Any:
+    """Call with arguments from the file: an unknown one is an error of the file's."""
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"{at}: {arguments!r} is not keys with values.")
+    signature = inspect.signature(function)
+    known = list(signature.parameters)[len(first) :]
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+        _check(at, arguments, known)
+    try:
+        signature.bind(*first, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{at}: {error}.") from None
+    try:
+        return function(*first, **arguments)
+    except fl.errors.FirstlossError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{at}: {error}") from error
+
+
+def _check(at: str, given: Any, known: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{at}: {given!r} is not keys with values.")
+    for key in given:
+        if key not in known:
+            why = f" It {_NOT_HERE[key]}." if key in _NOT_HERE else _near(str(key), list(known))
+            raise ConfigError(f"{at}: there is no key {key!r} here.{why}")
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(sorted(known))}."
+
+
+__all__ = ["is_one", "read", "schedulers"]

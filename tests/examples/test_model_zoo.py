@@ -1,0 +1,160 @@
+"""Programs as Model Zoo's documentation has them: the same losses on "CSX" and "CPU", stopped, resumed, validated."""
+
+import copy
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from firstloss.cli import main, modelzoo
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["gpt2", "bert", "vision"]
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def make(name, device, folder, max_steps=STEPS):
+    """(the Trainer, its loaders)"""
+    if name != "gpt2":
+        module = importlib.reload(importlib.import_module(f"examples.model_zoo.{name}"))  # as in a process of its own
+        return module.trainer(device, str(folder), max_steps), module.train_dataloader, module.val_dataloader
+    content = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())
+    content = copy.deepcopy(content)
+    init = content["trainer"]["init"]
+    init["model_dir"] = str(folder)
+    init["backend"]["backend_type"] = device
+    run = modelzoo.read(content, [f"--trainer.init.loop.max_steps={max_steps}"])
+    fit = run.calls["fit"]
+    return run.trainer, fit["train_dataloader"], fit["val_dataloader"]
+
+
+def logged(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(line["step"], key): line[key] for line in lines for key in line if key == "loss" or key.startswith("val_")}
+
+
+def run(name, device, folder, stops=(STEPS,)):
+    """What is logged of a run that is stopped at each of `stops`, and what validation finds for each checkpoint."""
+    for steps in stops:
+        trainer, train, val = make(name, device, folder, steps)
+        trainer.fit(train, val)
+    found = trainer.validate_all([val], str(folder / "checkpoints" / "step_*"))
+    return logged(folder), {Path(path).name: metrics for path, metrics in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_on_both_backends_and_when_resumed(name, tmp_path):
+    losses, validated = {}, {}
+    for device in ("CSX", "CPU"):
+        losses[device], validated[device] = run(name, device, tmp_path / device)
+    resumed, validated_resumed = run(name, "CSX", tmp_path / "resumed", stops=(5, STEPS))
+    steps = {step for step, key in losses["CPU"] if key == "loss"}
+    assert steps == set(range(1, STEPS + 1))
+    assert losses["CSX"].keys() == losses["CPU"].keys()
+    for key, loss in losses["CPU"].items():
+        assert losses["CSX"][key] == pytest.approx(loss, abs=1e-5), key  # what the project asks of these programs
+    assert list(validated["CPU"]) == ["step_4", "step_8", "step_12"]
+    for checkpoint, metrics in validated["CPU"].items():
+        assert validated["CSX"][checkpoint] == pytest.approx(metrics, abs=1e-5)
+    # Stopped and resumed: bit for bit, where both logged; a run that stops validates once more, at its end.
+    for key, loss in losses["CSX"].items():
+        if key in resumed:
+            assert resumed[key] == loss, key
+    assert {key for key in losses["CSX"] if key[1] == "loss"} <= resumed.keys()
+    assert validated_resumed["step_12"] == validated["CSX"]["step_12"]
+    if name != "gpt2":
+        assert "val_accuracy" in validated["CPU"]["step_12"]
+    assert min(losses["CPU"][step, "loss"] for step in (11, 12)) < losses["CPU"][1, "loss"]
+
+
+def test_the_file_by_the_command(tmp_path, capsys):
+    folder = tmp_path / "run"
+    overrides = [f"--trainer.init.model_dir={folder}", "--trainer.init.loop.max_steps=4"]
+    assert main(["fit", "examples/model_zoo/gpt2.yaml", *overrides, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["step"] == 4 and (folder / "tensorboard").is_dir() and (folder / "artifacts" / "compiled").is_dir()
+    paths = f"--trainer.validate_all.ckpt_paths={folder}/checkpoints/step_*"
+    assert main(["validate", "examples/model_zoo/gpt2.yaml", *overrides, paths, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown["validate_all"]) == [str(folder / "checkpoints" / "step_4")]
+
+
+WRONG = {
+    "--trainer.init.looop.max_steps=4": "Did you mean 'loop'",
+    "--trainer.init.loop.max_step=4": "Did you mean 'max_steps'",
+    "--trainer.init.optimizer={AdmW: {}}": "Did you mean 'AdamW'",
+    "--trainer.init.optimizer={AdamW: {beta: 1}}": "Did you mean 'betas'",
+    "--trainer.init.schedulers=[{LinearLr: {}}]": "Did you mean 'LinearLR'",
+    "--trainer.init.callbacks=[ScopedTrainFlags]": "sets flags of Cerebras' compiler",
+    "--trainer.init.sparsity={}": "sparse weights",
+    "--trainer.init.model={hidden_size: 3}": "name: package.module.Class",
+    "--trainer.fit.train_dataloader={batch_size: 3}": "data_processor",
+    "--trainer.init.precision.precision_opt_level=1": "precision_opt_level",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_mistakes_are_told_in_one_line(override, tmp_path, capsys):
+    folder = f"--trainer.init.model_dir={tmp_path}"
+    assert main(["fit", "examples/model_zoo/gpt2.yaml", folder, override]) == 1
+    error = capsys.readouterr().err.strip()
+    assert WRONG[override] in error and "\n" not in error
+
+
+def test_schema(capsys):
+    """It takes what the commands take, and its keys are those of the classes."""
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    theirs, ours = schema["properties"]["trainer"]["anyOf"]
+    file = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())["trainer"]
+    assert valid(file, theirs) and not valid(file, ours)
+    file["init"]["loop"]["max_step"] = 3
+    assert not valid(file, theirs)
+    del file["init"]["loop"]["max_step"]
+    file["init"]["callbacks"].append({"CheckLos": {}})
+    assert not valid(file, theirs)
+    other = yaml.safe_load((ROOT / "examples" / "byte_lm.yaml").read_text())["trainer"]
+    assert valid(other, ours) and not valid(other, theirs)
+    other["loop"]["max_step"] = 3
+    assert not valid(other, ours)
+
+
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+
+
+def valid(value, schema):
+    """As much of JSON Schema as is used."""
+    if "anyOf" in schema:
+        return any(valid(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(
+        (k == "null" and value is None) or (k != "null" and isinstance(value, TYPES[k])) for k in kinds
+    ):
+        return False
+    if isinstance(value, list) and "items" in schema:
+        return all(valid(item, schema["items"]) for item in value)
+    if not isinstance(value, dict):
+        return True
+    if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)):
+        return False
+    if any(key not in value for key in schema.get("required", ())):
+        return False
+    properties = schema.get("properties", {})
+    for key, item in value.items():
+        if key in properties:
+            if not valid(item, properties[key]):
+                return False
+        elif schema.get("additionalProperties", True) is False and not ("." in key and "patternProperties" in schema):
+            return False
+    return True
