@@ -109,9 +109,10 @@ def test_mistakes_are_told_in_one_line(override, tmp_path, capsys):
     assert WRONG[override] in error and "\n" not in error
 
 
-def test_schema(capsys):
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_schema(options, capsys):
     """It takes what the commands take, and its keys are those of the classes."""
-    assert main(["schema"]) == 0
+    assert main(["schema", *options]) == 0
     schema = json.loads(capsys.readouterr().out)
     theirs, ours = schema["properties"]["trainer"]["anyOf"]
     file = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())["trainer"]

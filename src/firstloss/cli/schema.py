@@ -8,6 +8,8 @@ import json
 import typing
 from typing import Any
 
+from . import output
+
 NAME = "schema"
 HELP = "print a JSON Schema of a run's YAML file, by which editors complete and check it"
 EXAMPLE = "firstloss schema > run.schema.json   (and in the file: # yaml-language-server: $schema=run.schema.json)"
@@ -21,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(json.dumps(schema(), indent=1))
+    if args.json:
+        output.print_json(schema())
+    else:
+        print(json.dumps(schema(), indent=1))
     return 0
 
 
