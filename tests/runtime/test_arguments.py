@@ -1,8 +1,12 @@
 """Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done each time."""
 
+import array
 import collections
+import ctypes
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -517,3 +521,35 @@ def test_data_does_not_make_a_step_trace_again(backend, traced):
         step({"x": batch()}, h)
         h = h + 1
     assert len(traced) <= 2
+
+
+def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
+    """An argument turns out to be a part of another, and the step is traced again for it, at the same call."""
+
+    def program(backend):
+        torch.manual_seed(0)
+        model = fl.compile(nn.Linear(4, 3), backend)
+        plain, columns, octets, numbers = np.zeros(3), np.zeros((3, 2), order="F"), bytearray(2), array.array("d", [0])
+        words, draws = (ctypes.c_int * 2)(), random.Random(0)
+
+        @fl.trace
+        def step(x, y, h):
+            plain[0] += 1
+            columns[1, 1] += 1
+            octets[0] += 1
+            numbers[0] += 1
+            words[1] += 1
+            loss = (model(x) - y).square().mean() * draws.random()
+            h.mul_(0.5)
+            y.t()[1].zero_()
+            return loss
+
+        h = torch.zeros(6)
+        for i in range(5):
+            y = torch.randn(6, 3)
+            yield step(torch.randn(6, 4), y, y[:, 0] if i == 3 else h).detach().clone()
+            yield torch.tensor([plain[0], columns[1, 1], octets[0], numbers[0], words[1]])
+
+    expected = list(program(fl.backend("CPU")))
+    found = list(program(fl.backend(backend)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order

@@ -26,6 +26,7 @@ from ..errors import GraphChangedError, GraphChangeWarning
 from ..program.compare import Parting, parting
 from ..program.source import here
 from .guards import Change, Effects, GuardSet, Left, Recording, Snapshot
+from .guards.effects import put_back
 from .guards.guard_set import generators
 from .guards.recording import functions_of
 
@@ -64,6 +65,10 @@ class Surroundings:
     def restore(self, left: Left) -> None:
         """A step that could not be traced leaves nothing behind."""
         Effects(self.snapshot, None, left).undo()
+
+    def put_back(self) -> bool:
+        """Likewise, what is in arrays, buffers and the like; whether nothing else has changed."""
+        return put_back(self.snapshot)
 
 
 class Known:

@@ -58,6 +58,8 @@ class Surroundings(Protocol):
 
     def restore(self, left: Left) -> None: ...
 
+    def put_back(self) -> bool: ...
+
 
 class Outgoing(NamedTuple):
     """A traced tensor that the step returns or leaves: the output that holds it, and how it looks at that."""
@@ -150,7 +152,7 @@ class Executable:
                 self._modes.undo()  # what the step leaves is left when it has been run
             except BaseException as error:
                 self._undo()
-                if isinstance(error, Shared) and around.snapshot.advanced():
+                if not around.put_back() and isinstance(error, Shared):
                     raise TraceError(
                         f"{here()}: {self._name} takes something from an iterator, and edits an argument whose memory "
                         "is that of another tensor which it uses. Edit a clone of it, or take what the iterator gives "

@@ -81,6 +81,25 @@ def reader(held: Any) -> Callable[[], Any] | None:
     return None
 
 
+def put_back(held: Any, before: Any) -> bool:
+    """Make what is in `held` again what its `reader` gave before; False where that cannot be done."""
+    if isinstance(held, np.ndarray) and not held.dtype.hasobject and held.nbytes <= _MOST_BYTES:
+        if held.shape != before[0] or held.dtype != before[1] or not held.flags.writeable:
+            return False
+        held[...] = np.frombuffer(bytes(before[2]), held.dtype).reshape(held.shape)
+        return True
+    if isinstance(held, (*_BUFFERS, *C_DATA)) and isinstance(before, bytearray):
+        content = memoryview(held).cast("B")  # type: ignore[arg-type]
+        if content.nbytes != len(before):
+            return False
+        content[:] = before
+        return True
+    if isinstance(held, random.Random):
+        held.setstate(before)
+        return True
+    return False
+
+
 def ambient(held: Any) -> Callable[[], Any] | None:
     """As `reader`, of settings of the thread's by which a module's functions go, or a class."""
     if held is decimal or held is decimal.Decimal:

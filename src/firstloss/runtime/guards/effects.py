@@ -610,6 +610,17 @@ class Effects:
         self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
 
 
+def put_back(snapshot: Snapshot) -> bool:
+    """Make arrays, buffers and the like again what they were before the step; whether nothing else has changed, such as
+    where an iterator stands, which nobody can set back."""
+    done = True
+    for content, read, before in snapshot.opaque.values():
+        bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # those are undone as all effects
+        if not bound and not isinstance(content, contextvars.ContextVar) and not same(before, read()):
+            done = contents.put_back(content, before) and done
+    return done
+
+
 def _delete(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
     if name in table:
         delete(name)

@@ -103,13 +103,6 @@ class Snapshot:
         self.hooks = list(_hook_tables())
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
-    def advanced(self) -> bool:
-        """Whether an iterator, which nobody can set back, stands elsewhere than before."""
-        for what, read, before in self.opaque.values():
-            if isinstance(what, Iterator) and not isinstance(what, np.ndarray) and read() != before:
-                return True
-        return False
-
     def also(self, root: Any) -> None:
         """Walk what can be reached from one more."""
         self._walk([root])
