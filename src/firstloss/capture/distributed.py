@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..compat.patches import put
+from ..compat.python_names import getframe
 from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
 from ..program.source import here
@@ -46,7 +47,7 @@ def refuse(op: Any) -> NoReturn:
 
 def _below(package: str) -> bool:
     """Whether code of this package is running."""
-    frame: Any = sys._getframe()
+    frame: Any = getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == package:
             return True

@@ -86,7 +86,7 @@ class FileValue(Value):
         self._follows = tensor, version_of(tensor)
 
     def _check(self) -> None:
-        if self._follows is not None and self._follows[0]._version != self._follows[1]:
+        if self._follows is not None and version_of(self._follows[0]) != self._follows[1]:
             raise ConstantChangedError(
                 f"a checkpoint's tensor of shape {list(self.shape)} ({self.label}) was edited after a parameter had "
                 "been made of it in a deferred block. Edit it before, or edit the parameter."

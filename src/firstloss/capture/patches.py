@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from ..compat.patches import put, replaces
-from ..compat.torch_names import DisableTorchDispatch, are_functorch_transforms_active, buffers_of, parameters_of
+from ..compat.torch_names import (
+    DisableTorchDispatch,
+    apply_of,
+    are_functorch_transforms_active,
+    buffers_of,
+    parameters_of,
+)
 from ..errors import CaptureError, TraceError
 from ..program.source import here
 from . import session
@@ -227,4 +233,4 @@ def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool
             return tensor.detach().to(tensor.device if device is None else device, copy=True)
         return tensor if device is None else tensor.to(device)
 
-    return self._apply(empty, recurse=recurse)
+    return apply_of(self)(empty, recurse=recurse)

@@ -180,6 +180,9 @@ NAMES = {
         "_parameters", "A module's table, None and all", _EVERYTHING, "torch.nn.Module", torch.nn.Module
     ),
     "buffers_of": Name("_buffers", "As above", _EVERYTHING, "torch.nn.Module", torch.nn.Module),
+    "apply_of": Name(
+        "_apply", "What Module.to_empty is made of", "Module.to_empty", "torch.nn.Module", torch.nn.Module
+    ),
     "call_impl": Name(
         "torch.nn.Module._call_impl",
         "Modules leave out hooks with always_call=True while torch.compiler.is_compiling()",

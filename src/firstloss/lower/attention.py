@@ -16,7 +16,7 @@ from jax import numpy as jnp
 from .activations import gelu, relu
 from .dtypes import cast, opmath, where
 from .matmul import linear, matmul
-from .norms import _safe_softmax, native_layer_norm, total
+from .norms import native_layer_norm, safe_softmax, total
 from .registry import rule
 
 aten = torch.ops.aten
@@ -195,7 +195,7 @@ def _scaled_dot_product_attention_math(
 ):  # fmt: skip
     _refuse_dropout(dropout_p)
     key, value = _shared(key, query.shape[-3]), _shared(value, query.shape[-3])
-    weights = _safe_softmax(_scores(query, key, attn_mask, is_causal, _scale(query, scale)), -1)
+    weights = safe_softmax(_scores(query, key, attn_mask, is_causal, _scale(query, scale)), -1)
     return matmul(cast(weights, value.dtype), value), weights
 
 

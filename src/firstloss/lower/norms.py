@@ -58,7 +58,7 @@ def _softmax(self, dim, half_to_float=False):
 
 
 @rule(aten._safe_softmax.default)
-def _safe_softmax(self, dim, dtype=None):
+def safe_softmax(self, dim, dtype=None):
     """As softmax, but a row that is all minus infinity gives zeros."""
     masked = lax.reduce_and(self == -math.inf, (axis(dim, self.ndim),))
     x = _softmax(_in(self, dtype), dim)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch_names import buffers_of
 from ..errors import MetricError
 
 _all: list[weakref.ref[Metric]] = []
@@ -72,7 +73,7 @@ class Metric(torch.nn.Module):
         Args:
             persistent: it is part of `state_dict`.
         """
-        known = self._buffers.get(name)
+        known = buffers_of(self).get(name)
         if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
             self.register_buffer(name, tensor, persistent=persistent)
             return

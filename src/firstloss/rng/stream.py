@@ -106,6 +106,10 @@ class Stream:
         block = max(0, -(-beyond // N))
         return block, beyond - N * (block - 1)
 
+    def origin_block(self) -> tuple[Words, int]:
+        """The block of words that the origin lies in, and how many of them are still to be drawn there."""
+        return self._block(0), self._in_block_0
+
     def _block(self, block: int) -> Words:
         """The 624 words of a block."""
         with self._lock:

@@ -332,8 +332,8 @@ def check_finite(trainer: Trainer) -> None:
     assert trainer.model is not None
     weights = {name: p for name, p in trainer.model.named_parameters() if p.is_floating_point()}
     if trainer.processes.count > 1:
-        assert trainer._steps is not None
-        bad = trainer._steps.nan_weights().tolist()
+        assert trainer.steps is not None
+        bad = trainer.steps.nan_weights().tolist()
     else:
         bad = [bool(torch.isnan(p.detach()).any()) for p in weights.values()]
     for name, is_bad in zip(weights, bad, strict=True):

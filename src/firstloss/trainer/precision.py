@@ -33,7 +33,7 @@ class Precision(Settings):
 
     dtype: str = "float32"
     loss_scale: float | str | None = None
-    _scaler: Any = field(default=None, init=False, repr=False)
+    scaler: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -54,7 +54,7 @@ class Precision(Settings):
         """Called once, before the steps are made."""
         self.choose()
         if self.dtype in _SCALED:
-            self._scaler = fl.amp.GradScaler(loss_scale="dynamic" if self.loss_scale is None else self.loss_scale)
+            self.scaler = fl.amp.GradScaler(loss_scale="dynamic" if self.loss_scale is None else self.loss_scale)
 
     def choose(self) -> None:
         """Make this the dtype of the process, in which another Trainer may have set another; not within a step."""
@@ -72,20 +72,20 @@ class Precision(Settings):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of `loss.backward()`."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Before gradients are clipped."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Instead of `optimizer.step()`."""
-        if self._scaler is None:
+        if self.scaler is None:
             optimizer.step()
         else:
-            self._scaler.step(optimizer)
-            self._scaler.update()
+            self.scaler.step(optimizer)
+            self.scaler.update()
 
     @property
     def clip_norm(self) -> float | None:
@@ -102,11 +102,11 @@ class Precision(Settings):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaler is None else self._scaler.state_dict()
+        return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scaler is not None and state:
-            self._scaler.load_state_dict(state)
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
 
 
 @dataclass(init=False)
@@ -178,7 +178,7 @@ class MixedPrecision(Precision):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "dtype", fp16_type if enabled else "float32")
         object.__setattr__(self, "loss_scale", None)
-        object.__setattr__(self, "_scaler", None)
+        object.__setattr__(self, "scaler", None)
         self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class MixedPrecision(Precision):
     def setup(self) -> None:
         self.choose()
         if self.enabled and self.loss_scaling_factor != 1.0:
-            object.__setattr__(self, "_scaler", self._new_scaler())
+            object.__setattr__(self, "scaler", self._new_scaler())
 
     @property
     def clip_norm(self) -> float | None:
@@ -215,4 +215,4 @@ class MixedPrecision(Precision):
 
     def scale(self) -> torch.Tensor | None:
         wanted = self.loss_scaling_factor == "dynamic" if self.log_loss_scale is None else self.log_loss_scale
-        return None if not wanted or self._scaler is None else torch.as_tensor(self._scaler.get_scale())
+        return None if not wanted or self.scaler is None else torch.as_tensor(self.scaler.get_scale())

@@ -64,7 +64,7 @@ class RunFolder(Callback):
 
 def settings(trainer: Trainer) -> dict[str, Any]:
     """What the Trainer was given, defaults included; callables by their source, as far as Python can tell it."""
-    model, optimizer, schedulers = (_in_words(given) for given in trainer._given)
+    model, optimizer, schedulers = (_in_words(given) for given in trainer.given)
     found = {"model": model, "optimizer": optimizer, "schedulers": schedulers, "seed": trainer.seed}
     mesh = getattr(getattr(trainer.backend, "mesh", None), "axes", None)
     found |= {"backend": trainer.backend.name, "mesh": mesh, "processes": trainer.processes.count}

@@ -87,7 +87,7 @@ class Trainer:
         construct.check_settings(loop, checkpoint, logging, callbacks, loggers)
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TrainerError(f"seed={seed!r} is not a whole number.")
-        self._given = (model, optimizer, schedulers)
+        self.given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
         if isinstance(loop, TrainingLoop):
@@ -112,7 +112,7 @@ class Trainer:
         self.schedulers: list[Any] = []
         self.batches: Batches | None = None
         self.val_dataloader: Iterable[Any] | None = None
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None
         self._interrupts = Interrupts("")
         self._rates = Rates()
         self._pending = Pending(self._on_values, self.folder.last_good)
@@ -161,8 +161,8 @@ class Trainer:
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
         """
-        if self.loop is None or self._given[1] is None:
-            missing = "an optimizer" if self._given[1] is None else "loop=TrainingLoop(max_steps=...)"
+        if self.loop is None or self.given[1] is None:
+            missing = "an optimizer" if self.given[1] is None else "loop=TrainingLoop(max_steps=...)"
             raise TrainerError(f"fit needs {missing}, which the Trainer was not given.")
         check_loader("train_dataloader", train_dataloader)
         for loader in several(val_dataloader):
@@ -219,7 +219,7 @@ class Trainer:
             path = self.folder.named(ckpt_path)
             if last:
                 path = self.folder.last()
-                if path is None and (ckpt_path == "last" or not isinstance(self._given[0], torch.nn.Module)):
+                if path is None and (ckpt_path == "last" or not isinstance(self.given[0], torch.nn.Module)):
                     raise TrainerError(
                         f"there is nothing to validate yet: {self.folder.path} has no checkpoint. Train first, name "
                         "weights as ckpt_path, or write ckpt_path=None for the weights as the model initialises them."
@@ -312,7 +312,7 @@ class Trainer:
 
     def _start(self, saved: dict[str, Any] | None, weights: Path | EllipsisType | None) -> None:
         """Make what was passed as callables, load, and give the model to the backend. The second time, only load."""
-        model, optimizer, schedulers = self._given
+        model, optimizer, schedulers = self.given
         fresh = self.model is None
         if self.model is None:
             if self.seed is not None:
@@ -332,7 +332,7 @@ class Trainer:
             compiled = fl.compile(self.model, self.backend)
             schedules = [s for s in self.schedulers if construct.is_traced(s)]
             hooks = self.callbacks, self.callbacks.overridden
-            self._steps = Steps(compiled, self.optimizer, schedules, self.loop, self.precision, *hooks, self)
+            self.steps = Steps(compiled, self.optimizer, schedules, self.loop, self.precision, *hooks, self)
         if saved is not None:
             checkpoints.restore(self, saved)
             self.callbacks("on_load_end", self, self.folder.at(self.state.step), saved)
@@ -392,7 +392,7 @@ class Trainer:
 
     def _step(self, group: list[Any]) -> None:
         """One update of the weights, from one batch or several."""
-        assert self.batches is not None and self.optimizer is not None and self._steps is not None
+        assert self.batches is not None and self.optimizer is not None and self.steps is not None
         for number, batch in enumerate(group, start=1):
             last = number == len(group)
             index = self.batches.index - len(group) + number
@@ -406,7 +406,7 @@ class Trainer:
                     numbers.update(learning_rates(self.optimizer))
                 self._numbers = None
             name = "update" if last else "accumulate"
-            timed = name in self._steps.compiled
+            timed = name in self.steps.compiled
             outputs = self._run(name, batch)
             self.callbacks("on_batch_end", self, batch, outputs)
             self.callbacks("on_train_batch_end", self, self.model, outputs, batch, index - 1)
@@ -508,13 +508,13 @@ class Trainer:
 
     def _run(self, name: str, batch: Any) -> Any:
         """Call a traced function; its first call is the one that compiles."""
-        assert self._steps is not None
-        function = getattr(self._steps, name)
-        if name in self._steps.compiled:
+        assert self.steps is not None
+        function = getattr(self.steps, name)
+        if name in self.steps.compiled:
             return function(on_device(batch))
         self.callbacks("on_compile_start", self, name)
         outputs = function(on_device(batch))
-        self._steps.compiled.add(name)
+        self.steps.compiled.add(name)
         self.callbacks("on_compile_end", self, name)
         return outputs
 

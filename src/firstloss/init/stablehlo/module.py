@@ -107,7 +107,7 @@ def _origin(stream: Stream) -> Any:
     """What positions count from: a window, or a seed."""
     if isinstance(stream, CounterStream):
         return np.uint64(stream.seed)
-    return rewind(stream._block(0), stream._in_block_0)
+    return rewind(*stream.origin_block())
 
 
 def to_stablehlo(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:

@@ -76,7 +76,7 @@ class NaNChecker(Callback):
         self._names[:] = [name for name, _ in found]
 
     def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
-        scaler = trainer.precision._scaler
+        scaler = trainer.precision.scaler
         if scaler is not None and scaler.dynamic:
             return
         # The backward pass comes from the end of the model: there a gradient goes wrong first.
