@@ -18,9 +18,10 @@ Firstloss uses names of PyTorch, JAX and Python that these have not promised to 
 what the installed version has and not by its number. One that is gone breaks only what needs it, when that is used, by
 a `CompatibilityError` that names it.
 
-`make test TORCH=2.15.0` runs the suite on another PyTorch.
+`make test TORCH=2.15.0` runs the suite on another PyTorch. The pinned versions (`requirements/`) get all of it at each
+change; those at the ends of the range the core: capture, the engine, guards and generated programs.
 
-| library | promised | the suite was run on |
+| library | promised | the core was tested on |
 | --- | --- | --- |
 """
 

@@ -27,7 +27,7 @@ _NOT_HERE = {
     "ScopedValidateFlags": "sets flags of Cerebras' compiler",
     "DebugArgsPath": "is for Cerebras' compiler",
 }
-_SETTINGS = {"loop": TrainingLoop, "checkpoint": Checkpoint, "logging": Logging, "precision": MixedPrecision}
+SETTINGS = {"loop": TrainingLoop, "checkpoint": Checkpoint, "logging": Logging, "precision": MixedPrecision}
 KEYS = (
     "backend",
     "device",
@@ -38,7 +38,7 @@ KEYS = (
     "callbacks",
     "loggers",
     "seed",
-    *_SETTINGS,
+    *SETTINGS,
 )
 
 
@@ -86,7 +86,7 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
         made["optimizer"] = _optimizer(init["optimizer"])
     if init.get("schedulers") is not None:
         made["schedulers"] = lambda optimizer: schedulers(optimizer, init["schedulers"])
-    for key, kind in _SETTINGS.items():
+    for key, kind in SETTINGS.items():
         if init.get(key) is not None:
             made[key] = _called(f"trainer.init.{key}", kind, init[key])
     for key, module in (("callbacks", callbacks), ("loggers", loggers)):

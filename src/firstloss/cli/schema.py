@@ -60,7 +60,7 @@ def _model_zoo() -> dict[str, Any]:
 
     from ..cstorch import optim
     from ..distributed import ClusterConfig
-    from .modelzoo import _SETTINGS
+    from .modelzoo import SETTINGS
 
     schedules = {
         name: kind
@@ -85,7 +85,7 @@ def _model_zoo() -> dict[str, Any]:
         "schedulers": {"type": "array", "items": _one_of(schedules, skip=1)},
         "callbacks": {"type": "array", "items": _one_of(_classes(callbacks))},
         "loggers": {"type": "array", "items": _one_of(_classes(loggers))},
-        **{name: _of(kind) for name, kind in _SETTINGS.items()},
+        **{name: _of(kind) for name, kind in SETTINGS.items()},
     }
     return _object(
         {
