@@ -13,43 +13,13 @@ from typing import Any
 import jax
 import torch
 
-from firstloss.engine.replay import Replay
-from firstloss.program.graph import Node, Ref
 from firstloss.runtime.executable import Executable
+from firstloss.runtime.first_loss import Kernels
 from firstloss.runtime.jaxlib import given, to_host
 from firstloss.runtime.segmented import there
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
 _compile = Executable._compile
-
-
-class _Kernels(Replay):
-    """As recipes are replayed; the numbers of an optimizer that are inputs of the step are numbers again."""
-
-    def _run_one(self, node: Node) -> None:
-        if node.op is torch.ops.firstloss.barrier.default:  # its results are its operands
-            for value, ref in zip(node.outputs, node.args[0], strict=True):
-                self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
-            return
-        schema = node.op._schema.arguments
-        numbers = {argument.name for argument in schema if _is_number(argument.type)}
-        if not numbers or not any(True for _ in node.refs()):
-            return super()._run_one(node)
-        args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
-        kwargs = {k: self._number(v) if k in numbers else v for k, v in node.kwargs.items()}
-        plain = Node(node.index, node.op, tuple(args), kwargs, node.writes, node.overwrites, node.draw, node.source)
-        plain.outputs = node.outputs
-        return super()._run_one(plain)
-
-    def _number(self, argument: Any) -> Any:
-        if type(argument) is Ref:
-            return argument.view(self.buffer(argument.value)).item()
-        return [self._number(part) for part in argument] if type(argument) in (list, tuple) else argument
-
-
-def _is_number(kind: Any) -> bool:
-    text = str(kind)
-    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
 
 
 class Interpreted:
@@ -64,7 +34,7 @@ class Interpreted:
 
     def _call(self, state: tuple, rest: tuple, seed: Any) -> tuple:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            replay = _Kernels()
+            replay = Kernels()
             for value, array in zip(self._inputs, [*state, *rest], strict=True):
                 logical = to_host(jax.numpy.asarray(there(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))

@@ -97,6 +97,7 @@ class Backend:
         compile_dir: str | None = None,
         compile_only: bool = False,
         validate_only: bool = False,
+        first_loss: str = "eager",
     ) -> None:
         self.name = name
         self.artifact_dir = artifact_dir
@@ -110,12 +111,14 @@ class Backend:
         self.models: list[torch.nn.Module] = []
         self.keys = Keys()
         self.mesh = mesh
+        self.first_loss = first_loss
+        self.stepped = False  # whether a step has run on it
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
-            if name not in ("device", "models", "keys"):
+            if name not in ("device", "models", "keys", "stepped"):
                 raise BackendError(
                     f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...)."
                 )
@@ -186,6 +189,7 @@ def backend(
     compile_dir: str | os.PathLike | None = None,
     compile_only: bool = False,
     validate_only: bool = False,
+    first_loss: str | None = None,
 ) -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
@@ -202,13 +206,23 @@ def backend(
             made, a `DataExecutor` gives one batch, whose shapes are all that is used of it, and closures do not run.
             What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
         validate_only: the same, but steps are traced and lowered, and not even compiled.
+        first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
+            PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
+            compiled behind it. "compiled": the compiled step computes that, too. The training is the same.
 
     Raises:
         BackendError: for a name that is none of these, or devices that this machine does not have.
         MissingDependencyError: if "XLA" is asked for and JAX is not installed.
         ShardingError: if `mesh` is none.
     """
-    only = {"compile_dir": compile_dir, "compile_only": compile_only, "validate_only": validate_only}
+    only = {
+        "compile_dir": compile_dir,
+        "compile_only": compile_only,
+        "validate_only": validate_only,
+        "first_loss": first_loss,
+    }
+    if first_loss not in (None, "eager", "compiled"):
+        raise BackendError(f"first_loss={first_loss!r}: write 'eager' or 'compiled'.")
     given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
     dropped = [word for word, value in given.items() if value not in (None, False) and value is not ARTIFACTS]
     artifact_dir = ARTIFACTS if artifact_dir is None else artifact_dir
@@ -259,6 +273,7 @@ def backend(
             compile_dir=folder,
             compile_only=compile_only,
             validate_only=validate_only,
+            first_loss=first_loss or "eager",
         )
         use_compilation_cache(folder)
         notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))

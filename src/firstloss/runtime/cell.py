@@ -69,6 +69,7 @@ class Cell:
         "_written",
         "_memory",
         "_copy",
+        "fresh",
         "__weakref__",
     )
 
@@ -85,6 +86,7 @@ class Cell:
         self._array = self.current = array
         self._pending = pending  # gives {Value: array} when the materialization under way is through
         self._host: torch.Tensor | None = None
+        self.fresh = pending is not None  # what its recipe makes of it, not read from a file, is what is here
         self._edited = False
         self._written: jax.Array | None = None  # of an edit, what `_host` looks at, if that is the device's own memory
         self._memory: HostMemory | None = None  # where the content lives, if its memory was handed out
@@ -198,6 +200,7 @@ class Cell:
         memory.content()
 
     def _live_in(self, memory: HostMemory) -> None:
+        self.fresh = False
         self._memory = memory  # first: where there is one, nothing else is looked at
         self._array = self.current = self._pending = self._host = self._written = None
         self._edited = False
@@ -252,6 +255,7 @@ class Cell:
 
     def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
         """What a step has made of it; a function that waits for it, where that is still to come."""
+        self.fresh = False
         if self._memory is not None:
             if self._memory.held():
                 self._memory.arriving = array
@@ -334,6 +338,7 @@ class Cell:
         if self._edited or self._memory is not None:
             return False
         value = self.value
+        self.fresh = False
         written = None
         if whole and self.sharding is None and is_direct(value):
             written, host = empty(tuple(value.shape), value.dtype)

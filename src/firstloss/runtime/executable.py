@@ -35,6 +35,7 @@ from . import loop as loops
 from .arguments import Arguments, home_of, setting, view_of
 from .backend import Backend
 from .cell import Cell
+from .first_loss import FirstLoss
 from .gradients import Gradients
 from .guards import Effects, Env, Given, Left
 from .guards.effects import Bind
@@ -46,6 +47,7 @@ from .optimizers import Optimizers
 from .placement import begin_behind
 from .segmented import SegmentedStep
 from .structures import containers
+from .whole import WholeStep
 
 
 class Surroundings(Protocol):
@@ -487,9 +489,11 @@ class Executable:
             pieces = None if whole else cut(program, first=names)
         if pieces is not None:
             new = [f"new{i}" for i in range(len(changed))]
-            return SegmentedStep(self._name, pieces, changed, read, (new, made, names))
+            return SegmentedStep(self._name, pieces, changed, read, (new, made, names), self._first_loss(names))
 
-        begin_behind()  # a step in one piece waits for all
+        first_loss = self._first_loss(names)
+        if first_loss is None:
+            begin_behind()  # a step in one piece waits for all
 
         def run(state: tuple, rest: tuple, seed: Any) -> tuple:
             values = dict(zip([*changed, *read], [*state, *rest], strict=True))
@@ -510,16 +514,22 @@ class Executable:
         if mesh is not None:
             made_where = tuple(self._made_where[name] for name in made)
             options["out_shardings"] = (tuple(where[v] for v in changed), made_where, mesh.of_results())
-        with x64():
-            with timeline.span("lower"):
-                jitted = jax.jit(run, donate_argnums=(0,), **options)
-                lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
-            if self._backend.validate_only:
-                return lowered
-            with timeline.span("compile"):
-                compiled = lowered.compile(compile_options())
-        dispatch.probe_memory([compiled])
-        return compiled
+
+        def compile() -> Any:
+            with x64():
+                with timeline.span("lower"):
+                    jitted = jax.jit(run, donate_argnums=(0,), **options)
+                    lowered = jitted.lower(*shapes, jax.ShapeDtypeStruct((2,), np.uint32))
+                if self._backend.validate_only:
+                    return lowered
+                with timeline.span("compile"):
+                    compiled = lowered.compile(compile_options())
+            dispatch.probe_memory([compiled])
+            return compiled
+
+        if first_loss is None:
+            return compile()
+        return WholeStep(compile, (*changed, *read), (len(changed), len(made)), first_loss)
 
     def leave_unexecuted(self, arguments: Arguments) -> Any:
         """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
@@ -538,6 +548,20 @@ class Executable:
         if self.raised is not None:
             raise self.raised
         return call.result
+
+    def _first_loss(self, names: Sequence[str]) -> FirstLoss | None:
+        """What computes the results of the first step without a compiler: that of new weights, not of those which a
+        checkpoint had, so that a run that goes on has the losses of one that was never interrupted."""
+        backend = self._backend
+        if backend.first_loss != "eager" or backend.stepped or backend.mesh is not None or self.raised is not None:
+            return None
+        if backend.compile_only or backend.validate_only:
+            return None
+        found = FirstLoss(self.program, names)
+        homes = [self._tracing.inputs[value] for value in found.inputs]
+        weights = [home for home in homes if isinstance(home, DeferredStorage)]
+        fresh = all(home.resident is None or home.resident.fresh for home in weights)
+        return found if weights and fresh and found.possible else None
 
     # -- from a batch to a loss --
 
@@ -571,6 +595,7 @@ class Executable:
         for bind in call.bindings:
             bind()
         self._modes.leave()
+        self._backend.stepped = True
         if key is not None:
             self._backend.keys.taken(key)
         self.inputs.settle(cells, (*new, *made, *results))
@@ -641,7 +666,7 @@ class Executable:
             dispatch.settled()
             if self._gradients.follow(self._tracing.inputs, self._changed, self._stand_in):
                 self._stores = None
-            wait = self._ran or not isinstance(self._compiled, SegmentedStep)  # that waits itself for what is to come
+            wait = self._ran or not hasattr(self._compiled, "ran")  # those wait themselves for what is to come
             homes = self._changed
             if self._edited:
                 homes = {v: home_of(leaves[self._batch[v]]) if v in self._batch else h for v, h in homes.items()}
@@ -663,7 +688,7 @@ class Executable:
                         cell.lose(error)
 
             step = dispatch.Transaction(run, state, commit, lose)
-            first = not self._ran or isinstance(self._compiled, SegmentedStep) and not self._compiled.ran
+            first = not self._ran or not getattr(self._compiled, "ran", True)
             gradients = self._gradients.now() if first else None
             results = step.execute_or_settle()[2]
             if first:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from .. import timeline
+from ..capture.file_value import FileValue
 from ..capture.first_use import close_door
 from ..capture.recorder import DeferredStorage, DeferredTensor
 from ..capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
@@ -27,7 +28,7 @@ from ..compat.torch_names import (
     use_count,
 )
 from ..engine.run import default_threads, materialize_values
-from ..program.graph import Value, dense_count
+from ..program.graph import Ref, Value, dense_count
 from . import mesh_placement
 from .cell import Cell, is_direct
 from .host_memory import MappedWeights, is_countable, is_held
@@ -113,6 +114,17 @@ def claim(
         _materialize_in_background(pending, mesh, behind, only_asked_for)
 
 
+def _is_copied(value: Value) -> bool:
+    """Whether a recipe is to copy what was given: a checkpoint's weights, and not new ones."""
+    if isinstance(value, FileValue):
+        return True
+    node = value.node
+    if node is None or node.op is not torch.ops.aten.copy_.default:
+        return False
+    source = node.args[1]
+    return type(source) is Ref and (source.value.known or isinstance(source.value, FileValue))
+
+
 def _materialize_in_background(
     stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool
 ) -> None:
@@ -127,6 +139,7 @@ def _materialize_in_background(
     making = _Making(make)
     for store in stores:
         store.resident = Cell(store.value, pending=making, sharding=shardings[store.value])
+        store.resident.fresh = not _is_copied(store.value)
     if only_asked_for:
         return
     if behind and on_cpu():  # the forward pass needs the same cores

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from .. import timeline
+from ..errors import FirstlossError
 from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
 from ..program.graph import Value
 from . import notes
 from .dispatch import Shield, called, calling, direct, flat, probe_memory
+from .first_loss import FirstLoss
 from .jaxlib import compile_options, on_cpu, x64
 from .placement import begin_behind
 
@@ -67,10 +69,17 @@ class SegmentedStep:
     Args:
         state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
         outputs: names of the Program's outputs, in groups as the call shall return them.
+        first_loss: what computes the last group without a compiler, the first time, if that is possible.
     """
 
     def __init__(
-        self, name: str, cut: Cut, state: Sequence[Value], rest: Sequence[Value], outputs: Sequence[Sequence[str]]
+        self,
+        name: str,
+        cut: Cut,
+        state: Sequence[Value],
+        rest: Sequence[Value],
+        outputs: Sequence[Sequence[str]],
+        first_loss: FirstLoss | None = None,
     ) -> None:
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
         self._given = len(self._slots)
@@ -85,11 +94,18 @@ class SegmentedStep:
             self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
         reuse = {n for n, function in functions.items() if function.reused}
         self._first = self._turns_to(self._results[-1], reuse)
+        self._functions = functions
         self._compiled = _Compiling(name, functions)
-        first = {turn.function for turn in self._turns[: self._first]}
-        while self._compiled.lower_next(first or functions):
-            pass
+        self.first_loss = first_loss
+        if first_loss is None:
+            self.lower_first()
         self.ran = False
+
+    def lower_first(self) -> None:
+        """Lower what the loss needs."""
+        first = {turn.function for turn in self._turns[: self._first]}
+        while self._compiled.lower_next(first or self._functions):
+            pass
 
     @property
     def executables(self) -> list[Any]:
@@ -183,7 +199,7 @@ class Later(Future):
 
     failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
-    def of(self, slot: int) -> Any:
+    def of(self, slot: Any) -> Any:
         """The array of a slot; waits for it."""
         try:
             return self.result()[slot]
@@ -202,6 +218,7 @@ class SegmentedRun:
         self._seed = seed
         self.later: Later | None = None  # of a first run: what the turns after the loss will make
         self.shield: Shield | None = None
+        self._first_results: list[Any] | None = None  # those that no compiled function has made
 
     def advance(self) -> None:
         """Run the segments that have not been run yet."""
@@ -215,7 +232,10 @@ class SegmentedRun:
 
     def outputs(self) -> tuple:
         """The Program's outputs, in groups."""
-        return tuple(tuple(map(self._output, group)) for group in self._step._results)
+        groups = [tuple(map(self._output, group)) for group in self._step._results]
+        if self._first_results is not None:
+            groups[-1] = tuple(self._first_results)
+        return tuple(groups)
 
     def _output(self, slot: int) -> Any:
         array = self._slots[slot]
@@ -259,6 +279,11 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
+        if step.first_loss is not None:
+            if self._without_compiler(step.first_loss):
+                return
+            step.first_loss = None
+            step.lower_first()
         put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
         for turn in step._turns[: step._first]:
             while not (put_off or compiled.done(turn.function)) and compiled.lower_next(hold=on_cpu()):
@@ -274,6 +299,29 @@ class SegmentedRun:
         results = {i: there(slots[i]) for i in step._results[-1]}
         for slot, array in results.items():
             slots[slot] = array
+        self._rest_behind(list(results.values()))
+
+    def _without_compiler(self, first_loss: FirstLoss) -> bool:
+        """Compute the results by PyTorch's kernels, and begin with the rest; False if they cannot do that."""
+        slots, where = self._slots, self._step._slots
+
+        def array(value: Value) -> Any:
+            slots[where[value]] = there(slots[where[value]])
+            return slots[where[value]]
+
+        try:
+            results = first_loss.compute(array)
+        except FirstlossError:
+            raise
+        except Exception:  # an operation that only the compiler knows
+            return False
+        self._first_results = results
+        self._rest_behind(results)
+        return True
+
+    def _rest_behind(self, results: list[Any]) -> None:
+        """The results are there; the rest of the step follows in a thread of its own."""
+        step, slots = self._step, self._slots
         later = Later()
         rest = SegmentedRun(step, list(slots), self._seed)
 
@@ -281,7 +329,7 @@ class SegmentedRun:
             if not later.set_running_or_notify_cancel():  # interrupted, before it began
                 return
             try:
-                jax.block_until_ready(list(results.values()))
+                jax.block_until_ready(results)
                 with timeline.span("rest of the step"), x64():
                     rest._finish()
                     mine = rest._slots
@@ -289,7 +337,7 @@ class SegmentedRun:
                 mine.clear()
                 later.set_result(arrays)
             except BaseException as error:  # raised where the state is needed
-                step._first = 0  # another time, it comes before the loss
+                step._first, step.first_loss = 0, None  # another time, it comes before the loss
                 later.set_exception(error)
 
         self.later = later

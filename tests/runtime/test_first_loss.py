@@ -1,0 +1,222 @@
+"""The first loss comes from PyTorch's own kernels, before anything is compiled; the training does not notice."""
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import BackendError
+from firstloss.runtime import first_loss, whole
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout=0.0, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm, self.up, self.down = norm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(16, **options) for _ in range(4)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def run(backend, steps=3, before=lambda net: None, step_of=None, **options):
+    """Losses and weights of a few steps."""
+    torch.manual_seed(0)
+    with backend.device:
+        net = Net(**options)
+    before(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = fl.compile(net, backend)
+
+    def train(x, y):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = fl.trace(train if step_of is None else step_of(model, optimizer))
+    draws = torch.Generator().manual_seed(1)
+    losses = [step(*torch.randn(2, 8, 16, generator=draws)).detach().clone() for _ in range(steps)]
+    return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """A list with one item for each loss that came from PyTorch's kernels."""
+    found = []
+    compute = first_loss.FirstLoss.compute
+
+    def counted(self, array):
+        results = compute(self, array)
+        found.append(len(results))
+        return results
+
+    monkeypatch.setattr(first_loss.FirstLoss, "compute", counted)
+    return found
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])  # whose running averages the forward pass writes
+def test_the_first_loss_is_that_of_eager_pytorch_bit_for_bit(norm, computed, tmp_path):
+    eager, _ = run(fl.backend("CPU"), norm=norm)
+    first, weights = run(fl.backend("XLA", artifact_dir=tmp_path), norm=norm)
+    assert computed == [1]
+    compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), norm=norm)
+    assert computed == [1]
+    assert torch.equal(first[0], eager[0])
+    assert equal(weights, same)
+    assert all(map(torch.equal, first[1:], compiled[1:]))
+    torch.testing.assert_close(compiled[0], eager[0], rtol=1e-5, atol=0)  # XLA adds in another order
+
+
+def test_what_is_read_after_the_loss_is_the_state_behind_the_step(computed, tmp_path):
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    one, after_one = run(backend, steps=1)
+    compiled, expected = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), steps=1)
+    assert computed == [1]
+    assert equal(after_one, expected)
+
+
+def test_gradients_that_are_returned_come_from_the_compiled_step(computed, tmp_path):
+    def step_of(model, optimizer):
+        def step(x, y):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss + norm
+
+        return step
+
+    run(fl.backend("XLA", artifact_dir=tmp_path), step_of=step_of)
+    assert not computed
+
+
+def loaded(net):
+    net.load_state_dict({name: torch.full_like(value, 0.1) for name, value in Net().state_dict().items()})
+
+
+def edited(net):
+    with torch.no_grad():
+        net.blocks[0].up.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"dropout": 0.5}, []), ({"before": loaded}, []), ({"before": edited}, [1])],
+    ids=["random numbers of the step's", "weights that were given", "a recipe with an edit"],
+)
+def test_when_it_comes_from_kernels(options, expected, computed, tmp_path):
+    first, weights = run(fl.backend("XLA", artifact_dir=tmp_path), **options)
+    compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), **options)
+    assert computed == expected
+    assert equal(weights, same)
+    assert all(map(torch.equal, first[len(expected) :], compiled[len(expected) :]))
+
+
+def test_only_the_first_step_of_a_backend(computed, tmp_path):
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    run(backend, steps=2)
+    run(backend, steps=2)
+    assert computed == [1]
+
+
+def test_an_operation_that_only_the_compiler_knows(monkeypatch, tmp_path):
+    def refuse(self, array):
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(first_loss.FirstLoss, "compute", refuse)
+    first, weights = run(fl.backend("XLA", artifact_dir=tmp_path))
+    compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"))
+    assert equal(weights, same)
+    assert all(map(torch.equal, first, compiled))
+
+
+def test_interrupted_while_it_is_computed(monkeypatch, tmp_path):
+    """The weights are those before the step, and training goes on."""
+    compute = first_loss.FirstLoss.compute
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self, array):
+        if interrupts:
+            raise interrupts.pop()
+        return compute(self, array)
+
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    torch.manual_seed(0)
+    with backend.device:
+        net = Net()
+    expected = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(0)
+    with backend.device:
+        net = Net()
+    model = fl.compile(net, backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @fl.trace
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    monkeypatch.setattr(first_loss.FirstLoss, "compute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.ones(8, 16))
+    assert equal({name: value.detach().clone() for name, value in net.state_dict().items()}, expected)
+    assert step(torch.ones(8, 16)).item() > step(torch.ones(8, 16)).item()
+
+
+def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_path):
+    finish = whole._FirstRun._finish
+    failures = [RuntimeError("no memory left")]
+
+    def fail(self):
+        if failures:
+            raise failures.pop()
+        finish(self)
+
+    monkeypatch.setattr(whole._FirstRun, "_finish", fail)
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    torch.manual_seed(0)
+    with backend.device:
+        net = Net()
+    model = fl.compile(net, backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @fl.trace
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    first = step(torch.ones(8, 16)).item()
+    with pytest.raises(RuntimeError, match="no memory left"):
+        net.blocks[0].up.weight.sum().item()
+    again = step(torch.ones(8, 16)).item()  # the same step: nothing was changed
+    assert again == pytest.approx(first, rel=1e-5)  # XLA adds in another order
+    assert step(torch.ones(8, 16)).item() < again
+
+
+def test_another_word_is_refused(tmp_path):
+    with pytest.raises(BackendError, match="first_loss='soon': write 'eager' or 'compiled'"):
+        fl.backend("XLA", artifact_dir=tmp_path, first_loss="soon")
+    with pytest.raises(BackendError, match="first_loss would do nothing"):
+        fl.backend("CPU", first_loss="eager")
