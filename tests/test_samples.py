@@ -70,6 +70,12 @@ device = "cpu"
 DEVICES = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
 
 SCRIPTS = {
+    "docs/cstorch.md": """
+import torch
+<sample>
+assert cstorch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults["eps"] == 1e-6
+assert cstorch.utils.tensorboard.SummaryWriter
+""",
     "README.md": """
 import transformers
 
