@@ -22,6 +22,7 @@ FIGURES = (
     "traced_loop",
     "step_memory",
     "time_to_first_loss",
+    "plain_pytorch",
     "loss_agreement",
     "mt19937_lanes",
     "stablehlo_llama_405b",
