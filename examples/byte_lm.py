@@ -2,6 +2,8 @@
 
 python examples/byte_lm.py --steps 200
 firstloss fit examples/byte_lm.yaml --trainer.loop.max_steps=200
+
+Needs: the extra xla; with `firstloss fit` also cli.
 """
 
 import argparse

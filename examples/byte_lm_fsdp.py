@@ -4,6 +4,8 @@
 
 The devices are virtual ones of one CPU; on a machine with eight accelerators leave the line with jax_num_cpu_devices
 out. Nothing but the backend differs from `byte_lm.py`, and the losses are the same up to the order of sums.
+
+Needs: the extra xla.
 """
 
 import argparse

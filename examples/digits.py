@@ -1,6 +1,8 @@
 """A convolutional net on scikit-learn's handwritten digits (1,797 images of 8 by 8): over 97% on those it never saw.
 
 python examples/digits.py
+
+Needs: scikit-learn, and the extra xla.
 """
 
 import argparse

@@ -4,6 +4,8 @@
     python -m examples.finetune_hf start
 
 The model is constructed deferred and its weights are read from the folder: none of them is ever initialised.
+
+Needs: the extras xla and demo.
 """
 
 import argparse

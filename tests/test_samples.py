@@ -120,6 +120,16 @@ eager = model
 <sample>
 assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
 """,
+    "docs/how-to/meta.md": MODEL
+    + """
+with fl.deferred(preserve_rng_state=True):
+    model = Model(config)
+model.to_empty(device="cpu")
+model.init_weights()
+<sample>
+assert not fl.is_deferred(model)
+""",
+    "docs/how-to/check.md": MODEL + "model = fl.deferred_init(Model)\nmodel.lm_head = model.layers[0].q_proj\n<sample>",
     "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
     "docs/precision.md": READY
     + """

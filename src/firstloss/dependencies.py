@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
+import os
+import shlex
+from urllib.parse import unquote, urlparse
 
 from .errors import MissingDependencyError
 
@@ -19,7 +24,7 @@ def require_jax(what: str) -> None:
 def without_jax(what: str, error: ImportError) -> MissingDependencyError:
     """The error to raise where `what` needs JAX, whose import ended in `error`."""
     return MissingDependencyError(
-        f"{what} needs JAX, which cannot be imported here ({error}). Install it with: pip install 'firstloss[xla]'. "
+        f"{what} needs JAX, which cannot be imported here ({error}). Install it with: {install('xla')}. "
         'Without it there are deferred constructors, checkpoints and the backends "CPU" and "GPU".'
     )
 
@@ -27,3 +32,27 @@ def without_jax(what: str, error: ImportError) -> MissingDependencyError:
 def is_jax(error: ImportError) -> bool:
     """Whether it is JAX that could not be imported."""
     return (error.name or "").partition(".")[0] in ("jax", "jaxlib")
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra from where this package came: a checkout, a repository, or an index."""
+    place = _place()
+    if place.startswith("git+"):
+        return f"pip install {shlex.quote(f'firstloss[{extra}] @ {place}')}"
+    return f"pip install {shlex.quote(f'{place}[{extra}]')}"
+
+
+def _place() -> str:
+    """What pip is to be given in the place of the package's name."""
+    try:
+        text = importlib.metadata.distribution("firstloss").read_text("direct_url.json")
+        came = json.loads(text) if text else {}
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        return root if os.path.exists(os.path.join(root, "pyproject.toml")) else "firstloss"
+    url = came.get("url", "")
+    if "vcs_info" in came:  # https://packaging.python.org/en/latest/specifications/direct-url/
+        about = came["vcs_info"]
+        return f"{about.get('vcs', 'git')}+{url}@{about.get('commit_id', about.get('requested_revision', 'HEAD'))}"
+    folder = unquote(urlparse(url).path) if url.startswith("file:") else ""
+    return folder if os.path.isdir(folder) else "firstloss"

@@ -85,7 +85,8 @@ def test_a_missing_library_names_its_extra(monkeypatch, capsys):
 
     monkeypatch.setattr("firstloss.cli.demo.run", missing)
     assert main(["demo"]) == 1
-    assert "rich is not installed: pip install 'firstloss[cli]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "rich is not installed: pip install " in said and "[cli]" in said
 
 
 def test_an_interrupt_is_status_130(monkeypatch, capsys):
@@ -125,3 +126,66 @@ def test_inspect_says_what_would_be_made(capsys):
     assert main(target) == 0
     shown = capsys.readouterr().out
     assert "uniform(-0.4472" in shown and "2 weights, 42 parameters" in shown
+
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+from firstloss.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+OF_EXTRA = {"cli": ("rich", "matplotlib", "jsonargparse"), "xla": ("jax", "jaxlib"), "demo": ("transformers",)}
+LINEAR = ["torch.nn:Linear", "--arg", "in_features=3", "--arg", "out_features=4"]
+COMMANDS = {
+    "inspect": ["inspect", *LINEAR],
+    "verify": ["verify", *LINEAR],
+    "init": ["init", *LINEAR, "-o", "{folder}/weights"],
+    "stablehlo": ["stablehlo", *LINEAR, "-o", "{folder}/module.mlir"],
+    "demo": ["demo", "--out", "{folder}/demo"],
+    "fit": ["fit", "{folder}/config.yaml"],
+}
+
+
+@pytest.mark.parametrize("without", OF_EXTRA)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_an_extra_a_command_runs_or_names_it_in_one_line(tmp_path, command, without):
+    arguments = COMMANDS[command]
+    (tmp_path / "config.yaml").write_text(
+        "trainer: {model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 2}}}\n"
+        "train_dataloader: {class_path: torch.utils.data.DataLoader, init_args: {dataset: [[1.0, 1.0]]}}\n"
+    )
+    script = BLOCKED.format(blocked=set(OF_EXTRA[without]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = [sys.executable, "-c", script, *(a.format(folder=tmp_path) for a in arguments)]
+    done = subprocess.run(told, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    if done.returncode:
+        assert f"[{without}]" in done.stderr and "pip install" in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    else:
+        assert not done.stderr or without not in ("cli", "demo") or command not in ("demo", "fit")
+
+
+@pytest.mark.parametrize(
+    "came, command",
+    [
+        ({"url": "file://{folder}", "dir_info": {"editable": True}}, "pip install '{folder}[xla]'"),
+        ({"url": "https://example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+         "pip install 'firstloss[xla] @ git+https://example.org/x.git@abc'"),
+        (None, "pip install 'firstloss[xla]'"),
+    ],
+)  # fmt: skip
+def test_hints_are_commands_that_work_from_where_the_package_came(tmp_path, monkeypatch, came, command):
+    import importlib.metadata
+    import json
+    from types import SimpleNamespace
+
+    from firstloss import dependencies
+
+    text = None if came is None else json.dumps(came).replace("{folder}", str(tmp_path))
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    assert dependencies.install("xla") == command.replace("{folder}", str(tmp_path))

@@ -9,13 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ..dependencies import install
 from ..errors import FirstlossError
 from . import demo, fit, init, inspect, output, schema, stablehlo, validate, verify
 
 COMMANDS = (demo, inspect, init, verify, stablehlo, fit, validate, schema)
 
 # Where a missing library comes from, for those who installed the bare package.
-_EXTRA_OF = {"rich": "cli", "matplotlib": "cli", "jax": "xla", "transformers": "demo"}
+_EXTRA_OF = {
+    **dict.fromkeys(("rich", "matplotlib", "jsonargparse", "yaml"), "cli"),
+    **dict.fromkeys(("jax", "jaxlib"), "xla"),
+    "transformers": "demo",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRA_OF:
-        return f"{error.name} is not installed: pip install 'firstloss[{_EXTRA_OF[error.name]}]'"
+        return f"{error.name} is not installed: {install(_EXTRA_OF[error.name])}"
     if isinstance(error, FirstlossError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
