@@ -146,7 +146,7 @@ COMMANDS = {
     "init": ["init", *LINEAR, "-o", "{folder}/weights"],
     "stablehlo": ["stablehlo", *LINEAR, "-o", "{folder}/module.mlir"],
     "demo": ["demo", "--out", "{folder}/demo"],
-    "fit": ["fit", "{folder}/config.yaml"],
+    "fit": ["fit", "examples/byte_lm.yaml", "--trainer.model_dir={folder}/run"],
 }
 
 
@@ -154,19 +154,15 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_an_extra_a_command_runs_or_names_it_in_one_line(tmp_path, command, without):
     arguments = COMMANDS[command]
-    (tmp_path / "config.yaml").write_text(
-        "trainer: {model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 2}}}\n"
-        "train_dataloader: {class_path: torch.utils.data.DataLoader, init_args: {dataset: [[1.0, 1.0]]}}\n"
-    )
+    if command == "fit" and without == "demo":
+        pytest.skip("it needs nothing of that extra, and would train")
     script = BLOCKED.format(blocked=set(OF_EXTRA[without]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     told = [sys.executable, "-c", script, *(a.format(folder=tmp_path) for a in arguments)]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
+    done = subprocess.run(told, capture_output=True, text=True, timeout=200, env=environment)
     if done.returncode:
         assert f"[{without}]" in done.stderr and "pip install" in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
-    else:
-        assert not done.stderr or without not in ("cli", "demo") or command not in ("demo", "fit")
 
 
 @pytest.mark.parametrize(
