@@ -50,7 +50,8 @@ def record(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.
     except ValueError:  # so large that it takes several launches
         return False
     node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
-    session.generators.will_draw(generator)
+    if session.generators.preserve:
+        session.generators.will_draw(generator)
     generator.set_offset(after)
     return True
 

@@ -435,10 +435,18 @@ def share_memory(tensor: Tensor, real: Tensor) -> None:
         become(tensor, shown)
 
 
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view of a weight made without gradients, edited since: PyTorch asks nobody to use it
+        return False
+
+
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
-    requires_grad, grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
-    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if tensor.is_leaf and requires_grad else []
+    leaf = _is_leaf(tensor)
+    requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
+    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if leaf and requires_grad else []
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", PARAMETER_FLAG)}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
