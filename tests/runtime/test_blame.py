@@ -179,11 +179,43 @@ def test_a_result_has_no_graph_and_says_where_backward_belongs(name, compiled):
     assert str(caught.value).startswith(f"{__file__}:")
 
 
-def test_what_is_computed_from_a_result_has_a_note(compiled):
+@pytest.mark.parametrize("more", [lambda result: result * 2, lambda result: result + torch.ones(3, requires_grad=True)])
+def test_a_gradient_that_comes_to_a_result_is_an_error(more, compiled):
     step = fl.trace(lambda x: compiled(x).sum())
-    with pytest.raises(RuntimeError, match="does not require grad") as caught:
-        (step(X) * 2).backward()
-    assert any("backward() in the step" in note for note in caught.value.__notes__)
+    with pytest.raises(fl.errors.TraceError, match=r"Call backward\(\) in the step") as caught:
+        more(step(X)).sum().backward()
+    assert str(caught.value).startswith(f"{__file__}:")
+
+
+def test_a_gradient_that_comes_to_an_argument_that_a_step_made_is_an_error(compiled):
+    """The first step's weights would get none of it."""
+    features = fl.trace(lambda x: compiled(x))
+    weight = torch.ones(3, requires_grad=True)
+
+    @fl.trace
+    def second(x):
+        loss = (x * weight.sum()).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(fl.errors.TraceError, match=r"its detach\(\)"):
+        second(features(X))
+    assert second(features(X).detach()).requires_grad
+
+
+def test_a_result_requires_gradients_where_it_does_in_eager_pytorch(compiled):
+    kept = []
+
+    @fl.trace
+    def step(x):
+        out = compiled(x)
+        kept[:] = [out, out.detach(), out.argmax()]
+        with torch.no_grad():
+            return out.sum(), compiled(x).sum()
+
+    for _ in range(3):
+        found = [t.requires_grad for t in (*step(X), *kept)]
+        assert found == [False, False, True, False, False]
 
 
 def test_eager_gradients_are_untouched(compiled):

@@ -220,7 +220,7 @@ def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, 
     from firstloss.runtime import segmented
 
     monkeypatch.setattr(segments, "_SAVED", 60)
-    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
     with backend.device:
         model = Deep()
     optimizer = adamw(model.parameters())
@@ -261,7 +261,7 @@ def test_a_backward_pass_that_was_lowered_before_is_lowered_after_the_loss(tmp_p
     def start():
         order.clear()
         torch.manual_seed(0)
-        backend = fl.backend("XLA", artifact_dir=tmp_path)
+        backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
         with backend.device:
             model = Deep()
         optimizer = adamw(model.parameters())

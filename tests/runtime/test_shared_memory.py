@@ -845,10 +845,10 @@ def test_a_gradients_memory(backend):
 
 def test_results_of_a_step(backend):
     run = Run(backend)
-    results = [run.step(run.x).numpy() for _ in range(3)]
+    results = [run.step(run.x).detach().numpy() for _ in range(3)]
     assert len({float(r) for r in results}) == 3
     loss = run.step(run.x)
-    kept = loss.numpy()
+    kept = loss.detach().numpy()
     kept += 1
     assert loss.item() == kept.item()
 

@@ -26,6 +26,7 @@ from ..program.source import here
 from . import session
 from .distributed import parts_of
 from .generators import is_ticket
+from .lost_history import is_returned
 from .mapped_file import left_in_file
 from .tensor import DeferredTensor, Hooks, geometry_of, mine, reseat
 
@@ -139,7 +140,11 @@ def _check_graph(outputs: Any) -> None:
     if session.trace is not None or are_functorch_transforms_active():
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        if type(tensor) is DeferredTensor and tensor._store.resident is not None and not tensor.requires_grad:
+        if (
+            type(tensor) is DeferredTensor
+            and tensor._store.resident is not None
+            and (not tensor.requires_grad or is_returned(tensor))
+        ):
             raise TraceError(f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch
+from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
 from ..program.graph import Node, Program, Ref, Value, slice_for
 from .jaxlib import given, to_host
@@ -30,7 +30,7 @@ class Kernels(Replay):
             for value, ref in zip(node.outputs, node.args[0], strict=True):
                 self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
             return
-        schema = node.op._schema.arguments
+        schema = schema_of(node.op).arguments
         numbers = {argument.name for argument in schema if _is_number(argument.type)}
         if not numbers or not any(True for _ in node.refs()):
             return super()._run_one(node)
