@@ -1,5 +1,8 @@
 """The first loss comes from PyTorch's own kernels, before anything is compiled; the training does not notice."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -220,3 +223,28 @@ def test_another_word_is_refused(tmp_path):
         fl.backend("XLA", artifact_dir=tmp_path, first_loss="soon")
     with pytest.raises(BackendError, match="first_loss would do nothing"):
         fl.backend("CPU", first_loss="eager")
+
+
+def test_the_process_ends_in_order_while_a_step_runs(tmp_path):
+    """Its results are held until the very end; the device's threads must not run on when their code is gone."""
+    script = f"""
+import torch
+from torch import nn
+import firstloss as fl
+backend = fl.backend("XLA", artifact_dir={str(tmp_path)!r})
+with backend.device:
+    net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+model = fl.compile(net, backend)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+@fl.trace
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+for _ in range(3):
+    loss = step(torch.randn(2048, 1024))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -16,6 +16,8 @@ Steps hand over state one at a time, in whatever thread they are called: no thre
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +79,7 @@ class Transaction:
         outputs = self._run.outputs()
         self._commit(outputs)
         _open = None
+        _executed(outputs)
         return outputs
 
     def execute_or_settle(self) -> Sequence[Sequence[Any]]:
@@ -114,6 +117,29 @@ class Transaction:
 
 
 _open: Transaction | None = None
+_latest: Any = None  # of what the last execution makes, the smallest array: as long as it is not there, that runs
+
+
+def _executed(outputs: Sequence[Sequence[Any]]) -> None:
+    global _latest
+    arrays = outputs[-1] or outputs[0][-1:] or outputs[1][-1:]
+    if _latest is None:
+        atexit.register(_finish)
+    _latest = min(arrays, key=_size) if arrays else False
+
+
+def _size(array: Any) -> int:
+    return getattr(array, "size", 0)
+
+
+def _finish() -> None:
+    """At the end of the process: what the device computes is waited for. Whoever holds an array then keeps the device
+    from being taken down in order, and its threads would run on in memory that is gone."""
+    with contextlib.suppress(Exception):  # of a step that failed: it was raised where its results are needed, or nobody
+        jax.block_until_ready([_latest] if isinstance(_latest, jax.Array) and not _latest.is_deleted() else [])
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):
+            array.block_until_ready()
 
 
 def settled() -> None:
