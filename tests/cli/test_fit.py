@@ -227,7 +227,7 @@ def test_print_config_shows_every_key(capsys):
         main(["fit", "--print_config"])
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
-        "artifact_dir", "mesh"
+        "artifact_dir", "mesh", "cluster_config"
     }  # fmt: skip
     assert shown["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
     assert shown["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
@@ -238,3 +238,20 @@ def test_other_commands_take_no_strangers(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "torch.nn:Linear", "--trainer.loop.max_steps=3"])
     assert "unrecognized arguments: --trainer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"class_path": "firstloss.trainer.MixedPrecision", "init_args": {"fp16_type": "bfloat16"}}, "bfloat16"),
+    ],
+    ids=["ours", "Model Zoo's"],
+)
+def test_precision_and_workers_in_the_references_words(config, given, dtype):
+    file = config(precision=given, cluster_config={"num_csx": 1, "num_workers_per_csx": 1})
+    from firstloss.cli import config as configuration
+
+    trainer = configuration.instantiate("fit", *configuration.read("fit", file, [])).trainer
+    assert trainer.precision.dtype == dtype
+    assert trainer.backend.cluster_config.num_workers_per_csx == 1

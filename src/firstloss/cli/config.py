@@ -18,7 +18,8 @@ import torch
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
 
 import firstloss as fl
-from firstloss.trainer import Checkpoint, Logging, Precision, Trainer, TrainingLoop
+from firstloss.distributed import ClusterConfig
+from firstloss.trainer import Checkpoint, Logging, MixedPrecision, Precision, Trainer, TrainingLoop
 from firstloss.trainer.callback import Callback
 from firstloss.trainer.randomness import seed_everything
 
@@ -53,8 +54,9 @@ class ConfiguredTrainer(Trainer):
         device: str = "XLA",
         artifact_dir: str | None = None,
         mesh: dict[str, int] | None = None,
+        cluster_config: ClusterConfig | None = None,
         model_dir: str = "./model_dir",
-        precision: Precision = Precision(),  # noqa: B008  (its keys are shown by --print_config; no run changes it)
+        precision: Precision | MixedPrecision = Precision(),  # noqa: B008  (its keys are shown by --print_config; no run changes it)
         checkpoint: Checkpoint = Checkpoint(),  # noqa: B008
         logging: Logging = Logging(),  # noqa: B008
         callbacks: Sequence[Callback] | None = None,
@@ -71,8 +73,11 @@ class ConfiguredTrainer(Trainer):
             device: "XLA", "CPU" or "GPU".
             artifact_dir: where compiled steps are kept for the next start; by default "artifacts" in `model_dir`.
             mesh: the devices to share the work, as {fsdp: 8}.
+            cluster_config: the same in the references' words, and how many workers read data: {num_csx: 8,
+                num_workers_per_csx: 2}.
             model_dir: the run folder.
-            precision: the dtypes that a step computes in.
+            precision: the dtypes that a step computes in; `class_path: firstloss.trainer.MixedPrecision` for Model
+                Zoo's arguments.
             checkpoint: when to save and what to keep.
             logging: how often to log.
             callbacks: code of yours.
@@ -80,7 +85,12 @@ class ConfiguredTrainer(Trainer):
             seed: of torch, numpy and Python, before the loaders and the model are made.
         """
         super().__init__(
-            backend=fl.backend(device, mesh=mesh, artifact_dir=artifact_dir or os.path.join(model_dir, "artifacts")),
+            backend=fl.backend(
+                device,
+                mesh=mesh,
+                cluster_config=cluster_config,
+                artifact_dir=artifact_dir or os.path.join(model_dir, "artifacts"),
+            ),
             model_dir=model_dir,
             model=model,
             optimizer=_of_parameters(optimizer),
