@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shlex
@@ -27,6 +28,17 @@ def without_jax(what: str, error: ImportError) -> MissingDependencyError:
         f"{what} needs JAX, which cannot be imported here ({error}). Install it with: {install('xla')}. "
         'Without it there are deferred constructors, checkpoints and the backends "CPU" and "GPU".'
     )
+
+
+def require_extra(extra: str, what: str, *modules: str) -> None:
+    """An error if modules of an extra, which `what` needs, are not installed. Nothing is imported."""
+    for name in modules:
+        try:
+            found = importlib.util.find_spec(name)
+        except ImportError:
+            found = None
+        if found is None:
+            raise MissingDependencyError(f"{what} needs {name}, which is not installed: {install(extra)}.")
 
 
 def is_jax(error: ImportError) -> bool:

@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 def train(tmp_path, monkeypatch, kind, dropout, steps=2):
     """Losses and gradients of a few steps, and the executable's bytes of scratch memory."""
-    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
     torch.manual_seed(0)
     with backend.device:
         model = Model(kind, dropout)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import heap
+from ..dependencies import require_extra
 from ..errors import FirstlossError
 from ..timeline import Timeline
 from . import output
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_extra("xla", "firstloss demo", "jax", "jaxlib")
+    require_extra("demo", "firstloss demo", "transformers")
     out = _Folder(args.out)
     console = output.console(args.json)
     with out, tempfile.TemporaryDirectory(prefix="firstloss-demo-") as scratch:
