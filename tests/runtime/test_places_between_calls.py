@@ -1,6 +1,7 @@
 """What a step reads of Python's own places, changed between two calls, is noticed."""
 
 import builtins
+import collections
 import contextvars
 import ctypes
 import decimal
@@ -103,6 +104,22 @@ def level_of_a_logger():
 def precision_of_decimals():
     decimal.getcontext().prec = 28
     return lambda: float(decimal.Decimal(1) / 3), lambda: setattr(decimal.getcontext(), "prec", 2)
+
+
+@place
+def factory_of_a_dict():
+    table = np.ones(3)
+    made = collections.defaultdict(lambda: torch.from_numpy(table))
+
+    def read():
+        made["h"].add_(1)  # it lies in the array's memory
+        return made["h"].sum()
+
+    def change():
+        made.clear()
+        made.default_factory = lambda: torch.full((3,), 7.0)
+
+    return read, change
 
 
 @place

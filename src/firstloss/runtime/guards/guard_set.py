@@ -8,6 +8,7 @@ was not there counts as missing.
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
 import os
 import random
@@ -503,6 +504,11 @@ class GuardSet:
         if large is not None and name:
             self.unwatched.append((name, f"{what}, {large}"))
         if kind is Kind.DICT:
+            if isinstance(value, defaultdict):
+                factory = operator.attrgetter("default_factory")
+                key = (id(value), "default_factory")
+                self._read(key, functools.partial(factory, value), factory(value), f"the factory of {what}", name)
+                self._value(factory(value), what, name)
             before = self._before(value)
             if id(value) not in self._snapshot.opaque:
                 guard = self._table(value, lambda key: inside, name)

@@ -8,6 +8,7 @@ Python's own library are not entered; of installed packages' modules what the co
 from __future__ import annotations
 
 import array
+import collections
 import gc
 import os
 import threading
@@ -148,6 +149,8 @@ class Snapshot:
             self.opaque[id(what)] = (what, read, read())
         if kind is Kind.DICT:
             self._table(what, None, "items", todo)
+            if isinstance(what, collections.defaultdict):
+                todo.append(what.default_factory)
         elif kind in (Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
             items = items_of(what)
             if kind is not Kind.TUPLE:
