@@ -53,6 +53,22 @@ def run(backend, steps=3, before=lambda net: None, step_of=None, **options):
     return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
+def small_step(net, backend):
+    """A step of SGD."""
+    model = fl.compile(net, backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @fl.trace
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 @pytest.fixture
 def computed(monkeypatch):
     """A list with one item for each loss that came from PyTorch's kernels."""
@@ -167,17 +183,7 @@ def test_interrupted_while_it_is_computed(monkeypatch, tmp_path):
     torch.manual_seed(0)
     with backend.device:
         net = Net()
-    model = fl.compile(net, backend)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    @fl.trace
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = small_step(net, backend)
     monkeypatch.setattr(first_loss.FirstLoss, "compute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(torch.ones(8, 16))
@@ -199,17 +205,7 @@ def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_pat
     torch.manual_seed(0)
     with backend.device:
         net = Net()
-    model = fl.compile(net, backend)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    @fl.trace
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = small_step(net, backend)
     first = step(torch.ones(8, 16)).item()
     with pytest.raises(RuntimeError, match="no memory left"):
         net.blocks[0].up.weight.sum().item()

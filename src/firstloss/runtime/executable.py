@@ -244,12 +244,11 @@ class Executable:
         for viewer in tracing.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
             self.effects.also(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
-        handed_out = [
+        self._handed_out = [
             (store, left.make(kept)) for store, kept in tracing.new_memory.weights.items() if kept is not None
         ]
         self.effects.undo()
         outputs = self._leave(left, returned)
-        self._handed_out = handed_out
         tracing.new_memory.rejoin()
         self._changed: dict[Value, DeferredStorage | torch.Tensor] = {}
         for value, new in tracing.changes.items():

@@ -7,7 +7,7 @@ behind it. The first loss is then eager PyTorch's, bit for bit, and the training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
+from ..errors import FirstlossError
 from ..program.graph import Node, Program, Ref, Value, slice_for
 from .jaxlib import given, to_host
 
@@ -66,6 +67,23 @@ class FirstLoss:
         # The random numbers of a step come from its compiled function.
         draws = any(node.draw is not None for node in self._nodes)
         self.possible = bool(names) and not draws and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
+
+    def attempt(self, given: list[Any], places: Mapping[Any, int]) -> list[jax.Array] | None:
+        """As `compute`, of inputs whose `places` in `given` are known; a function there is called, and its array put in
+        its place. None if PyTorch's kernels cannot do it."""
+
+        def array(value: Value) -> Any:
+            content = given[places[value]]
+            if callable(content):
+                content = given[places[value]] = content()
+            return content
+
+        try:
+            return self.compute(array)
+        except FirstlossError:
+            raise
+        except Exception:  # an operation that only the compiler knows
+            return None
 
     def compute(self, array: Callable[[Value], Any]) -> list[jax.Array]:
         """The outputs, as arrays of the device's.

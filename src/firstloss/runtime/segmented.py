@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from .. import timeline
-from ..errors import FirstlossError
 from ..lower.dtypes import to_jax
 from ..lower.program import constant, run_calls
 from ..lower.segments import Cut, Segment
@@ -280,7 +279,9 @@ class SegmentedRun:
         step, slots = self._step, self._slots
         compiled = step._compiled
         if step.first_loss is not None:
-            if self._without_compiler(step.first_loss):
+            self._first_results = step.first_loss.attempt(slots, step._slots)
+            if self._first_results is not None:
+                self._rest_behind(self._first_results)
                 return
             step.first_loss = None
             step.lower_first()
@@ -300,24 +301,6 @@ class SegmentedRun:
         for slot, array in results.items():
             slots[slot] = array
         self._rest_behind(list(results.values()))
-
-    def _without_compiler(self, first_loss: FirstLoss) -> bool:
-        """Compute the results by PyTorch's kernels, and begin with the rest; False if they cannot do that."""
-        slots, where = self._slots, self._step._slots
-
-        def array(value: Value) -> Any:
-            slots[where[value]] = there(slots[where[value]])
-            return slots[where[value]]
-
-        try:
-            results = first_loss.compute(array)
-        except FirstlossError:
-            raise
-        except Exception:  # an operation that only the compiler knows
-            return False
-        self._first_results = results
-        self._rest_behind(results)
-        return True
 
     def _rest_behind(self, results: list[Any]) -> None:
         """The results are there; the rest of the step follows in a thread of its own."""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from .. import timeline
-from ..errors import FirstlossError
 from ..program.graph import Value
 from . import dispatch
 from .first_loss import FirstLoss
@@ -67,7 +66,9 @@ class _FirstRun:
         if self.later is not None:
             return
         step = self._step
-        results = self._whole is None and step.first_loss is not None and self._first_results(step.first_loss)
+        results = (
+            self._whole is None and step.first_loss is not None and step.first_loss.attempt(self._given, step.places)
+        )
         if not results:
             self._finish()
             return
@@ -88,19 +89,6 @@ class _FirstRun:
 
         self._results, self.later = results, later
         threading.Thread(target=finish, name="firstloss-first-step").start()
-
-    def _first_results(self, first_loss: FirstLoss) -> list[Any] | None:
-        def array(value: Value) -> Any:
-            place = self._step.places[value]
-            self._given[place] = there(self._given[place])
-            return self._given[place]
-
-        try:
-            return first_loss.compute(array)
-        except FirstlossError:
-            raise
-        except Exception:  # an operation that only the compiler knows
-            return None
 
     def _finish(self) -> None:
         if self._whole is None:
