@@ -41,31 +41,40 @@ _OPAQUE = (
     torch.autograd.graph.Node,
 )
 _ITEMS_OF_AN_ITERATOR = 20
+_OTHER_VALUES = "eager "  # how the message of tensors that differ by their values begins
 
 
 class Difference(Exception):
-    """What two runs do not agree on."""
+    """What two runs do not agree on.
 
-    def __init__(self, path: str, what: str) -> None:
+    Attributes:
+        of_values: whether it is numbers alone: the structure is the same as far as it was seen.
+    """
+
+    def __init__(self, path: str, what: str, of_values: bool = False) -> None:
         super().__init__(f"{path}: {what}")
         self.path = path
+        self.of_values = of_values
 
 
-def compare(eager: Any, traced: Any, module: str) -> None:
+def compare(eager: Any, traced: Any, module: str, tolerance: float = 1) -> None:
     """Compare what the two hold, and then what all tensors and arrays hold when each has been edited in place.
 
     Args:
         module: the name of the program's module: of functions and classes of other modules only the names are compared.
+        tolerance: a factor of what is tolerated.
 
     Raises:
         Difference: at the first one, the shortest way from the variables first.
     """
-    walk = _Walk(module)
+    walk = _Walk(module, tolerance)
     walk.run(eager, traced)
-    _edit_each(walk.tensors, walk.arrays)
+    _edit_each(walk.tensors, walk.arrays, tolerance)
 
 
-def _edit_each(tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: list[tuple[str, Any, Any]]) -> None:
+def _edit_each(
+    tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: list[tuple[str, Any, Any]], tolerance: float
+) -> None:
     """Edit all in place, in one order: where tensors share memory, one sees the edits of the other."""
     for i, (_, *pair) in enumerate(tensors):
         if _editable(pair[0]):
@@ -78,11 +87,11 @@ def _edit_each(tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: li
             for twin in twins:
                 twin += 3
     for path, a, b in tensors:
-        difference = _tensors_differ(a, b)
-        if difference:
+        if difference := _tensors_differ(a, b, tolerance):
             raise Difference(path, f"after each tensor has been edited in place, {difference}")
     for path, a, b in arrays:
-        if not _close(torch.from_numpy(np.asarray(a, dtype=np.float64)), torch.from_numpy(np.asarray(b, np.float64))):
+        twins = (torch.from_numpy(np.asarray(array, dtype=np.float64)) for array in (a, b))
+        if not _close(*twins, tolerance):
             raise Difference(path, "after each tensor has been edited in place: another array")
 
 
@@ -93,18 +102,18 @@ def _editable(tensor: torch.Tensor) -> bool:
     return not expanded
 
 
-def _tensors_differ(a: torch.Tensor, b: torch.Tensor) -> str:
+def _tensors_differ(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str:
     if isinstance(a, nn.Parameter) != isinstance(b, nn.Parameter):
-        return f"eager a {type(a).__name__}, traced a {type(b).__name__}"
+        return f"a {type(a).__name__} in eager PyTorch, traced a {type(b).__name__}"
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"eager {tuple(a.shape)} {a.dtype}, traced {tuple(b.shape)} {b.dtype}"
+        return f"{tuple(a.shape)} {a.dtype} in eager PyTorch, traced {tuple(b.shape)} {b.dtype}"
     if isinstance(a, nn.Parameter) and a.requires_grad != b.requires_grad:
         return f"requires_grad: eager {a.requires_grad}, traced {b.requires_grad}"
     with torch.no_grad():
         x, y = a.detach().clone(), b.detach().clone()
         y = torch.as_tensor(y)
-        if not _close(x, y):
-            return f"eager {_shown(x)}, traced {_shown(y)}"
+        if not _close(x, y, tolerance):
+            return f"{_OTHER_VALUES}{_shown(x)}, traced {_shown(y)}"
     return ""
 
 
@@ -113,19 +122,20 @@ def _shown(tensor: torch.Tensor) -> str:
     return f"[{values}{', ...' if tensor.numel() > 3 else ''}]"
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     if not a.dtype.is_floating_point and not a.dtype.is_complex:
         return torch.equal(a, b)
     real = a.real.dtype if a.dtype.is_complex else a.dtype
     relative, absolute = _RELATIVE.get(real, _HALF), _ABSOLUTE.get(real, _HALF)
-    return torch.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True)
+    return torch.allclose(a, b, rtol=relative * tolerance, atol=absolute * tolerance, equal_nan=True)
 
 
 class _Walk:
     """Both object graphs, breadth first."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, tolerance: float) -> None:
         self._module = module
+        self._tolerance = tolerance
         self._todo: collections.deque[tuple[str, Any, Any]] = collections.deque()
         self._twin: tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]] = ({}, {})
         self._alive: list[Any] = []  # so that no id is given twice
@@ -141,8 +151,8 @@ class _Walk:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if self._again(path, a, b):
                 return
-            if difference := _tensors_differ(a, b):
-                raise Difference(path, difference)
+            if difference := _tensors_differ(a, b, self._tolerance):
+                raise Difference(path, difference, of_values=difference.startswith(_OTHER_VALUES))
             self.tensors.append((path, a, b))
             if a.is_leaf and b.is_leaf:
                 self._todo.append((path + ".grad", a.grad, b.grad))
@@ -156,8 +166,9 @@ class _Walk:
             if a != b:
                 raise Difference(path, f"eager {_brief(a)}, traced {_brief(b)}")
         elif isinstance(a, (float, complex, np.generic)):
-            if not np.allclose(a, b, rtol=_RELATIVE[torch.float64], atol=_ABSOLUTE[torch.float32], equal_nan=True):
-                raise Difference(path, f"eager {a}, traced {b}")
+            relative, absolute = _RELATIVE[torch.float64] * self._tolerance, _ABSOLUTE[torch.float32] * self._tolerance
+            if not np.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True):
+                raise Difference(path, f"eager {a}, traced {b}", of_values=True)
         elif isinstance(a, _OPAQUE) or isinstance(a, tuple) and not a:
             pass
         elif not isinstance(a, (tuple, str, types.MethodType)) and self._again(path, a, b):
@@ -183,8 +194,9 @@ class _Walk:
         if isinstance(a, np.ndarray):
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise Difference(path, f"eager {a.shape} {a.dtype}, traced {b.shape} {b.dtype}")
-            if a.dtype.kind in "fiub" and not np.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise Difference(path, f"eager {a.ravel()[:3]}, traced {b.ravel()[:3]}")
+            relative, absolute = 1e-3 * self._tolerance, 1e-5 * self._tolerance
+            if a.dtype.kind in "fiub" and not np.allclose(a, b, rtol=relative, atol=absolute, equal_nan=True):
+                raise Difference(path, f"eager {a.ravel()[:3]}, traced {b.ravel()[:3]}", of_values=True)
             self.arrays.append((path, a, b))
         elif isinstance(a, TracedStep):
             yield ".__wrapped__", a._step, b._step

@@ -61,7 +61,7 @@ def check(source: str, traceback: bool = False) -> Outcome:
     except Difference as difference:
         if traceback:
             print_exc()
-        if _sensitive(source):
+        if _sensitive(source, difference):
             return Outcome(DISCARDED, "it amplifies rounding errors")
         return Outcome(DIFFERS, _line(difference))
     except fl.errors.FirstlossError as error:
@@ -159,17 +159,22 @@ class _Noise(TorchDispatchMode):
     generator = torch.Generator().manual_seed(0)
 
 
-def _sensitive(source: str) -> bool:
-    """Whether rounding errors make a difference in PyTorch itself, as in a sign of what should be zero."""
-    try:
-        eager = _run(source, "CPU")
-        with _Noise():
-            other = _run(source, "CPU")
-        compare(eager, other, MODULE)
-    except Difference:
-        return True
-    except Exception:
-        return False
+def _sensitive(source: str, difference: Difference) -> bool:
+    """Whether rounding errors make such a difference in PyTorch itself, as in a sign of what should be zero.
+
+    Errors are random, and so is what becomes of them: a fifth of what is tolerated counts, in one of three runs.
+    """
+    for _ in range(3):
+        try:
+            eager = _run(source, "CPU")
+            with _Noise():
+                other = _run(source, "CPU")
+            compare(eager, other, MODULE, tolerance=0.2)
+        except Difference as found:
+            if difference.of_values or not found.of_values:
+                return True
+        except Exception:
+            return False
     return False
 
 

@@ -9,6 +9,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -27,6 +28,7 @@ class Worker:
         self._kind = kind
         self._seconds = seconds
         self._process: subprocess.Popen | None = None
+        self._errors = tempfile.TemporaryFile()  # what the process says when it crashes
         self._checked = 0
 
     def check(self, source: str) -> Outcome:
@@ -60,7 +62,7 @@ class Worker:
             self._process = None
             if hung.is_set():
                 return Outcome(HUNG, f"no end within {self._seconds:g} s")
-            return Outcome(CRASHED, f"the process ended with status {status}")
+            return Outcome(CRASHED, f"the process ended with status {status}: {self._last_words()}")
         return Outcome(**json.loads(answer))
 
     def close(self) -> None:
@@ -71,16 +73,22 @@ class Worker:
             self._process.wait()
             self._process = None
 
+    def _last_words(self) -> str:
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 20_000))
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        return " | ".join(lines[-60:])
+
     def _start(self) -> subprocess.Popen:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
         environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "tests.fuzz.pool", self._kind]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.pool", self._kind]
+        self._errors.truncate(0)
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
             cwd=ROOT,
