@@ -19,7 +19,7 @@ def child(side, args):
     import torch
 
     import firstloss as fl
-    from firstloss.runtime import changes
+    from firstloss.runtime.step import changes
 
     torch.manual_seed(0)
     fields = models.LLAMA_TINY if args.tiny else models.LLAMA_24_LAYERS

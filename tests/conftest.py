@@ -38,7 +38,7 @@ def backend(tmp_path):
 @pytest.fixture
 def traced(monkeypatch):
     """A list with one item for each trace: how often a step's Python has run, whatever it counts itself."""
-    from firstloss.runtime.executable import Executable
+    from firstloss.runtime.step.executable import Executable
 
     found = []
     init = Executable.__init__

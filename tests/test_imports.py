@@ -190,6 +190,6 @@ def test_private_names_stay_in_their_files(name):
 
 
 def test_the_checks_see_what_they_are_for(monkeypatch):
-    assert ("runtime.mesh_placement", "engine.run") in {(m, to) for m in modules() for to in graph()[m]}
+    assert ("runtime.mesh.placement", "engine.run") in {(m, to) for m in modules() for to in graph()[m]}
     assert any(to == "init.stablehlo.module" for to, _ in imports("init.recipes")), "a lazy import"
     assert "init.recipes" not in graph()["init.stablehlo.module"], "an import for the type checker alone"

@@ -101,7 +101,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
 
 def _processes() -> Any:
     from .runtime.backend import current_backend
-    from .runtime.processes import processes
+    from .runtime.mesh.processes import processes
 
     return processes(current_backend(raise_exception=False))
 
@@ -127,8 +127,8 @@ def global_batch(batch: Any) -> Any:
     backend = current_backend()
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
-    from .runtime.executable import resident
-    from .runtime.mesh import put_parts
+    from .runtime.mesh.mesh import put_parts
+    from .runtime.step.executable import resident
     from .runtime.structures import flatten
 
     mesh = backend.mesh

@@ -15,7 +15,7 @@ from firstloss.capture import deferred as _deferred  # noqa: F401 - registers it
 from firstloss.compat import patches
 from firstloss.compat.names import lookup
 from firstloss.errors import CompatibilityError
-from firstloss.runtime import optimizers as _optimizers  # noqa: F401 - likewise
+from firstloss.runtime.step import optimizers as _optimizers  # noqa: F401 - likewise
 from firstloss.undo import Undo
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ import torch.distributed.checkpoint
 from torch._higher_order_ops import cond, scan, while_loop
 import firstloss as fl
 from firstloss.capture.step import StepTrace
-from firstloss.runtime import trace
+from firstloss.runtime.step import trace
 before = census()
 with fl.deferred():
     layer = torch.nn.Linear(2, 2)

@@ -19,7 +19,7 @@ from torch import nn
 
 from firstloss.runtime.backend import Backend
 from firstloss.runtime.compiled import CompiledModel
-from firstloss.runtime.trace import TracedStep
+from firstloss.runtime.step.trace import TracedStep
 
 # Compilers sum in another order than PyTorch's kernels. In float64 what that makes of a few steps of a tiny model is
 # far below any fault's effect; in float32 some of the optimizers divide by small numbers.

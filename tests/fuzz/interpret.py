@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import torch
 
-from firstloss.runtime.executable import Executable
-from firstloss.runtime.first_loss import Kernels
 from firstloss.runtime.jaxlib import given, to_host
-from firstloss.runtime.segmented import there
+from firstloss.runtime.step.executable import Executable
+from firstloss.runtime.step.first_loss import Kernels
+from firstloss.runtime.step.segmented import there
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
 _compile = Executable._compile

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from firstloss.runtime import checkpoint_file
+from firstloss.runtime.checkpoint import file as checkpoint_file
 
 from . import checkpoints
 from .outcome import DIFFERS, REFUSED, SAME
@@ -41,7 +41,7 @@ def test_what_is_wrong_is_found(monkeypatch):
 def test_a_save_that_loses_the_checkpoint_before_is_found(monkeypatch):
     kills = [k / 40 for k in range(40)]
     assert checkpoints.check(PROGRAM.format(kills=kills, harms=[])).kind == SAME
-    from firstloss.runtime import checkpoint
+    from firstloss.runtime.checkpoint import checkpoint
 
     real = checkpoint._write_json
 

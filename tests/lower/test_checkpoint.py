@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import firstloss as fl
-from firstloss.runtime.executable import Executable
+from firstloss.runtime.step.executable import Executable
 
 WIDTH, ROWS, LAYERS = 64, 512, 8
 

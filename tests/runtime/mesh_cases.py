@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
-from firstloss.runtime import mesh_placement  # noqa: E402
+from firstloss.runtime.mesh import placement as mesh_placement  # noqa: E402
 
 # Sums over a batch or a dimension that is cut are added up in another order: some ulp a step of float32, which training
 # carries on. Measured here: up to 2e-6 of the loss after four steps.
@@ -336,7 +336,7 @@ def test_saving_gathers_nothing(tmp_path, monkeypatch):
     run = Run(tmp_path, {"fsdp": 8})
     run.train(0, 1)
     read = []
-    from firstloss.runtime import cell
+    from firstloss.runtime.device import cell
 
     to_host = cell.to_host
     monkeypatch.setattr(cell, "to_host", lambda array: (read.append(array.shape), to_host(array))[1])

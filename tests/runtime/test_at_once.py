@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture.tensor import DeferredTensor
-from firstloss.runtime import cell
+from firstloss.runtime.device import cell
 
 
 def on_host(tensors):

@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
-from firstloss.runtime import executable
+from firstloss.runtime.step import executable
 
 X = torch.tensor([1.0, 2.0])
 counter = 0
@@ -502,7 +502,7 @@ def test_and_later_as_time_permits(monkeypatch, tmp_path):
     flag.write_text("0")
     step = fl.trace(lambda x: -x if int(flag.read_text()) else x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
-    from firstloss.runtime import changes
+    from firstloss.runtime.step import changes
 
     flag.write_text("1")
     monkeypatch.setattr(changes, "_CHECKING", 1e9)  # all the time there is

@@ -11,8 +11,8 @@ import torch
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning
-from firstloss.runtime import changes
 from firstloss.runtime.guards import contents
+from firstloss.runtime.step import changes
 
 MANY, TOO_MANY = 5000, contents.MOST_ITEMS + 2000
 X = torch.ones(2)

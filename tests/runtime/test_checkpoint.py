@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import firstloss as fl
-from firstloss.runtime.checkpoint_file import DTYPES
+from firstloss.runtime.checkpoint.file import DTYPES
 
 BIG = 40_000  # elements: enough to be left on disk
 

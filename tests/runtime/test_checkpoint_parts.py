@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 
 from firstloss.errors import CheckpointError
-from firstloss.runtime import checkpoint_file, checkpoint_tensors
-from firstloss.runtime.checkpoint_file import Part, TensorFile, write
-from firstloss.runtime.checkpoint_tensors import Tensors
+from firstloss.runtime.checkpoint import file as checkpoint_file
+from firstloss.runtime.checkpoint import tensors as checkpoint_tensors
+from firstloss.runtime.checkpoint.file import Part, TensorFile, write
+from firstloss.runtime.checkpoint.tensors import Tensors
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime import loop as loops
+from firstloss.runtime.step import loop as loops
 
 
 @pytest.fixture

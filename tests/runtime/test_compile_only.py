@@ -57,7 +57,7 @@ def files(folder):
 
 @pytest.mark.parametrize("mesh", [None, {"data": 1}])
 def test_compiled_once_for_a_run_to_come(mesh, tmp_path):
-    from firstloss.runtime import placement
+    from firstloss.runtime.device import placement
 
     folder, closures = tmp_path / "kept", []
     batches = fl.utils.data.SyntheticDataset(torch.zeros(4, 8))

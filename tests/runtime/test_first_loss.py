@@ -9,7 +9,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import BackendError
-from firstloss.runtime import first_loss, whole
+from firstloss.runtime.step import first_loss, whole
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
-from firstloss.runtime import dispatch
+from firstloss.runtime.device import dispatch
 
 OURS = os.path.dirname(fl.__file__) + os.sep
 

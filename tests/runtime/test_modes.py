@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime.modes import ModesLeft, modes
+from firstloss.runtime.step.modes import ModesLeft, modes
 
 torch.manual_seed(1)
 BATCHES = [(torch.randn(6, 8), torch.randn(6, 4)) for _ in range(8)]

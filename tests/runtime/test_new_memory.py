@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import TraceError
-from firstloss.runtime.executable import Executable
+from firstloss.runtime.step.executable import Executable
 
 from ..fuzz import interpret
 

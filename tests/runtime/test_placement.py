@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.runtime import placement
+from firstloss.runtime.device import placement
 
 
 @pytest.fixture

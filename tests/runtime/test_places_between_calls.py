@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime.executable import Executable
+from firstloss.runtime.step.executable import Executable
 
 from ..fuzz import interpret
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
-from firstloss.runtime.arguments import Arguments
-from firstloss.runtime.segmented import SegmentedStep
+from firstloss.runtime.step.arguments import Arguments
+from firstloss.runtime.step.segmented import SegmentedStep
 
 # Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
 # The backward pass of a batch norm subtracts nearly equal sums, which makes ten times as much of it.
@@ -176,7 +176,7 @@ class Captured:
     """The Program of a step of `Deep`, nothing compiled."""
 
     def __init__(self, layers):
-        from firstloss.runtime.executable import Executable
+        from firstloss.runtime.step.executable import Executable
 
         backend = fl.backend("XLA")
         with backend.device:
@@ -217,7 +217,7 @@ def test_an_order_of_calls_in_which_everything_is_there_when_needed():
 
 
 def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, monkeypatch):
-    from firstloss.runtime import segmented
+    from firstloss.runtime.step import segmented
 
     monkeypatch.setattr(segments, "_SAVED", 60)
     backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
@@ -243,7 +243,7 @@ def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, 
 
 
 def test_a_backward_pass_that_was_lowered_before_is_lowered_after_the_loss(tmp_path, monkeypatch):
-    from firstloss.runtime import segmented
+    from firstloss.runtime.step import segmented
 
     monkeypatch.setattr(segments, "_SAVED", 60)
     # One that counts nothing: only what comes after the loss renews state.

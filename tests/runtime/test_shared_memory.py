@@ -16,7 +16,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
-from firstloss.runtime.segmented import SegmentedStep
+from firstloss.runtime.step.segmented import SegmentedStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 

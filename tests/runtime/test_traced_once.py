@@ -18,7 +18,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
-from firstloss.runtime import changes
+from firstloss.runtime.step import changes
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
 from firstloss.trainer.loggers import ProgressLogger
 

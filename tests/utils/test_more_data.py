@@ -73,7 +73,7 @@ def test_one_process_reads_all(backend):
 
 def test_several_share_a_batch(monkeypatch):
     from firstloss import distributed
-    from firstloss.runtime.processes import Processes
+    from firstloss.runtime.mesh.processes import Processes
 
     monkeypatch.setattr(distributed, "_processes", lambda: Processes(2, 4))
     monkeypatch.setenv("LOCAL_RANK", "0")

@@ -17,12 +17,12 @@ from ..capture.deferred import deferred
 from ..dependencies import require_jax
 from ..errors import BackendError
 from ..settings import Settings, check_name
-from .at_once import moved_at_once
-from .keys import Keys
+from .device.at_once import moved_at_once
+from .device.keys import Keys
 
 if TYPE_CHECKING:
     from ..distributed import ClusterConfig
-    from .mesh import Mesh
+    from .mesh.mesh import Mesh
 
 _XLA_NAMES = ("XLA", "CSX")
 _EAGER = {"CPU": "cpu", "GPU": "cuda"}
@@ -171,7 +171,7 @@ class Backend:
         Args:
             behind: the first loss does not need them, as it does not an optimizer's state.
         """
-        from . import placement
+        from .device import placement
 
         placement.claim(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)
 
@@ -258,9 +258,9 @@ def backend(
         heap.map_arrays()
         with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
             require_jax(f"firstloss.backend({name!r})")
-            from . import compiled, executable, notes, trace  # noqa: F401
             from .jaxlib import use_compilation_cache
-            from .mesh import Mesh
+            from .mesh.mesh import Mesh
+            from .step import executable, notes, trace  # noqa: F401
 
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}

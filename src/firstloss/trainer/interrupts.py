@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..runtime.processes import Processes
+from ..runtime.mesh.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CHILD = getattr(signal, "SIGCHLD", None)  # Windows has none

@@ -15,7 +15,7 @@ import torch
 import firstloss as fl
 
 from ..errors import LoaderError, TrainerError
-from ..runtime.processes import processes
+from ..runtime.mesh.processes import processes
 from . import checkpoint as checkpoints
 from . import construct
 from .batches import Batches, check_loader, several

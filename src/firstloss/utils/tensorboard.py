@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import MissingDependencyError, SummaryError
-from ..runtime import loop as loops
-from ..runtime.closures import step_closure
+from ..runtime.step import loop as loops
+from ..runtime.step.closures import step_closure
 
 try:
     from torch.utils.tensorboard import SummaryWriter as _SummaryWriter

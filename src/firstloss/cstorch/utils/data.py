@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...runtime.numpy_arrays import from_numpy, to_numpy
+from ...runtime.device.numpy_arrays import from_numpy, to_numpy
 from ...utils.data import DataExecutor as _DataExecutor
 from ...utils.data import (
     DataLoader,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ExecutorError, LoaderError
-from ...runtime import loop as loops
 from ...runtime.backend import current_backend
+from ...runtime.step import loop as loops
 from .loader import DataLoader, Reader, latest
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...capture import session
 from ...errors import LoaderError
 from ...program.source import here
-from ...runtime import feed
+from ...runtime.device import feed
 from .random_state import RandomState
 from .workers import with_workers
 

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import LoaderError
 from ...runtime.backend import current_backend
-from ...runtime.processes import processes
+from ...runtime.mesh.processes import processes
 
 
 def with_workers(loader: Any, name: str) -> Any:

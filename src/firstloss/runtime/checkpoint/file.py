@@ -1,0 +1,263 @@
+"""One file of a checkpoint: safetensors, with a checksum for every piece of a tensor.
+
+The file is an ordinary safetensors file (https://github.com/huggingface/safetensors#format) that other libraries read.
+Its metadata has, under `firstloss.crc32`, the CRC-32 of each piece of `PIECE` bytes of each tensor, under
+`firstloss.head` that of the head (with zeros in its own place), and under `firstloss.parts`, for entries that are
+parts of a tensor that several devices share, whose part and where it begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import weakref
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import CheckpointError
+from ...init.disk.direct_file import BLOCK, DirectFile, aligned
+from ...init.disk.layout import layout
+from ...init.disk.safetensors_header import DTYPES, header
+
+PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
+_BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
+_CRC, _PARTS, _HEAD = "firstloss.crc32", "firstloss.parts", "firstloss.head"
+_NO_SUM = "0" * 8  # what stands for the head's checksum where it is computed
+RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # names that mean something in the metadata
+_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_MAX_HEADER = 1 << 30
+
+
+class Part(NamedTuple):
+    """What is written as one entry: all of a tensor, or a box of it that begins at `begin`."""
+
+    tensor: str
+    dtype: torch.dtype
+    whole: tuple[int, ...]  # shape of the tensor
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]  # the content, on the host
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        if self.shape == self.whole:
+            return self.tensor
+        return self.tensor + str([f"{b}:{b + n}" for b, n in zip(self.begin, self.shape, strict=True)]).replace("'", "")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write(path: str, parts: list[Part], metadata: dict[str, str] | None = None) -> None:
+    """Write `parts` to `path`, one after another, each read when its turn comes; on disk for good when this returns."""
+    places = layout([p.nbytes for p in parts], [p.dtype.itemsize for p in parts], 1)
+    entries = [(parts[p.which].key, parts[p.which].dtype, parts[p.which].shape, p.begin, p.end) for p in places]
+    sums = {p.key: "0" * 8 * -(-p.nbytes // PIECE) for p in parts}  # as long as what will stand there
+    about = {p.key: {"of": p.tensor, "shape": p.whole, "begin": p.begin} for p in parts if p.shape != p.whole}
+
+    def head() -> bytes:
+        said = {_HEAD: _NO_SUM, "format": "pt", **(metadata or {}), _CRC: json.dumps(sums), _PARTS: json.dumps(about)}
+        text = header(entries, said, BLOCK)
+        return text.replace(_head_mark(_NO_SUM), _head_mark(f"{zlib.crc32(text):08x}"), 1)
+
+    begin = len(head())
+    with closing(DirectFile(path)) as out:
+        with _Stream(out, begin) as stream:
+            for place in places:
+                part = parts[place.which]
+                sums[part.key] = _checked(part, stream)
+        text = aligned(begin)
+        text.numpy()[:] = memoryview(head())
+        out.write(text, 0)
+        out.end_at(begin + (places[-1].end if places else 0))
+
+
+def _head_mark(value: str) -> bytes:
+    return f'"{_HEAD}":"{value}"'.encode()
+
+
+def _checked(part: Part, stream: _Stream) -> str:
+    """Put a part into the stream; returns its checksums."""
+    if not part.nbytes:
+        return ""
+    data = raw_bytes(part.read())
+    sums = []
+    for begin in range(0, part.nbytes, PIECE):
+        piece = data[begin : begin + PIECE]
+        sums.append(f"{zlib.crc32(memoryview(piece.numpy())):08x}")
+        stream.put(piece)
+    return "".join(sums)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor on the host in row-major order, as one row of bytes."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # the stride of a lone element may be anything
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+class _Stream:
+    """Bytes on their way to a file: one buffer is filled while the other is written."""
+
+    def __init__(self, out: DirectFile, offset: int) -> None:
+        self._out, self._offset = out, offset
+        self._buffers = [aligned(_BUFFER), aligned(_BUFFER)]
+        self._filled = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="firstloss-checkpoint")
+        self._writing: Future[None] | None = None
+
+    def put(self, data: torch.Tensor) -> None:
+        while data.numel():
+            count = min(_BUFFER - self._filled, data.numel())
+            self._buffers[0][self._filled : self._filled + count].copy_(data[:count])
+            self._filled, data = self._filled + count, data[count:]
+            if self._filled == _BUFFER:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        blocks = -(-self._filled // BLOCK) * BLOCK
+        self._writing = self._pool.submit(self._out.write, self._buffers[0][:blocks], self._offset)
+        self._offset, self._filled = self._offset + self._filled, 0
+        self._buffers.reverse()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+            if self._writing is not None:
+                self._writing.result()
+        finally:
+            self._pool.shutdown()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What a file's head says of one tensor in it: `sums` are the checksums of its pieces, empty if it has none."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+    sums: str
+
+
+class TensorFile:
+    """A safetensors file, open for reading. It stays readable when it is replaced or removed.
+
+    Raises:
+        CheckpointError: if it is no such file, or damaged, naming file and tensor.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+        self.head = self._read_head()
+        try:
+            said = json.loads(self.head[8:])
+            self.metadata: dict[str, str] = dict(said.pop("__metadata__", {}))
+            self._check_head(self.metadata.pop(_HEAD, None))
+            sums = json.loads(self.metadata.pop(_CRC, "{}"))
+            self.parts: dict[str, dict[str, Any]] = json.loads(self.metadata.pop(_PARTS, "{}"))
+            self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in said.items()}
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not a safetensors file, or its head is damaged ({type(error).__name__}: {error})"
+            ) from error
+
+    def _read_head(self) -> bytes:
+        start = os.pread(self._descriptor, 8, 0)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= _MAX_HEADER:
+            raise CheckpointError(f"{self.path} is not a safetensors file: it begins with {start!r}")
+        if 8 + length > self.size:
+            raise CheckpointError(
+                f"{self.path} is cut short or no safetensors file: its head takes {8 + length:,} bytes, and the file "
+                f"has {self.size:,}"
+            )
+        return os.pread(self._descriptor, 8 + length, 0)
+
+    def _check_head(self, said: str | None) -> None:
+        """An error if the head has another checksum than it says; files of other libraries say none."""
+        if said is None and _CRC not in self.metadata:
+            return
+        if said is None or zlib.crc32(self.head.replace(_head_mark(said), _head_mark(_NO_SUM), 1)) != int(said, 16):
+            raise CheckpointError(f"{self.path} is damaged: its head has another checksum than when it was written")
+
+    def _entry(self, key: str, about: dict[str, Any], sums: str) -> Entry:
+        if about["dtype"] not in _NAMES:
+            raise CheckpointError(f"{self.path}: {key} is of dtype {about['dtype']}, which Firstloss cannot read")
+        dtype, shape = _NAMES[about["dtype"]], tuple(int(n) for n in about["shape"])
+        begin, end = (len(self.head) + int(offset) for offset in about["data_offsets"])
+        count = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or begin < len(self.head) or end - begin != count:
+            raise CheckpointError(
+                f"{self.path}: {key} of shape {list(shape)} takes {count:,} bytes, not {end - begin:,}"
+            )
+        if end > self.size:
+            raise CheckpointError(
+                f"{self.path} is cut short: {key} ends at byte {end:,}, and the file has {self.size:,} bytes"
+            )
+        if sums and len(sums) != 8 * -(-count // PIECE):
+            raise CheckpointError(f"{self.path}: {key} has checksums of another length")
+        return Entry(dtype, shape, begin, end, sums)
+
+    def read(self, key: str) -> torch.Tensor:
+        """The tensor `key`, in fresh memory, its checksums tried."""
+        entry = self.entries[key]
+        data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        self._fill(key, entry, data, 0)
+        return data.view(entry.dtype).reshape(entry.shape)
+
+    def rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of the tensor `key`; only the pieces that they lie in are read."""
+        entry = self.entries[key]
+        row = (entry.end - entry.begin) // max(entry.shape[0], 1)
+        low = first * row // PIECE * PIECE
+        high = min(-(-last * row // PIECE) * PIECE, entry.end - entry.begin)
+        data = torch.empty(max(high - low, 0), dtype=torch.uint8)
+        self._fill(key, entry, data, low)
+        # A copy, where the rows begin amid a piece: as another dtype, memory must begin at a multiple of its size.
+        inside = data[first * row - low : last * row - low].clone() if last > first else data[:0]
+        return inside.view(entry.dtype).reshape(last - first, *entry.shape[1:])
+
+    def _fill(self, key: str, entry: Entry, data: torch.Tensor, low: int) -> None:
+        view = memoryview(data.numpy())
+        for at in range(0, len(view), PIECE):
+            piece = view[at : at + PIECE]
+            self._read_into(key, piece, entry.begin + low + at)
+            number = (low + at) // PIECE
+            if entry.sums and f"{zlib.crc32(piece):08x}" != entry.sums[8 * number : 8 * number + 8]:
+                raise CheckpointError(
+                    f"{self.path}: {key} is damaged: bytes {entry.begin + low + at:,} to "
+                    f"{entry.begin + low + at + len(piece):,} of the file have another checksum than when they were "
+                    "written"
+                )
+
+    def _read_into(self, key: str, view: memoryview, offset: int) -> None:
+        while view:
+            count = os.preadv(self._descriptor, [view], offset)
+            if count == 0:
+                raise CheckpointError(f"{self.path} was cut short while it was open: {key} ends behind its end")
+            view, offset = view[count:], offset + count

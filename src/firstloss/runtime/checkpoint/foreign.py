@@ -1,0 +1,161 @@
+"""Weights that other libraries have written: safetensors files, Hugging Face folders, files of `torch.save`."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+import zlib
+from bisect import bisect_right
+from typing import Any
+
+import torch
+
+from ...capture.file_value import FileValue
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...compat.torch_names import FakeTensorMode, checkpoint_offset, neg_view
+from ...errors import CheckpointError, CheckpointMissingError
+from ...program.graph import Ref, is_contiguous
+from .file import TensorFile
+from .map import map_tensors
+from .tensors import SMALL_BYTES, Tensors
+
+HUB_INDEX = "model.safetensors.index.json"
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDICES = (HUB_INDEX, "pytorch_model.bin.index.json")
+
+
+def load_folder(folder: str) -> dict[str, torch.Tensor]:
+    """The weights in a Hugging Face folder, by name."""
+    for name in _SINGLE:
+        if os.path.exists(os.path.join(folder, name)):
+            return load_file(os.path.join(folder, name))
+    for name in _INDICES:
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    where = dict(json.load(file)["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+            return _load_indexed(folder, path, where)
+    raise CheckpointMissingError(
+        f"{folder} has no complete checkpoint: neither checkpoint.json nor a Hugging Face model is in it"
+    )
+
+
+def _load_indexed(folder: str, index: str, where: dict[str, str]) -> dict[str, torch.Tensor]:
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name in dict.fromkeys(where.values()):
+        if os.path.basename(name) != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not in its folder")
+        if not os.path.exists(os.path.join(folder, name)):
+            raise CheckpointError(f"{os.path.join(folder, name)}, which {index} names, is missing")
+        files[name] = load_file(os.path.join(folder, name))
+    out = {}
+    for key, name in where.items():
+        if key not in files[name]:
+            raise CheckpointError(f"{os.path.join(folder, name)} has no tensor {key}, which {index} says it has")
+        out[key] = files[name][key]
+    for loaded in files.values():
+        out.update({key: tensor for key, tensor in loaded.items() if key not in out})  # ties
+    return out
+
+
+def load_file(path: str) -> Any:
+    """What is in a file of safetensors or of `torch.save`."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointMissingError(f"there is no checkpoint at {path}") from None
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        return load_torch(path, lazily=start[:2] == b"PK")
+    return _load_safetensors(path)
+
+
+def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
+    file = TensorFile(path)
+    tensors = Tensors([file])
+    out = {name: tensors.get(name) for name in tensors.names()}
+    # Names left out as ties are in the metadata, as safetensors' `save_model` and `save_initialized` write them.
+    ties = {tied: kept for tied, kept in file.metadata.items() if kept in out and tied not in out and tied != "format"}
+    out.update({tied: out[kept] for tied, kept in ties.items()})
+    return out
+
+
+# -- torch.save --------------------------------------------------------------------------------------------------------
+
+
+def load_torch(path: str, lazily: bool) -> Any:
+    """Data only: torch's own reader refuses whatever would run code. Tensors are left in the file where it is a zip."""
+    try:
+        if not lazily:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        archive = _Archive(path)
+        with FakeTensorMode():
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise CheckpointError(
+            f"{path} is damaged, or holds more than data, which is never run ({type(error).__name__}: {reason})"
+        ) from error
+    return map_tensors(loaded, archive.tensor)
+
+
+class _Archive:
+    """The storages in a file of `torch.save`: members of a zip, stored as they are, each with a checksum."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = open(path, "rb")
+        try:
+            archive = zipfile.ZipFile(self._file)
+            members = [m for m in archive.infolist() if m.compress_type == zipfile.ZIP_STORED]
+            for member in members:
+                if "/data/" not in member.filename:  # what the object is made of: PyTorch's reader tries no checksum
+                    archive.read(member)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged or cut short ({error})") from error
+        self._members = sorted(members, key=lambda m: m.header_offset)
+        self._offsets = [m.header_offset for m in self._members]
+        self._stores: dict[int, DeferredStorage] = {}
+
+    def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor that `fake` stands for; those that share a storage go on sharing it."""
+        storage: Any = fake.untyped_storage()
+        offset, nbytes = checkpoint_offset(storage), storage.nbytes()
+        ref_geometry = (tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype)
+        store = self._stores.get(offset)
+        if store is None:
+            whole = is_contiguous(fake.shape, fake.stride()) and fake.numel() * fake.itemsize == nbytes
+            shape = tuple(fake.shape) if whole else (nbytes // fake.itemsize,)
+            stride = fake.stride() if whole else (1,)
+
+            def read() -> torch.Tensor:
+                return self._read(offset, nbytes, name).view(fake_dtype).reshape(shape)
+
+            fake_dtype = fake.dtype
+            value = FileValue(shape, stride, fake.dtype, read, f"{name} in {self._path}")
+            store = self._stores[offset] = DeferredStorage(value)
+        if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
+            real = Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
+            real = real.conj() if fake.is_conj() else real
+            return neg_view(real) if fake.is_neg() else real
+        if nbytes <= SMALL_BYTES:
+            return Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
+        return DeferredTensor.wrap(store, *ref_geometry)
+
+    def _read(self, offset: int, nbytes: int, name: str) -> torch.Tensor:
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        count = os.preadv(self._file.fileno(), [memoryview(data.numpy())], offset) if nbytes else 0
+        member = self._members[bisect_right(self._offsets, offset) - 1]
+        if count < nbytes:
+            raise CheckpointError(f"{self._path} is cut short: {name} ({member.filename}) ends behind its end")
+        if nbytes and member.CRC and zlib.crc32(memoryview(data.numpy())) != member.CRC:
+            raise CheckpointError(
+                f"{self._path}: {name} is damaged: {member.filename} has another checksum than when it was written"
+            )
+        return data

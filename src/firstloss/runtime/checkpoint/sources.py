@@ -1,0 +1,110 @@
+"""The tensors of an object that is to be saved: each once, and how to read it to the host when its turn comes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...capture.recorder import DeferredTensor
+from ...capture.values import content
+from ...compat.torch_names import local_tensor_or
+from ...errors import UnsavableError
+from ...init.disk.safetensors_header import DTYPES
+from .file import Part
+from .map import map_tensors
+
+
+class _Owned(NamedTuple):
+    owner: int  # number of the process that writes it
+    part: Part
+
+
+class Sources:
+    """Tensors by name."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}  # of each memory looked at in one way
+
+    def store(self, tensor: torch.Tensor, where: str) -> str:
+        """Take up a tensor found at `where`; returns the name that it is stored under.
+
+        Raises:
+            UnsavableError: for one that a safetensors file cannot hold.
+        """
+        _check(tensor, where)
+        memory = _memory(tensor)
+        if memory is not None and memory in self._names:
+            return self._names[memory]
+        name, count = where or "tensor", 1
+        while (
+            name in self._tensors or name == "__metadata__"
+        ):  # "a.b" is also the way to "b" in "a"; the other is taken
+            count += 1
+            name = f"{where} ({count})"
+        self._tensors[name] = tensor
+        if memory is not None:
+            self._names[memory] = name
+        return name
+
+    def whole(self) -> list[Part]:
+        """All of them, unsharded."""
+        return [_whole_part(name, tensor) for name, tensor in self._tensors.items()]
+
+    def owned_by(self, index: int) -> list[Part]:
+        """What process number `index` has to write."""
+        return [
+            part for name, tensor in self._tensors.items() for owner, part in _parts(name, tensor) if owner == index
+        ]
+
+
+def on_host(obj: Any) -> Any:
+    """`obj` with its deferred tensors as ordinary ones, which share memory with the device where they can."""
+    return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
+
+
+def _check(tensor: torch.Tensor, where: str) -> None:
+    if local_tensor_or(tensor, None) is not None:
+        raise UnsavableError(
+            f"{where} is a DTensor, of which this process has a part only. Use torch.distributed.checkpoint, or save "
+            "its full_tensor()."
+        )
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise UnsavableError(
+            f"{where} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file "
+            "cannot hold. Convert it before saving."
+        )
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that show the same memory in the same way; None where there is none."""
+    if not tensor.numel():
+        return None
+    geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    if type(tensor) is DeferredTensor:
+        return id(tensor._store), tensor.storage_offset(), geometry
+    return tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg(), geometry
+
+
+def _whole_part(name: str, tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(name, tensor.dtype, shape, (0,) * len(shape), shape, lambda: _read(tensor))
+
+
+def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
+    if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
+        shape = tuple(tensor.shape)
+        return [
+            _Owned(piece.owner, Part(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
+            for piece in tensor._store.resident.pieces()
+        ]
+    return [_Owned(0, _whole_part(name, tensor))]
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if type(tensor) is not DeferredTensor:
+            return tensor.detach().cpu()
+        cell = tensor._store.resident
+        return tensor._ref().view(cell.read()) if cell is not None else content(tensor)

@@ -1,0 +1,103 @@
+"""The tensors of a checkpoint's files, by name: read when they are used."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from ...capture.file_value import FileValue, file_tensor
+from ...capture.step import dense_stride
+from ...errors import CheckpointError
+from .file import TensorFile
+
+# Smaller tensors are read at once: there would be nothing to gain, and code that looks past PyTorch's dispatcher, as
+# `torch.set_rng_state` does, finds real memory.
+SMALL_BYTES = 1 << 16
+
+
+class _Box(NamedTuple):
+    """A part of a tensor, in a file: it begins at `begin`."""
+
+    file: TensorFile
+    key: str
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Saved(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[_Box]
+
+
+class Tensors:
+    """Tensors by name. Whoever asks for one twice gets the same."""
+
+    def __init__(self, files: list[TensorFile]) -> None:
+        self._saved: dict[str, _Saved] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        for file in files:
+            for key, entry in file.entries.items():
+                about = file.parts.get(key)
+                name = key if about is None else about["of"]
+                shape = entry.shape if about is None else tuple(about["shape"])
+                begin = (0,) * len(shape) if about is None else tuple(about["begin"])
+                saved = self._saved.setdefault(name, _Saved(name, entry.dtype, shape, []))
+                if (entry.dtype, shape) != (saved.dtype, saved.shape):
+                    raise CheckpointError(f"{file.path}: {key} is no part of the {name} of {saved.boxes[0].file.path}")
+                saved.boxes.append(_Box(file, key, begin, entry.shape))
+
+    def names(self) -> list[str]:
+        """All of them."""
+        return list(self._saved)
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor of that name; a small one is read now.
+
+        Raises:
+            CheckpointError: if it is in no file, or not all of it.
+        """
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = self._make(name)
+        return made
+
+    def _make(self, name: str) -> torch.Tensor:
+        saved = self._saved.get(name)
+        if saved is None:
+            raise CheckpointError(f"the tensor {name} is in none of the checkpoint's files")
+        if sum(math.prod(box.shape) for box in saved.boxes) != math.prod(saved.shape):
+            raise CheckpointError(f"the files of the checkpoint have only parts of the tensor {name}")
+        if math.prod(saved.shape) * saved.dtype.itemsize <= SMALL_BYTES:
+            return _read(saved)
+        read = functools.partial(_read, saved)
+        label = f"{name} in {saved.boxes[0].file.path}"
+        read_box = functools.partial(_read_box, saved)
+        return file_tensor(FileValue(saved.shape, dense_stride(saved.shape), saved.dtype, read, label, read_box))
+
+
+def _read(saved: _Saved) -> torch.Tensor:
+    if len(saved.boxes) == 1:
+        return saved.boxes[0].file.read(saved.boxes[0].key)
+    return _read_box(saved, (0,) * len(saved.shape), saved.shape)
+
+
+def _read_box(saved: _Saved, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """The part of a tensor that begins at `begin`: of each box in the files the rows that lie in it are read."""
+    out = torch.empty(shape, dtype=saved.dtype)
+    for box in saved.boxes:
+        low = [max(a, b) for a, b in zip(begin, box.begin, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, box.begin, box.shape, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        if not shape:
+            return box.file.read(box.key)
+        rows = box.file.rows(box.key, low[0] - box.begin[0], high[0] - box.begin[0])
+        there = [slice(a - b, c - b) for a, b, c in zip(low[1:], box.begin[1:], high[1:], strict=True)]
+        place = [slice(a - b, c - b) for a, b, c in zip(low, begin, high, strict=True)]
+        out[tuple(place)] = rows[(slice(None), *there)]
+    return out

@@ -1,0 +1,178 @@
+"""What a checkpoint holds beside tensors: nested plain data, as JSON that comes back exactly as it was.
+
+Lists, None, booleans, whole numbers, strings and dicts with string keys are themselves. What JSON has no word for is an
+object with one key that begins with "$": {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}. Tensors
+are named: {"$tensor": "model.weight"}.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compat.torch_names import STATE_DICT_METADATA
+from ...errors import CheckpointError, UnsavableError
+
+_PLAIN = (type(None), bool, int, str)
+
+
+class Encoder:
+    """Turns objects into JSON; `store` is given each tensor with a name made of the keys that lead to it."""
+
+    def __init__(self, store: Callable[[torch.Tensor, str], str]) -> None:
+        self._store = store
+        self._open: set[int] = set()
+
+    def encode(self, obj: Any, where: str = "") -> Any:
+        """The JSON for `obj`, which is found at `where`.
+
+        Raises:
+            UnsavableError: naming the place of what a checkpoint cannot hold.
+        """
+        kind = type(obj)
+        if kind in _PLAIN:
+            return obj
+        if kind is float:
+            return obj if math.isfinite(obj) else {"$float": repr(obj)}
+        if isinstance(obj, torch.Tensor):
+            return {"$tensor": self._store(obj, where)}
+        if kind in _CONTAINERS:
+            if id(obj) in self._open:
+                raise UnsavableError(f"{where or 'the object'} contains itself, which a checkpoint cannot hold.")
+            self._open.add(id(obj))
+            try:
+                return _CONTAINERS[kind](self, obj, where)
+            finally:
+                self._open.remove(id(obj))
+        if isinstance(obj, np.ndarray):
+            return {"$array": self._store(_as_tensor(obj, where), where)}
+        if isinstance(obj, (np.bool_, np.integer, np.floating)):
+            return self.encode(obj.item(), where)
+        if isinstance(obj, torch.dtype):
+            return {"$dtype": str(obj).removeprefix("torch.")}
+        if isinstance(obj, torch.device):
+            return {"$device": str(obj)}
+        if kind is complex:
+            return {"$complex": [self.encode(obj.real), self.encode(obj.imag)]}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(obj).decode()}
+        raise UnsavableError(
+            f"{where or 'the object'} is of type {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, "
+            "numbers, strings, None, and dicts, lists and tuples of them. Save its state_dict(), or leave it out."
+        )
+
+    def _list(self, obj: Any, where: str) -> list:
+        return [self.encode(item, _join(where, i)) for i, item in enumerate(obj)]
+
+    def _set(self, obj: set, where: str) -> list:
+        return self._list(sorted(obj, key=lambda item: (str(type(item)), repr(item))), where)
+
+    def _pairs(self, obj: dict, where: str) -> list:
+        return [[self.encode(k, _join(where, "(key)")), self.encode(v, _join(where, k))] for k, v in obj.items()]
+
+    def _dict(self, obj: dict, where: str) -> dict:
+        if all(type(key) is str and not key.startswith("$") for key in obj):
+            return {key: self.encode(value, _join(where, key)) for key, value in obj.items()}
+        return {"$dict": self._pairs(obj, where)}
+
+    def _ordered(self, obj: OrderedDict, where: str) -> dict:
+        metadata = getattr(obj, STATE_DICT_METADATA, None)
+        out: dict[str, Any] = {"$ordered": self._pairs(obj, where)}
+        return (
+            out
+            if metadata is None
+            else {"$state_dict": [out, self.encode(metadata, _join(where, STATE_DICT_METADATA))]}
+        )
+
+
+_CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
+    list: Encoder._list,
+    tuple: lambda self, obj, where: {"$tuple": self._list(obj, where)},
+    torch.Size: lambda self, obj, where: {"$size": self._list(obj, where)},
+    dict: Encoder._dict,
+    OrderedDict: Encoder._ordered,
+    Counter: lambda self, obj, where: {"$counter": self._pairs(obj, where)},
+    set: lambda self, obj, where: {"$set": self._set(obj, where)},
+    frozenset: lambda self, obj, where: {"$frozenset": self._set(obj, where)},
+}
+
+
+def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The object that `data` was made of; `tensor` gives the tensors by their names.
+
+    Raises:
+        CheckpointError: for what no Encoder has written.
+    """
+
+    def walk(data: Any) -> Any:
+        if isinstance(data, list):
+            return [walk(item) for item in data]
+        if not isinstance(data, dict):
+            return data
+        mark = next(iter(data)) if len(data) == 1 else ""
+        if not mark.startswith("$"):
+            return {key: walk(value) for key, value in data.items()}
+        content = data[mark]
+        if mark == "$tensor":
+            return tensor(content)
+        if mark == "$array":
+            return tensor(content).numpy()
+        return read(mark, content)
+
+    def pairs(content: Any) -> list[tuple[Any, Any]]:
+        return [(walk(key), walk(value)) for key, value in content]
+
+    def state_dict(content: Any) -> Any:
+        out = walk(content[0])
+        setattr(out, STATE_DICT_METADATA, walk(content[1]))
+        return out
+
+    readers: dict[str, Callable[[Any], Any]] = {
+        "$float": float,
+        "$tuple": lambda c: tuple(walk(item) for item in c),
+        "$size": lambda c: torch.Size(c),
+        "$dict": lambda c: dict(pairs(c)),
+        "$ordered": lambda c: OrderedDict(pairs(c)),
+        "$state_dict": state_dict,
+        "$counter": lambda c: Counter(dict(pairs(c))),
+        "$set": lambda c: set(walk(c)),
+        "$frozenset": lambda c: frozenset(walk(c)),
+        "$dtype": _dtype,
+        "$device": torch.device,
+        "$complex": lambda c: complex(walk(c[0]), walk(c[1])),
+        "$bytes": base64.b64decode,
+    }
+
+    def read(mark: str, content: Any) -> Any:
+        try:
+            return readers[mark](content)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise CheckpointError(f"{mark} of {content!r:.80} means nothing here") from error
+
+    return walk(data)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found
+
+
+def _as_tensor(array: np.ndarray, where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy(order="C"))
+    except TypeError:
+        raise UnsavableError(f"{where or 'the array'} is a numpy array of {array.dtype}, unknown to torch.") from None
+
+
+def _join(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)

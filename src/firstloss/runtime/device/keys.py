@@ -1,0 +1,65 @@
+"""Where a step's random numbers come from: the run's seed, and how many steps have drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...capture import session
+from ...errors import CheckpointError
+
+
+class Keys:
+    """The random key of each step that draws: the run's seed and the step's number among those that draw.
+
+    The seed is `torch.initial_seed()` when the first step draws; a `torch.manual_seed` later begins anew. A step
+    that draws nothing takes no number, so that validation in between leaves training's numbers alone.
+    """
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._steps = 0
+        self._seen: tuple[int, int] | None = None  # torch's seed when ours was taken or loaded
+
+    def next(self) -> np.ndarray:
+        """The key of the next step: two uint32, of which `jax.random` makes the rest. It stays the next one's until
+        somebody says that it is `taken`."""
+        self._follow_torch()
+        assert self._seed is not None
+        return np.array([self._seed & 0xFFFFFFFF, self._steps], np.uint32)
+
+    def taken(self, key: np.ndarray) -> None:
+        """The step with this key has been run. May be said twice."""
+        self._steps = int(key[1]) + 1
+
+    def untaken(self, key: np.ndarray) -> None:
+        """It turns out that it has not, and none after it."""
+        self._steps = int(key[1])
+
+    def state_dict(self) -> dict[str, int]:
+        """What the next steps' numbers follow from."""
+        self._follow_torch()
+        assert self._seed is not None
+        return {"seed": self._seed, "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, whatever torch's seed is now.
+
+        Raises:
+            CheckpointError: if `state` is not what `state_dict` gives.
+        """
+        if set(state) != {"seed", "steps"} or not all(type(number) is int for number in state.values()):
+            raise CheckpointError(f"a backend's random state has a whole 'seed' and 'steps', not {state!r}.")
+        self._seed, self._steps, self._seen = state["seed"], state["steps"], _seeding()
+
+    def _follow_torch(self) -> None:
+        seeding = _seeding()
+        if seeding != self._seen:
+            self._seed, self._steps, self._seen = seeding[0], 0, seeding
+
+
+def _seeding() -> tuple[int, int]:
+    """Torch's seed, and how often it has been set: the same one set again begins anew as well."""
+    return torch.initial_seed(), session.seedings

@@ -1,0 +1,52 @@
+"""Tensors and NumPy's arrays, bfloat16 included, which NumPy has from `ml_dtypes`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    """The tensor in an array's memory; in a copy of it, where that may not be written to or runs backwards.
+
+    Args:
+        array: of numbers, of `ml_dtypes.bfloat16` too. A tensor is returned as it is.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
+    """The array in a tensor's memory; of a tensor of another device, a copy. A bfloat16 tensor's has the dtype
+    `ml_dtypes.bfloat16`.
+
+    Args:
+        tensor: an array is returned as it is.
+
+    Raises:
+        MissingDependencyError: for bfloat16 without `ml_dtypes`, which comes with JAX.
+    """
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    tensor = tensor.detach().cpu()
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependencyError(
+            "NumPy has no bfloat16 of its own: pip install ml_dtypes, or convert with tensor.float() first."
+        ) from error
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

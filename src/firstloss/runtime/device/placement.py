@@ -1,0 +1,309 @@
+"""Bring weights to the device: materialize the deferred ones there, in the background, and move the real ones."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import jax
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ... import timeline
+from ...capture.file_value import FileValue
+from ...capture.first_use import close_door
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
+from ...compat.torch_names import (
+    HOOK_TABLES,
+    PARAMETER_FLAG,
+    DisableTorchDispatch,
+    storage_address,
+    swap_tensor_impl,
+    use_count,
+)
+from ...engine.run import default_threads, materialize_values
+from ...program.graph import Ref, Value, dense_count
+from ..jaxlib import empties, empty, on_cpu, to_device
+from ..mesh import placement as mesh_placement
+from ..mesh.mesh import Mesh, put
+from .cell import Cell, is_direct
+from .host_memory import MappedWeights, is_countable, is_held
+
+_SWITCH_SECONDS = 0.0003
+
+
+# Priorities of the threads that make weights: one leaves its core to the thread that traces and lowers meanwhile.
+BESIDE_TRACING = (5,)
+
+
+class _Making(Future):
+    """Weights being made by a thread of their own, from `begin` on. Whoever waits for them begins it."""
+
+    def __init__(self, make: Callable[[], dict[Value, jax.Array]]) -> None:
+        super().__init__()
+        self._make = make
+        self._lock = threading.Lock()
+        self._begun = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+        # Not a daemon: those go on drawing while the interpreter is taken down under them, and crash.
+        threading.Thread(target=self._work, name="firstloss-materialize").start()
+
+    def result(self, timeout: float | None = None) -> dict[Value, jax.Array]:
+        self.begin()
+        return super().result(timeout)
+
+    def _work(self) -> None:
+        # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+        try:
+            with timeline.span("materialize"):
+                self.set_result(self._make())
+        except BaseException as error:  # the thread that waits for the weights raises it
+            self.set_exception(error)
+        finally:
+            sys.setswitchinterval(before)
+
+
+_behind: list[weakref.ref[_Making]] = []
+_under_way: set[Future] = set()
+
+
+def begin_behind() -> None:
+    """The first loss is there, or waits for all: begin with what it does not need."""
+    while _behind:
+        making = _behind.pop(0)()
+        if making is not None:  # nobody holds the state of a step that could not be traced
+            making.begin()
+
+
+def claim(
+    tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False, only_asked_for: bool = False
+) -> None:
+    """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
+
+    Args:
+        behind: these are not needed for the first loss; what is, comes before them.
+        only_asked_for: deferred ones are made when somebody reads one of them, and not before.
+    """
+    close_door()
+    pending: list[DeferredStorage] = []
+    real: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) is DeferredTensor:
+            store = tensor._store
+            if store.resident is None and store not in pending:
+                pending.append(store)
+        elif not any(tensor is other for other in real):
+            real.append(tensor)
+    if real:
+        with timeline.span("move"):
+            _move(real, mesh)
+    if pending:
+        _materialize_in_background(pending, mesh, behind, only_asked_for)
+
+
+def _is_copied(value: Value) -> bool:
+    """Whether a recipe is to copy what was given: a checkpoint's weights, and not new ones."""
+    if isinstance(value, FileValue):
+        return True
+    node = value.node
+    if node is None or node.op is not torch.ops.aten.copy_.default:
+        return False
+    source = node.args[1]
+    return type(source) is Ref and (source.value.known or isinstance(source.value, FileValue))
+
+
+def _materialize_in_background(
+    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool
+) -> None:
+    shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
+    niceness = (19,) * default_threads() if behind else BESIDE_TRACING
+    before_us = list(_under_way) if behind else []
+
+    def make() -> dict[Value, jax.Array]:
+        wait(before_us)
+        return _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
+
+    making = _Making(make)
+    for store in stores:
+        store.resident = Cell(store.value, pending=making, sharding=shardings[store.value])
+        store.resident.fresh = not _is_copied(store.value)
+    if only_asked_for:
+        return
+    if behind and on_cpu():  # the forward pass needs the same cores
+        _behind.append(weakref.ref(making))
+        return
+    _under_way.add(making)
+    making.add_done_callback(_under_way.discard)
+    making.begin()
+
+
+def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
+    """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
+    ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
+    kinds = [_kind(value) for value in values if is_direct(value)]
+    for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # asked for all at once
+        ready.setdefault(kind, []).append(pair)
+    arrays: dict[int, jax.Array] = {}
+
+    def allocate(value: Value) -> torch.Tensor:
+        if not is_direct(value):
+            return value.empty()
+        try:  # several threads ask
+            array, memory = ready[_kind(value)].pop()
+        except (KeyError, IndexError):  # for something on the way to a weight
+            array, memory = empty(*_kind(value))
+        arrays[memory.data_ptr()] = array
+        return memory
+
+    buffers = materialize_values(values, allocate=allocate, niceness=niceness)
+    out: dict[Value, jax.Array] = {}
+    for value, buffer in buffers.items():
+        array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
+        out[value] = array if array is not None else to_device(buffer)
+    return out
+
+
+def _kind(value: Value) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.dtype
+
+
+def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
+    """Real tensors become tensors on the device, the same Python objects; those that share memory go on sharing it."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
+    mapped = MappedWeights()
+    for group in groups.values():
+        found = [store_at(tensor) for tensor in group]
+        if all(found):  # memory of a weight that is on the backend, which was handed out
+            for tensor, at in zip(group, found, strict=True):
+                assert at is not None
+                _become_resident(tensor, *at)
+            continue
+        base = _base(group)
+        value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
+        store = DeferredStorage(value)
+        for tensor in group:
+            _become_resident(tensor, store, geometry_of(tensor))
+        if mesh is None and on_cpu() and base.numel():
+            lasting = not is_countable(base, mapped)
+            if lasting or is_held(base):  # by an array of numpy's, or by a tensor that is not moved
+                store.resident = Cell.of_memory(value, base, lasting)
+                note_memory(store)
+                continue
+        sharding = None if mesh is None else mesh.of_store(store)
+        array = to_device(base) if sharding is None else put(base, sharding)
+        store.resident = Cell(value, array=array, sharding=sharding)
+        del base
+
+
+def _base(group: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor that is all of the group's storage."""
+    with torch.no_grad():
+        for tensor in group:
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+            if whole and dense_count(tensor.shape, tensor.stride()) == tensor.numel():
+                return tensor.detach()
+        tensor = group[0]
+        flat = torch.empty(0, dtype=tensor.dtype)
+        return flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
+
+
+def home(tensor: torch.Tensor) -> DeferredTensor:
+    """A tensor of the backend whose content lives in the memory of `tensor`; where that cannot be, in a copy of it."""
+    found = store_at(tensor)
+    if found is not None:
+        return DeferredTensor.wrap(found[0], *found[1])
+    with DisableTorchDispatch(), torch.no_grad():
+        base = tensor.detach()
+    value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
+    store = DeferredStorage(value)
+    if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
+        store.resident = Cell.of_memory(value, base, not is_countable(base))
+        note_memory(store)
+    else:
+        store.resident = Cell(value, array=to_device(base))
+    return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
+
+
+Hooks.register(home=home)
+
+
+def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> None:
+    """Make `tensor`, the Python object, one that looks at `store`. Autograd goes on with it: hooks, its gradient, and
+    the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
+    leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
+    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if leaf and requires_grad else []
+    new: Any
+    if leaf:
+        new = DeferredTensor.wrap(store, *geometry)
+        _lead_on(tensor)
+    else:
+        with torch.enable_grad():
+            new = _Moved.apply(tensor, store, geometry)
+    if isinstance(tensor, torch.nn.Parameter):
+        setattr(new, PARAMETER_FLAG, True)
+    if leaf and requires_grad:
+        new.requires_grad_(True)
+    attributes = dict(tensor.__dict__)
+    if grad is not None:
+        tensor.grad = None
+    tensor.__class__ = DeferredTensor
+    tensor.__dict__.clear()
+    tensor.__dict__.update({**attributes, **new.__dict__})
+    swap_tensor_impl(tensor, new)
+    store.tensors = [ref for ref in store.tensors if ref() is not new]
+    store.tensors.append(weakref.ref(tensor))
+    if grad is not None:
+        tensor.grad = grad
+    for name, registered in hooks:
+        if registered:
+            setattr(tensor, name, registered)  # what is below the Python object has to know them, too
+    if hooks:
+        setattr(new, HOOK_TABLES[1], {})  # a graph that leads there leads on to here, where they run
+
+
+def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which somebody may have set, and about which PyTorch warns whoever looks at it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.grad
+
+
+def _lead_on(weight: torch.Tensor) -> None:
+    """Graphs that lead to `weight` as it is below the Python object are to lead to what will be there."""
+    if not weight.requires_grad or use_count(weight)() < 2:
+        return
+
+    def lead_on(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+        if grads[0] is not None:
+            get_gradient_edge(weight).node(grads[0])  # type: ignore[operator]
+        return (None,)
+
+    get_gradient_edge(weight).node.register_prehook(lead_on)
+
+
+class _Moved(torch.autograd.Function):
+    """A tensor with a graph, on the backend: the graph goes on from it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> torch.Tensor:
+        return DeferredTensor.wrap(store, *geometry)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None

@@ -1,0 +1,221 @@
+"""The arguments of one call of a traced step: which of them are data, and which are what they are.
+
+Data is read anew at each call: while the step is traced, a tensor without a value stands for it. What is done to that
+(written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each
+call. An argument that the step meets in another way as well, such as one of its weights, goes in as itself, and the
+executable is for that one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...capture.step import dense_stride
+from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry
+from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
+from ..structures import attributes_taken_apart, containers
+
+_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+
+
+class Itself:
+    """An object as part of a key: equal to itself alone."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Itself and other.held is self.held
+
+    def __repr__(self) -> str:
+        return f"{type(self.held).__name__} object"
+
+
+class Arguments:
+    """The arguments of one call.
+
+    Attributes:
+        leaves: what is in them, in the order of `spec`; then the gradients of those that are leaves of autograd.
+        spec: their structure.
+        gradients: by the number of a leaf, that of its gradient.
+        itself: the numbers of the leaves that go in as themselves.
+        padded: the numbers of the leaves that are padded copies of what was given.
+    """
+
+    __slots__ = ("leaves", "spec", "gradients", "itself", "padded", "_given", "_count", "_containers")
+
+    def __init__(self, given: tuple, leaves: list[Any], spec: Any, padded: frozenset[int] = frozenset()) -> None:
+        """
+        Args:
+            given: the arguments, positional and by name.
+            leaves: what is in them, padded.
+        """
+        self.leaves = list(leaves)
+        self.spec = spec
+        self.padded = padded
+        self._given = given
+        self._count = len(leaves)
+        self._containers: list[Any] | None = None
+        self.gradients: dict[int, int] = {}
+        self.itself: set[int] = set()
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if is_unlike_others(leaf):
+                    self.itself.add(i)
+                elif leaf.requires_grad and leaf.is_leaf and leaf.grad is not None:
+                    self.gradients[i] = len(self.leaves)
+                    self.leaves.append(leaf.grad)
+
+    def key(self) -> tuple:
+        """What an executable for these arguments depends on beside their kind."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        alone = len({id(tensor) for tensor in tensors}) == len(tensors)
+        shared = self._one_in_two_places()
+        if alone and not shared and not self.itself and not self.gradients:
+            return ()
+        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else ())
+        return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
+
+    def _one_in_two_places(self) -> bool:
+        """Whether a dict or a list is given twice."""
+        args, kwargs = self._given
+        if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
+            return False
+        held = self.containers()
+        return len({id(container) for container in held}) < len(held)
+
+    def rebuilt(self, leaves: list[Any]) -> tuple:
+        """The arguments, positional and by name, with these leaves: new dicts and lists, as many as were given."""
+        made = pytree.tree_unflatten(leaves, self.spec)
+        return _unified(self._given, made, {}) if self._one_in_two_places() else made
+
+    def data(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors that are data."""
+        for i, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and i not in self.itself:
+                yield i, leaf
+
+    def own(self) -> list[Any]:
+        """What guards have to look into: all but data."""
+        return [leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor) or i in self.itself]
+
+    @property
+    def given(self) -> list[Any]:
+        """The leaves of what was given, without gradients."""
+        return self.leaves[: self._count]
+
+    def containers(self) -> list[Any]:
+        """The dicts, lists and objects that hold them; see `structures.containers`."""
+        if self._containers is None:
+            self._containers = list(containers(self._given))
+        return self._containers
+
+
+def _pattern(objects: list[Any]) -> tuple[int, ...]:
+    """For each, the number of the first that is the same."""
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
+
+
+def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
+    """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
+    names = () if isinstance(given, (dict, list, tuple)) else attributes_taken_apart(given)
+    if not isinstance(given, (dict, list, tuple)) and not names:
+        return made
+    if isinstance(given, tuple):
+        parts = [_unified(a, b, known) for a, b in zip(given, made, strict=True)]
+        return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
+    if id(given) in known:
+        return known[id(given)]
+    known[id(given)] = made
+    for name in names:
+        object.__setattr__(made, name, _unified(getattr(given, name), getattr(made, name), known))
+    if names:
+        return made
+    for key in range(len(given)) if isinstance(given, list) else list(given):
+        made[key] = _unified(given[key], made[key], known)
+    return made
+
+
+def is_unlike_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is more than data: a weight, or one with hooks or attributes, which a batch has not."""
+    if isinstance(tensor, torch.nn.Parameter) or backward_hooks(tensor):
+        return True
+    if tensor.requires_grad and tensor.is_leaf and type(tensor) is DeferredTensor:
+        return True
+    return bool(tensor.__dict__) and not tensor.__dict__.keys() <= _OUR_ATTRIBUTES
+
+
+def home_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
+    """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
+    if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
+        return tensor._store
+    return tensor
+
+
+def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The view of an argument that a step has made of what stands for it, which lies row by row.
+
+    Where the argument lies otherwise, and the view runs through several of its dimensions at once, it is a copy: eager
+    PyTorch, too, can show that only as one.
+    """
+    size, stride, offset, dtype = geometry
+    tensor = tensor.detach()
+    if tensor.dtype != dtype:
+        tensor = tensor.contiguous().flatten().view(dtype)
+    elif not tensor.is_contiguous():
+        places = _places(tuple(tensor.shape), size, stride, offset)
+        if places is None:
+            tensor = tensor.contiguous()
+        else:
+            strides, begin = places
+            own = tensor.stride()
+            stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
+            offset = sum(n * s for n, s in zip(begin, own, strict=True))
+    offset += int(tensor.storage_offset())
+    if type(tensor) is DeferredTensor:
+        return DeferredTensor.wrap(tensor._store, size, stride, offset, dtype)
+    return tensor.as_strided(size, stride, offset)
+
+
+def _places(
+    shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> tuple[list[list[int]], list[int]] | None:
+    """Strides and offset of a view as steps along each dimension of what it shows; None if it crosses from one to the
+    next."""
+    begin = _digits(offset, shape)
+    rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
+    for d, limit in enumerate(shape):
+        reached = begin[d] + sum((count - 1) * row[d] for count, row in zip(size, rows, strict=True) if count > 1)
+        if reached >= max(limit, 1):
+            return None
+    return rows, begin
+
+
+def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
+    """A distance between elements that lie row by row, as steps along each dimension."""
+    found = []
+    for step, size in zip(dense_stride(shape), shape, strict=True):
+        steps, number = divmod(number, step) if size > 1 else (0, number)
+        found.append(steps)
+    return found
+
+
+def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
+    """Sets an attribute of an argument."""
+
+    def put() -> None:
+        if name == "requires_grad":
+            tensor.requires_grad_(value)
+        else:
+            setattr(tensor, name, value)
+
+    return put

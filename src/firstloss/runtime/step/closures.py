@@ -1,0 +1,216 @@
+"""Step closures: functions that are called in a step or beside it, and run when its values are there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...capture import session
+from ...capture.constants import ref_of
+from ...capture.step import StepTrace
+from ...capture.tensor import DeferredTensor, Hooks
+from ...compat.torch_names import pytree
+from ...errors import ClosureError, StepAssertionError
+from ...program.graph import Ref, Value
+from ...program.source import Source, here
+from . import loop as loops
+
+
+def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
+    """Make `closure` run after the step, with values: for logging, printing, metrics and checks.
+
+    Called inside a traced step, it is noted while the step is traced, and runs after each execution of the step; its
+    tensor arguments then hold what they held at the place of the call. Called beside the step, in the loop's body, it
+    runs once for that call. In a `DataExecutor`'s loop it runs when the values have arrived, while Python goes on: in
+    the thread of the loop, in the order of the calls, at most two steps late, on the executor's activation steps. What
+    it raises comes out of the loop there. Without an executor, and on the "CPU" and "GPU" backends, it runs at once.
+
+    Tensor arguments arrive as tensors on the host, in memory of their own. Other arguments are kept as they are: inside
+    a step, as they were while it was traced. It returns nothing, since nobody could wait for it.
+    """
+    return _Closure(closure, checkpoint=False)
+
+
+def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
+    """As `step_closure`, but it runs on the executor's checkpoint steps only, and before any further step.
+
+    So it may read weights and optimizer state (`model.state_dict()`): they are those that the step has left.
+
+    Raises:
+        ClosureError: when it is called outside of a `DataExecutor`'s loop, which says what a checkpoint step is.
+    """
+    return _Closure(closure, checkpoint=True)
+
+
+class _Closure:
+    def __init__(self, closure: Callable[..., Any], checkpoint: bool) -> None:
+        if not callable(closure):
+            raise ClosureError(f"a closure is a function, not an object of type {type(closure).__name__}.")
+        self.closure = closure
+        self.checkpoint = checkpoint
+        self.name = getattr(closure, "__qualname__", repr(closure))
+        functools.update_wrapper(self, closure)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """In a class, a closure is a method."""
+        return self if instance is None else functools.partial(self.__call__, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        call = Call(self, here(), *pytree.tree_flatten((args, kwargs)))
+        if isinstance(session.trace, StepTrace):
+            call.note(session.trace)
+        else:
+            call.beside()
+
+
+class Call:
+    """One call of a closure: `leaves` are its arguments, `source` is the user's line."""
+
+    def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any) -> None:
+        self.closure = closure
+        self.source = source
+        self.leaves = leaves
+        self._spec = spec
+
+    # -- inside a traced step --
+
+    def note(self, trace: StepTrace) -> None:
+        """Keep what the tensor arguments are at this place of the step."""
+        for i, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) is DeferredTensor and leaf._store.trace is not trace:
+                    trace.adopt(leaf._store)
+                self.leaves[i] = ref_of(leaf)
+        trace.closures.append(self)
+
+    @property
+    def refs(self) -> list[Ref]:
+        """Of a noted call, its tensor arguments."""
+        return [leaf for leaf in self.leaves if type(leaf) is Ref]
+
+    def after_step(self, arrays: Sequence[Any]) -> None:
+        """The step has been dispatched; `arrays` are, or will be, the values of `refs`."""
+        fresh = iter(arrays)
+        self._queue([next(fresh) if type(leaf) is Ref else leaf for leaf in self.leaves], list(arrays))
+
+    # -- beside a step --
+
+    def beside(self) -> None:
+        """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
+        if not self._due():
+            return
+        if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
+            snapshot = loops.current() is not None and not _in_closure()
+            leaves = [leaf.detach().clone() if snapshot and isinstance(leaf, torch.Tensor) else leaf
+                      for leaf in self.leaves]  # fmt: skip
+            self._queue(leaves, [])
+            return
+        leaves, arrays = [], []
+        for leaf in self.leaves:
+            if type(leaf) is DeferredTensor and leaf._store.resident is not None:
+                array = leaf._store.resident.snapshot()
+                arrays.append(array)
+                leaf = _Held(array, leaf._ref())
+            elif isinstance(leaf, torch.Tensor):
+                leaf = leaf.detach().clone()
+            leaves.append(leaf)
+        self._queue(leaves, arrays)
+
+    # -- both --
+
+    def _queue(self, leaves: list[Any], arrays: list[Any]) -> None:
+        loop = None if _in_closure() else loops.current()
+        if loop is None:
+            if self.closure.checkpoint and not _in_closure():
+                raise ClosureError(
+                    f"{self.source}: {self.closure.name} is a checkpoint closure, and runs on the checkpoint steps of "
+                    "a DataExecutor's loop; no such loop is under way. Loop over "
+                    "fl.utils.data.DataExecutor(loader, num_steps=..., checkpoint_steps=...), or call a plain function."
+                )
+            self._run(leaves, None)
+            return
+        if not self._due():
+            return
+        for array in arrays:
+            array.copy_to_host_async()
+        step = loop.step
+        loop.when_ready(arrays, lambda: self._run(leaves, step))
+        if self.closure.checkpoint:
+            loop.flush()
+
+    def _due(self) -> bool:
+        """Whether it runs at this step of the loop under way, if there is one."""
+        loop = None if _in_closure() else loops.current()
+        if loop is None or self.closure is _assertion:
+            return True
+        return loop.owner.is_checkpoint_step if self.closure.checkpoint else loop.owner.is_activation_step
+
+    def _run(self, leaves: list[Any], step: int | None) -> None:
+        args, kwargs = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)
+        _mine.depth += 1
+        try:
+            self.closure.closure(*args, **kwargs)
+        except Exception as error:
+            after = "" if step is None else f" after step {step}"
+            error.add_note(f"This was raised by the closure {self.closure.name}{after}, called at {self.source}.")
+            raise
+        finally:
+            _mine.depth -= 1
+
+
+def _check(condition: torch.Tensor, message: str, source: Source) -> None:
+    if not condition:
+        raise StepAssertionError(f"{source}: {message or 'the condition that this line asserts is false'}.")
+
+
+_assertion = _Closure(_check, checkpoint=False)  # which runs after each step, whatever the executor's activation steps
+_assertion.name = "torch._assert_async"
+
+
+def _assert_later(condition: torch.Tensor, message: str = "") -> None:
+    _assertion(condition.detach(), message, here())
+
+
+Hooks.register(assert_later=_assert_later)
+
+
+class _Mine(threading.local):
+    """Of one thread: how many closures it is in."""
+
+    depth = 0
+
+
+_mine = _Mine()
+
+
+def _in_closure() -> bool:
+    return _mine.depth > 0
+
+
+class _Held:
+    """The array that a tensor of the backend had, and how the tensor looks at it."""
+
+    def __init__(self, array: Any, ref: Ref) -> None:
+        self.array = array
+        self.ref = ref
+
+
+def _on_host(leaf: Any) -> Any:
+    """What a closure is given for an argument: of an array, its values in memory of the closure's own."""
+    if type(leaf) is _Held:
+        value: Value = leaf.ref.value
+        whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))
+        return leaf.ref.view(whole)
+    if hasattr(leaf, "is_ready") and hasattr(leaf, "sharding"):
+        return _values(leaf).clone()
+    return leaf
+
+
+def _values(array: Any) -> torch.Tensor:
+    from ..jaxlib import to_host
+
+    return to_host(array)

@@ -1,0 +1,148 @@
+"""The gradients that a step finds in the weights, and those that it leaves there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import torch
+
+from ...capture.step import storage_key, whole_storage
+from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
+from ...compat.torch_names import DisableTorchDispatch
+from ...program.graph import Ref, Value
+from ..guards import Effects, Env, Left
+from ..guards.effects import Bind, Make
+
+Homes = dict[Value, DeferredStorage | torch.Tensor]
+
+
+class Gradients:
+    """Of the weights of one executable: at later calls no Python of the step's runs that would read or set them."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        """To be made before the step is traced."""
+        self._before = {p: p.grad for p in weights}
+        self._left: list[torch.Tensor] = []  # whose gradients it leaves or clears
+        # By the input that is their memory, weights, and how their gradients looked at it.
+        self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+
+    def traced(self, inputs: Homes, effects: Effects, left: Left) -> None:
+        """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
+        real = {storage_key(home): home for home in inputs.values() if _is_real(home)}
+        whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+        for parameter, gradient in self._before.items():
+            if _is_real(gradient):
+                home = real.get(storage_key(gradient))
+                whose.setdefault(id(home), []).append((parameter, None if home is gradient else geometry_of(gradient)))
+            elif gradient is not None:
+                whose.setdefault(id(_home(gradient)), []).append((parameter, _view(gradient)))
+        self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
+        for parameter, before in self._before.items():
+            if parameter.grad is not before:
+                self._left.append(parameter)
+                effects.also(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
+
+    def undo(self) -> None:
+        """The step could not be traced."""
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+
+    def fit(self) -> bool:
+        """Whether the gradients that are there now can stand for those that the step was traced with."""
+        for value, readers in self._read.items():
+            if not all(_is_laid_out(value, parameter.grad, view) for parameter, view in readers):
+                return False
+            if len(readers) > 1 and len({_memory(parameter.grad) for parameter, _ in readers}) > 1:
+                return False
+        return True
+
+    @property
+    def read(self) -> Iterable[Value]:
+        """The inputs that are gradients."""
+        return self._read
+
+    def follow(self, inputs: Homes, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
+        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead.
+
+        Returns:
+            Whether there were such.
+        """
+        others = False
+        for value, readers in self._read.items():
+            for parameter, _ in readers:
+                stand_in[id(self._before[parameter])] = parameter.grad
+            parameter, view = readers[0]
+            gradient: Any = parameter.grad
+            home: Any = _home(gradient)
+            if view is not None and not isinstance(view, Ref):  # a part of a real tensor
+                if storage_key(gradient) == storage_key(inputs[value]):  # type: ignore[arg-type]
+                    continue
+                home = whole_storage(gradient)
+            if home is not inputs[value]:
+                others = True
+                inputs[value] = home
+                if value in changed:
+                    changed[value] = home
+        return others
+
+    def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Those that a call will replace, for `back_to`."""
+        return [(parameter, parameter.grad) for parameter in self._left]
+
+    def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """A call has failed: weights have the gradients again that were there `before`."""
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[[], None]:
+    def put() -> None:
+        parameter.grad = gradient
+
+    return put
+
+
+def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
+    return lambda env: _setter(parameter, make(env))
+
+
+def _home(gradient: Any) -> DeferredStorage | torch.Tensor:
+    return gradient._store if type(gradient) is DeferredTensor else gradient
+
+
+def _view(gradient: torch.Tensor) -> Ref | None:
+    """How a gradient looks at its storage: that of a Linear's weight is a product transposed. None of a real tensor."""
+    return gradient._ref() if type(gradient) is DeferredTensor else None
+
+
+def _is_real(gradient: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(gradient, torch.Tensor) and type(gradient) is not DeferredTensor
+
+
+def _memory(gradient: Any) -> Any:
+    """The same for gradients that share memory."""
+    return storage_key(gradient) if _is_real(gradient) else gradient._store
+
+
+def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geometry | None) -> bool:
+    if gradient is None:
+        return False
+    now = _view(gradient)
+    if view is not None and not isinstance(view, Ref):  # it was a part of a real tensor
+        return now is None and geometry_of(gradient) == view and _bytes_behind(gradient) == value.nbytes
+    if now is None:
+        fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
+        return fits and whole_storage(gradient) is gradient
+    if view is None:
+        return now.whole and _alike(now.value, value)
+    return now[1:] == view[1:] and _alike(now.value, value)
+
+
+def _bytes_behind(gradient: torch.Tensor) -> int:
+    with DisableTorchDispatch():
+        return gradient.untyped_storage().nbytes()
+
+
+def _alike(a: Value, b: Value) -> bool:
+    return (a.shape, a.stride, a.dtype) == (b.shape, b.stride, b.dtype)

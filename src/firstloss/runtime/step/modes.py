@@ -1,0 +1,61 @@
+"""The modes of the process that decide what a step computes, and those that a step leaves changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
+from ...compat.torch_names import get_current_function_mode_stack, global_device_context, set_grad_enabled
+
+
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device` has been given; `torch.get_default_device` cannot tell None from the CPU."""
+    context = getattr(global_device_context, "device_context", None)  # a thread has its own
+    return None if context is None else context.device
+
+
+# How each is read and set. Inference mode is not here, nor are PyTorch's function modes, of which
+# `torch.device` is one: nothing sets them but a region, which has an end.
+_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (get_half_dtype, set_half_dtype),
+    (mixed_precision, enable_mixed_precision),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_default_device, torch.set_default_device),
+    (torch.is_grad_enabled, set_grad_enabled),
+)
+
+
+def modes() -> tuple:
+    """What is set now; under others a step is another step."""
+    regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
+    return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
+
+
+class ModesLeft:
+    """What one traced step has set and not set back: at later calls no Python of the step's runs that would."""
+
+    def __init__(self) -> None:
+        """To be made before the step is traced."""
+        self._before = modes()
+        self._left: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def traced(self) -> None:
+        """The step has been traced."""
+        found = zip(_MODES, self._before, modes(), strict=False)
+        self._left = [(write, after) for (_, write), before, after in found if after != before]
+
+    def undo(self) -> None:
+        """The step could not be traced."""
+        for (_, write), before in zip(_MODES, self._before, strict=False):
+            write(before)
+
+    def leave(self) -> None:
+        """After a call: the modes are those that the step's Python would leave."""
+        for write, after in self._left:
+            write(after)

@@ -1,0 +1,475 @@
+"""A step in segments: each distinct one compiled once, side by side, and called in turn at every step."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from ... import timeline
+from ...lower.dtypes import to_jax
+from ...lower.program import constant, run_calls
+from ...lower.segments import Cut, Segment
+from ...program.graph import Value
+from ..device.dispatch import Shield, called, calling, direct, flat, probe_memory
+from ..device.placement import begin_behind
+from ..jaxlib import compile_options, on_cpu, x64
+from . import notes
+from .first_loss import FirstLoss
+
+
+class _Function(NamedTuple):
+    """What all segments of one number call.
+
+    Attributes:
+        like: the first of these segments.
+        takes: which of a segment's inputs, in the order of its arguments: first those whose memory it may reuse.
+        gives: which of its outputs, in order: first what takes the place of those.
+        reused: how many these are.
+    """
+
+    like: Segment
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    reused: int
+
+
+class _Turn(NamedTuple):
+    """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees.
+
+    What it fills lies together, so that its results are put there in one go: a step has some thousand of them.
+    """
+
+    function: int
+    reads: tuple[int, ...]
+    fills: slice
+    frees: tuple[int, ...]
+
+
+def _filled(turn: _Turn) -> range:
+    return range(turn.fills.start, turn.fills.stop)
+
+
+class SegmentedStep:
+    """Called as a whole step's executable is: with the state that the step changes, the rest, and the seed.
+
+    Segments run as soon as they are compiled, so the first loss may be there while the backward pass still compiles;
+    what changes the state waits until everything is compiled. A state's old array is donated where it is used last,
+    if the new one is made there.
+
+    Args:
+        state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
+        outputs: names of the Program's outputs, in groups as the call shall return them.
+        first_loss: what computes the last group without a compiler, the first time, if that is possible.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cut: Cut,
+        state: Sequence[Value],
+        rest: Sequence[Value],
+        outputs: Sequence[Sequence[str]],
+        first_loss: FirstLoss | None = None,
+    ) -> None:
+        self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
+        self._given = len(self._slots)
+        self._made = {value for segment in cut.segments for value in segment.outputs}
+        self._constants: dict[int, Any] = {}
+        kept = {cut.outputs[n] for group in outputs for n in group}
+        renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
+        functions = _functions(cut.segments, renewed, kept)
+        self._turns = self._plan(cut.segments, functions, kept)
+        self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
+        with x64():
+            self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
+        reuse = {n for n, function in functions.items() if function.reused}
+        self._first = self._turns_to(self._results[-1], reuse)
+        self._functions = functions
+        self._compiled = _Compiling(name, functions)
+        self.first_loss = first_loss
+        if first_loss is None:
+            self.lower_first()
+        self.ran = False
+
+    def lower_first(self) -> None:
+        """Lower what the loss needs."""
+        first = {turn.function for turn in self._turns[: self._first]}
+        while self._compiled.lower_next(first or self._functions):
+            pass
+
+    @property
+    def executables(self) -> list[Any]:
+        """The compiled functions, in the order in which they are first called; waits for those under way."""
+        return self._compiled.all()
+
+    def compile_all(self) -> None:
+        """Compile what no step has asked for yet."""
+        while self._compiled.lower_next():
+            pass
+        self._compiled.release()
+        self._compiled.all()
+
+    # -- which slot holds what --
+
+    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, _Function], kept: set[Value]) -> list[_Turn]:
+        turns = []
+        for segment in segments:
+            function = functions[segment.function]
+            reads = tuple(self._slot(segment.inputs[i]) for i in function.takes)
+            begin = len(self._slots)
+            for i in function.gives:
+                self._slot(segment.outputs[i])
+            assert len(self._slots) - begin == len(function.gives), "a segment gives what has a slot already"
+            turns.append(_Turn(segment.function, reads, slice(begin, len(self._slots)), ()))
+        seen = {self._slot(value) for value in kept} | set(self._constants)
+        for n in reversed(range(len(turns))):
+            frees = {slot for slot in (*turns[n].reads, *_filled(turns[n])) if slot not in seen}
+            seen |= frees
+            turns[n] = turns[n]._replace(frees=tuple(frees))
+        return turns
+
+    def _slot(self, value: Value | int) -> int:
+        slot = self._slots.get(value)
+        if slot is None:
+            slot = self._slots[value] = len(self._slots)
+            if isinstance(value, int):
+                self._constants[slot] = np.uint32(value)
+            elif value not in self._made:
+                never_written = torch.zeros(value.shape, dtype=value.dtype)
+                self._constants[slot] = constant(never_written if value.real is None else value.real)
+        return slot
+
+    def _turns_to(self, results: Sequence[int], reuse: set[int]) -> int:
+        """How many turns there are until all `results` are there; none, if the old state is overwritten before."""
+        wanted = set(results) - set(range(self._given)) - set(self._constants)
+        for n, turn in enumerate(self._turns):
+            if not wanted:
+                return n
+            if turn.function in reuse:
+                break
+            wanted.difference_update(_filled(turn))
+        return 0
+
+    # -- a step --
+
+    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> SegmentedRun:
+        """An execution, to be begun by its `advance`.
+
+        The first time, in `state` and `rest` a function may stand for an array that is not there yet: it is called when
+        the first segment needs it. So the forward pass begins while the optimizer's state is still being made. And it
+        returns as soon as the last group is there: in the others a function stands for an array that is waited for when
+        it is called. So the first loss does not wait until the backward pass is compiled.
+        """
+        seed = seed if isinstance(seed, jax.Array) else jax.device_put(seed)
+        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given)]
+        for slot, array in self._constants.items():
+            slots[slot] = array
+        return SegmentedRun(self, slots, seed)
+
+    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
+        """The Program's outputs, in the groups of `outputs`."""
+        run = self.begin(state, rest, seed)
+        run.advance()
+        return run.outputs()
+
+
+class _NotYet:
+    """What is in the slot of an array that no segment has made yet."""
+
+
+_NOT_YET: Any = _NotYet()
+
+
+class Later(Future):
+    """What the turns after the loss make of the state, by slots, in a thread of their own.
+
+    Attributes:
+        failed: called when somebody asks, and they have failed.
+    """
+
+    failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
+
+    def of(self, slot: Any) -> Any:
+        """The array of a slot; waits for it."""
+        try:
+            return self.result()[slot]
+        except BaseException:
+            if self.done() and (error := self.exception()) is not None:
+                self.failed(error)
+            raise
+
+
+class SegmentedRun:
+    """One execution of a SegmentedStep: a `Run`, as `dispatch.py` has it."""
+
+    def __init__(self, step: SegmentedStep, slots: list[Any], seed: Any) -> None:
+        self._step = step
+        self._slots = slots
+        self._seed = seed
+        self.later: Later | None = None  # of a first run: what the turns after the loss will make
+        self.shield: Shield | None = None
+        self._first_results: list[Any] | None = None  # those that no compiled function has made
+
+    def advance(self) -> None:
+        """Run the segments that have not been run yet."""
+        step = self._step
+        if self.later is not None:
+            return
+        if step.ran:
+            self._run(step._turns)
+        else:
+            self._first_run()
+
+    def outputs(self) -> tuple:
+        """The Program's outputs, in groups."""
+        groups = [tuple(map(self._output, group)) for group in self._step._results]
+        if self._first_results is not None:
+            groups[-1] = tuple(self._first_results)
+        return tuple(groups)
+
+    def _output(self, slot: int) -> Any:
+        array = self._slots[slot]
+        if array is not _NOT_YET:
+            return array
+        assert self.later is not None
+        return functools.partial(self.later.of, slot)
+
+    def turn(self) -> int:
+        """Which turn is the next."""
+        turns = self._step._turns
+        return next((n for n, turn in enumerate(turns) if self._slots[turn.fills.start] is _NOT_YET), len(turns))
+
+    def begun(self) -> bool:
+        """After an interrupt: whether state has been handed over; else it will not be."""
+        if self.later is not None:
+            if not self.later.cancel():
+                return True
+            self.later = None
+            return False
+        shield, turns = self.shield, self._step._turns
+        if shield is not None and shield.turn == self.turn():
+            results = shield.rescued()
+            if results is not None:
+                self._slots[turns[shield.turn].fills] = results
+        compiled = self._step._compiled
+        return any(compiled.reuses(turn.function) for turn in turns[: self.turn()])
+
+    def _run(self, turns: Sequence[_Turn]) -> None:
+        """Run those of `turns` that have not been run: it may go on where it was interrupted."""
+        slots, seed, compiled = self._slots, self._seed, self._step._compiled
+        calling(self)
+        for turn in turns:
+            fills = turn.fills
+            if slots[fills.start] is _NOT_YET:  # the results are in their slots when the instruction is through
+                slots[fills] = flat(called(compiled[turn.function], ((seed, *[slots[i] for i in turn.reads]),)))
+            for slot in turn.frees:
+                slots[slot] = None
+        calling(None)
+
+    def _first_run(self) -> None:
+        step, slots = self._step, self._slots
+        compiled = step._compiled
+        if step.first_loss is not None:
+            self._first_results = step.first_loss.attempt(slots, step._slots)
+            if self._first_results is not None:
+                self._rest_behind(self._first_results)
+                return
+            step.first_loss = None
+            step.lower_first()
+        put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
+        for turn in step._turns[: step._first]:
+            while not (put_off or compiled.done(turn.function)) and compiled.lower_next(hold=on_cpu()):
+                pass
+            for slot in turn.reads:
+                slots[slot] = there(slots[slot])
+            self._run([turn])
+        while not put_off and compiled.lower_next(hold=on_cpu()):
+            pass
+        if step._first in (0, len(step._turns)):
+            self._finish()
+            return
+        results = {i: there(slots[i]) for i in step._results[-1]}
+        for slot, array in results.items():
+            slots[slot] = array
+        self._rest_behind(list(results.values()))
+
+    def _rest_behind(self, results: list[Any]) -> None:
+        """The results are there; the rest of the step follows in a thread of its own."""
+        step, slots = self._step, self._slots
+        later = Later()
+        rest = SegmentedRun(step, list(slots), self._seed)
+
+        def finish() -> None:
+            if not later.set_running_or_notify_cancel():  # interrupted, before it began
+                return
+            try:
+                jax.block_until_ready(results)
+                with timeline.span("rest of the step"), x64():
+                    rest._finish()
+                    mine = rest._slots
+                    arrays = jax.block_until_ready({i: mine[i] for group in step._results[:-1] for i in group})
+                mine.clear()
+                later.set_result(arrays)
+            except BaseException as error:  # raised where the state is needed
+                step._first, step.first_loss = 0, None  # another time, it comes before the loss
+                later.set_exception(error)
+
+        self.later = later
+        threading.Thread(target=finish, name="firstloss-first-step").start()
+
+    def _finish(self) -> None:
+        """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
+        step = self._step
+        begin_behind()
+        while step._compiled.lower_next():
+            pass
+        step._compiled.release()
+        probe_memory(step._compiled.all())
+        notes.note(step._compiled.digest)
+        self._slots[:] = map(there, self._slots)
+        self._run(step._turns)
+        step.ran = True
+
+
+class _Compiling:
+    """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
+
+    def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
+        self._name = name
+        self.digest = _digest(functions.values())
+        self._functions = functions
+        self._todo = dict(functions)
+        self._held: dict[int, Any] = {}
+        self._futures: dict[int, Future[Any]] = {}
+        self._executables: dict[int, Any] = {}
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
+
+    def lower_next(self, among: Container[int] | None = None, hold: bool = False) -> bool:
+        """Lower the next function, and begin to compile it; False if none is left (`among` these).
+
+        Args:
+            hold: begin to compile it at `release` only. Where the compiler runs on the cores on which the forward pass
+                does, the loss comes first.
+        """
+        number = next((n for n in self._todo if among is None or n in among), None)
+        if number is None:
+            return False
+        with timeline.span("lower"):
+            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number])
+        del self._todo[number]
+        if not hold:
+            self.release()
+        return True
+
+    def release(self) -> None:
+        """Compile what is lowered."""
+        while self._held:
+            number = next(iter(self._held))
+            self._futures[number] = self._pool.submit(self._compile, self._held[number])
+            del self._held[number]  # an interrupt before has it compiled twice
+        if not self._todo:
+            self._pool.shutdown(wait=False)
+
+    def _compile(self, lowered: Any) -> Any:
+        with timeline.span("compile"), x64():
+            return lowered.compile(compile_options())
+
+    def reuses(self, number: int) -> bool:
+        """Whether a function overwrites old state."""
+        return self._functions[number].reused > 0
+
+    def done(self, number: int) -> bool:
+        """Whether a function has been compiled, or has failed to."""
+        return number in self._futures and self._futures[number].done()
+
+    def __getitem__(self, number: int) -> Any:
+        executable = self._executables.get(number)
+        if executable is None:
+            executable = self._executables[number] = direct(self._futures[number].result())
+        return executable
+
+    def all(self) -> list[Any]:
+        """The executables; waits for those under way."""
+        return [future.result() for future in self._futures.values()]
+
+
+def _digest(functions: Iterable[_Function]) -> str:
+    """The same for steps of the same operations on the same shapes: good for a note, not to take one for the other."""
+    found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
+    for function in functions:
+        for call in function.like.calls:
+            shapes = [(value.shape, value.dtype) for value in call.outputs]
+            found.update(f"{call.node and call.node.op} {shapes}".encode())
+    return found.hexdigest()
+
+
+def _lower(name: str, function: _Function) -> Any:
+    segment = function.like
+    inputs = [segment.inputs[i] for i in function.takes]
+    outputs = [segment.outputs[i] for i in function.gives]
+
+    def run(seed: Any, *given: Any) -> tuple:
+        arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
+        step: list[Any] = []
+
+        def key_of(draw: int) -> Any:
+            if not step:
+                step.append(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
+            return jax.random.fold_in(step[0], arrays[draw])
+
+        run_calls(segment.calls, arrays, key_of)
+        return tuple(arrays[value] for value in outputs)
+
+    run.__name__ = name
+    with x64():
+        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
+        return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
+
+
+def there(array: Any) -> Any:
+    """An array for which a function may stand: waits for it."""
+    return array() if callable(array) else array
+
+
+def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:
+    """The distinct functions, in the order of their first call."""
+    last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
+    reusable: dict[int, set[tuple[int, int]]] = {}
+    for n, segment in enumerate(segments):
+        places = {value: i for i, value in enumerate(segment.outputs)}
+        pairs = set()
+        for i, value in enumerate(segment.inputs):
+            new = renewed.get(value) if isinstance(value, Value) else None
+            if (
+                new is not None
+                and new in places
+                and last[value] == n
+                and value not in kept
+                and _shape(value) == _shape(new)
+            ):
+                pairs.add((i, places[new]))
+        reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
+    functions: dict[int, _Function] = {}
+    for segment in segments:
+        if segment.function not in functions:
+            taken = dict(sorted(reusable[segment.function]))
+            given = set(taken.values())
+            takes = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
+            gives = (*taken.values(), *(i for i in range(len(segment.outputs)) if i not in given))
+            functions[segment.function] = _Function(segment, takes, gives, len(taken))
+    return functions
+
+
+def _shape(value: Value | int) -> jax.ShapeDtypeStruct:
+    if isinstance(value, int):
+        return jax.ShapeDtypeStruct((), np.uint32)
+    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype))
