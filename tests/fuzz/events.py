@@ -98,8 +98,7 @@ MODEL = (
     ("m.apply(lambda mod: setattr(mod, 'tag{n}', 1))",),
     ("from torch.nn.utils import prune\nprune.l1_unstructured(m.z, 'weight', 4)", "prune.remove(m.z, 'weight')"),
     ("m.to(torch.get_default_dtype())",),
-    # (What DLPack has lent is freed by it, and then written to: eager PyTorch crashes.)
-    # It frees the memory that arrays of NumPy's still show: eager PyTorch's own fault.
+    # (It frees memory that DLPack has lent or that NumPy's arrays show, and they write to it: eager PyTorch crashes.)
     ("any(k.startswith(('lent', 'wv')) for k in [*locals(), *globals()]) or m.share_memory()",),
     ("names{n} = [k for k, _ in m.named_parameters()]",),
     ("size{n} = sum(p.numel() for p in m.parameters())",),
