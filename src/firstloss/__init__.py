@@ -21,7 +21,7 @@ _WHERE = {
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
     "run_stablehlo": ".init.stablehlo.file",
-    "backend": ".runtime.backend",
+    "backend": ".runtime.make_backend",
     "current_backend": ".runtime.backend",
     "current_torch_device": ".runtime.backend",
     "use_cs": ".runtime.backend",

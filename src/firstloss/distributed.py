@@ -127,8 +127,8 @@ def global_batch(batch: Any) -> Any:
     backend = current_backend()
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
+    from .runtime.device.tensors import resident
     from .runtime.mesh.mesh import put_parts
-    from .runtime.step.executable import resident
     from .runtime.structures import flatten
 
     mesh = backend.mesh

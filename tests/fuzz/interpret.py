@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import torch
 
+from firstloss.runtime.device.lazy import ready
 from firstloss.runtime.jaxlib import given, to_host
 from firstloss.runtime.step.executable import Executable
 from firstloss.runtime.step.first_loss import Kernels
-from firstloss.runtime.step.segmented import there
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
 _compile = Executable._compile
@@ -36,7 +36,7 @@ class Interpreted:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             replay = Kernels()
             for value, array in zip(self._inputs, [*state, *rest], strict=True):
-                logical = to_host(jax.numpy.asarray(there(array)))
+                logical = to_host(jax.numpy.asarray(ready(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
             replay.run(self._program.nodes)
             found = {

@@ -14,6 +14,7 @@ from ..capture import session
 from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
 from .backend import Backend, current_backend
+from .stand_in import StandIn, module_of
 
 # Special methods that are the wrapper's own, or that Python's object protocol gives every object anew.
 _OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}
@@ -22,7 +23,7 @@ _RETURNING_SELF = ("train", "eval", "requires_grad_", "apply", "to", "to_empty",
                    "bfloat16", "cpu", "cuda", "xpu", "mtia", "ipu", "share_memory")  # fmt: skip
 
 
-class CompiledModel:
+class CompiledModel(StandIn):
     """Callable like the model, whose weights live on the backend. Inside a traced step its calls are traced.
 
     It stands for the model: every attribute that is read, set or deleted is the model's, `len`, iteration and indexing
@@ -117,11 +118,6 @@ def _with_special(names: frozenset[str]) -> type[CompiledModel]:
 
     table = {name: special(name) for name in names}
     return type("CompiledModel", (CompiledModel,), {**table, "__module__": __name__, "__doc__": CompiledModel.__doc__})
-
-
-def module_of(compiled: CompiledModel) -> torch.nn.Module:
-    """The model that `compiled` stands for."""
-    return compiled.__dict__["_model"]
 
 
 def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledModel:

@@ -23,6 +23,7 @@ from ..mesh import mesh
 from ..mesh import placement as mesh_placement
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
+from .lazy import LazyArray
 
 # Smaller weights go through host memory: a buffer of the device's own costs a call.
 _DIRECT_BYTES = 1 << 16
@@ -131,6 +132,11 @@ class Cell:
         return memory.content()
 
     @property
+    def newest(self) -> jax.Array | LazyArray | None:
+        """What was set last, if the content is not the host's."""
+        return self._array
+
+    @property
     def at_home(self) -> bool:
         """Whether the memory is the host's, so that it can be handed out."""
         return self.sharding is None and on_cpu()
@@ -226,8 +232,8 @@ class Cell:
                 made = pending.result()[self.value]
                 if self._pending is pending and self._array is None:
                     self._array, self._pending = made, None
-            elif callable(array):
-                made = array()
+            elif type(array) is LazyArray:
+                made = array.wait()
                 if self._array is array:
                     self._array = made
             elif array is not None:
@@ -244,19 +250,19 @@ class Cell:
                 if not array.is_deleted() or self.array() is array:
                     raise
 
-    def later(self) -> Callable[[], jax.Array] | None:
-        """What gives the content as it is to be when the materialization under way is through; None if it is there."""
+    def later(self) -> LazyArray | None:
+        """The content as it is to be when the materialization under way is through; None if it is there."""
         pending, value = self._pending, self.value
         if self._edited or self._array is not None or pending is None or self._memory is not None:
             return None
-        return lambda: pending.result()[value]
+        return LazyArray(lambda: pending.result()[value])
 
     def snapshot(self) -> jax.Array:
         """As `array`, in memory that no step will write to. Does not wait for a step under way."""
         return self.array() if self._memory is not None else self.take(jax.numpy.copy)
 
-    def set(self, array: jax.Array | Callable[[], jax.Array]) -> None:
-        """What a step has made of it; a function that waits for it, where that is still to come."""
+    def set(self, array: jax.Array | LazyArray) -> None:
+        """What a step has made of it, or is still to make."""
         self.fresh = False
         if self._memory is not None:
             if self._memory.held():
@@ -267,7 +273,7 @@ class Cell:
         self._pending = None
         self._host = self._written = None
         self._edited = False
-        self.current = None if callable(array) else array  # last: with it, nothing else is looked at
+        self.current = None if type(array) is LazyArray else array  # last: with it, nothing else is looked at
 
     def lose(self, error: BaseException) -> None:
         """The device has failed when it had been given the array: until it is written anew, nothing is here."""
@@ -278,7 +284,7 @@ class Cell:
                 "optimizer state, so there are none any more. Load a checkpoint (load_state_dict), or start again."
             ) from error
 
-        self.set(lost)
+        self.set(LazyArray(lost))
 
     def replace_from(self, file: FileValue) -> None:
         """Of a cell on a mesh: hold what lies in a file from now on; each device's part is read alone."""
@@ -374,7 +380,7 @@ def renew(cells: Iterable[Cell | None], arrays: Iterable[Any]) -> None:
     for cell, array in zip(cells, arrays, strict=True):
         if cell is None:
             continue
-        if callable(array) or cell.current is None:  # a call first: another thread may read the cell meanwhile
+        if type(array) is LazyArray or cell.current is None:  # lazy first: another thread may read the cell meanwhile
             cell.set(array)
         else:
             cell.current = cell._array = array

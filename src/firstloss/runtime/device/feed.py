@@ -21,7 +21,7 @@ def put(batch: Any) -> Any:
     numbers become tensors; everything else stays as it is. On the XLA backend they become tensors of the backend, in
     memory of their own: the loader may use its own again.
     """
-    backend = backends._current
+    backend = backends.current_backend(raise_exception=False)
     leaves, spec = flatten(batch)
     leaves = [as_tensor(leaf) for leaf in leaves]
     if backend is not None:
@@ -45,7 +45,7 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
         return tensor
     from ..jaxlib import lend
-    from ..step.executable import resident  # here, because it brings JAX
+    from .tensors import resident  # here, because it brings JAX
 
     mesh = backends.current_backend().mesh
     if mesh is not None:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import torch
 from ...compat.torch_names import DisableTorchDispatch, storage_use_count
 from ...program.graph import Value
 from ..jaxlib import to_host
+from .lazy import LazyArray, ready
 
 # The references to a storage that are ours: a tensor, and the handle through which we count.
 _OWN_HOLDERS = 2
@@ -37,7 +38,7 @@ class HostMemory:
         """`direct`: the device's arrays of it are memory that the device owns, row-major."""
         self._tensor = tensor
         self.lasting = lasting
-        self.arriving: jax.Array | Callable[[], jax.Array] | None = None
+        self.arriving: jax.Array | LazyArray | None = None
         self._direct = direct
         self._last: jax.Array | None = None  # what the last step has made of it
 
@@ -49,7 +50,7 @@ class HostMemory:
     def content(self) -> torch.Tensor:
         """The memory; waits for a step under way."""
         if self.arriving is not None:
-            array: Any = self.arriving() if callable(self.arriving) else self.arriving
+            array: Any = ready(self.arriving)
             array.block_until_ready()
             if self._direct:
                 self._move(self._tensor.data_ptr(), array.unsafe_buffer_pointer())

@@ -5,10 +5,3 @@
 - `guard_set.py` makes guards of the two, checks them at each call, and says what has changed;
 - `effects.py` compares the snapshot with what there is afterwards, and repeats the difference at later calls.
 """
-
-from .effects import Effects, Env, Given, Left
-from .guard_set import Change, GuardSet
-from .recording import Recording
-from .snapshot import Snapshot
-
-__all__ = ["Change", "Effects", "Env", "Given", "GuardSet", "Left", "Recording", "Snapshot"]

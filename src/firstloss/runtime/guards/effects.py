@@ -19,10 +19,10 @@ import torch
 
 from ...capture.tensor import DeferredTensor, Hooks, geometry_of
 from ...compat.python_names import is_python_class
-from ..step.schedulers import NotYet
 from . import contents
 from .guard_set import GuardSet, same
 from .kinds import Kind, items_of, kind_of, slots, table_of
+from .not_yet import NotYet
 from .snapshot import MISSING, Snapshot, own_attributes, slot_value
 
 

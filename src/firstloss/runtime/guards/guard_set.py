@@ -33,9 +33,20 @@ from ...compat.torch_names import (
 from ...program.source import Source
 from . import bytecode, caches, contents
 from .bytecode import Collect, ItemUpdate, Update, Use
-from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, table_of
+from .kinds import (
+    INSTALLED_FOLDERS,
+    Kind,
+    behind,
+    can_be_instrumented,
+    is_closed,
+    is_installed,
+    items_of,
+    kind_of,
+    table_of,
+)
+from .native import native
 from .pytorch import namespaces, undisguised
-from .recording import Recording, _guards, is_closed_code
+from .recording import Recording, is_closed_code
 from .snapshot import (
     MISSING,
     Snapshot,
@@ -681,8 +692,8 @@ class GuardSet:
 
     def _watched(self) -> None:
         """All fits now: what changes from here on is seen at once."""
-        if self._watch is None and _guards is not None and _versions_work():
-            self._watch = _guards.Watch(
+        if self._watch is None and native is not None and _versions_work():
+            self._watch = native.Watch(
                 [guard.table for guard in self.tables],
                 [guard.list for guard in self.lists],
                 [(guard.cell, guard.expected[None]) for guard in self.cells],
@@ -787,7 +798,7 @@ class GuardSet:
 
     def _line(self, name: str, part: Callable[[bytecode.Lines], dict[str, Source]], own: bool) -> Source | None:
         for code in self._codes:
-            if own and code.co_filename.startswith(_installed_folders()):
+            if own and code.co_filename.startswith(INSTALLED_FOLDERS):
                 continue
             for inner in bytecode.with_inner(code):
                 found = part(bytecode.lines(inner)).get(name)
@@ -927,12 +938,6 @@ def _a(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
-def _installed_folders() -> tuple[str, ...]:
-    from .kinds import _INSTALLED
-
-    return _INSTALLED
-
-
 _works: list[bool] = []
 
 
@@ -948,9 +953,9 @@ def _try_versions() -> bool:
         pass
 
     def seen(change: Callable[[], None], table: dict) -> bool:
-        before = _guards.dict_version(table)
+        before = native.dict_version(table)
         change()
-        return bool(_guards.dict_version(table) != before)
+        return bool(native.dict_version(table) != before)
 
     def count(thing: Any) -> None:
         thing.n += 1

@@ -24,12 +24,9 @@ import numpy as np
 import torch
 
 from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
+from ..stand_in import StandIn
 from .contents import C_DATA, LOCK
-
-try:
-    from . import _guards  # type: ignore[attr-defined]
-except ImportError:  # where there was no compiler
-    _guards = None
+from .native import native
 
 # Code here reads no state of the user's.
 _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safetensors", "sympy", "mpmath",
@@ -37,7 +34,7 @@ _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safet
 _CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
 # Objects of these are not looked into: they are the runtime itself.
 _OURS = ("firstloss.", "jax.", "jaxlib.")
-_INSTALLED = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
+INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
 
 
 class Kind(Enum):
@@ -115,7 +112,7 @@ def _kind_of(cls: type) -> Kind:
             return kind
     if hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"):
         return Kind.OPAQUE
-    if is_ours(cls.__module__) and not issubclass(cls, torch.optim.Optimizer) and cls.__name__ != "CompiledModel":
+    if is_ours(cls.__module__) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
         return Kind.LEAF
     if issubclass(cls, threading.local):
         return Kind.INSTANCE
@@ -170,14 +167,14 @@ def is_closed(module: str | None) -> bool:
 def is_installed(module: str | None) -> bool:
     """Whether a module is an installed package's, and not the user's own."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return file is not None and os.path.realpath(file).startswith(_INSTALLED)
+    return file is not None and os.path.realpath(file).startswith(INSTALLED_FOLDERS)
 
 
 def can_be_instrumented(cls: type) -> bool:
     """Whether reads of its objects' attributes can be noted: a class made by Python, which says how they are looked
     up."""
     if cls is types.SimpleNamespace:
-        return _guards is not None
+        return native is not None
     return (
         is_python_class(cls)
         and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))

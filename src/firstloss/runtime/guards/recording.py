@@ -14,7 +14,8 @@ import torch.nn.modules.module
 
 from ...compat.python_names import getframe
 from ...undo import Undo
-from .kinds import _guards, can_be_instrumented, is_closed, is_ours
+from .kinds import can_be_instrumented, is_closed, is_ours
+from .native import native
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -54,14 +55,14 @@ class Recording:
                 cls.__getattribute__ = _noting(self.reads, lookup, thread)  # type: ignore[method-assign]
             except (TypeError, AttributeError):  # a class that does not let itself be changed
                 continue
-        if _guards is not None:
-            undo(_guards.note_reads, types.SimpleNamespace, None)
-            _guards.note_reads(types.SimpleNamespace, _noter(self.reads, thread))
+        if native is not None:
+            undo(native.note_reads, types.SimpleNamespace, None)
+            native.note_reads(types.SimpleNamespace, _noter(self.reads, thread))
         if self._profile:
             self.codes = {}
             undo(_stop)
-            if _guards is not None:
-                _guards.start(self.codes, self.whole)
+            if native is not None:
+                native.start(self.codes, self.whole)
             else:
                 sys.setprofile(_profiler(self.codes, self.whole))
 
@@ -98,8 +99,8 @@ def _give_back(cls: type, own: Any) -> None:
 
 
 def _stop() -> None:
-    if _guards is not None:
-        _guards.stop()
+    if native is not None:
+        native.stop()
     else:
         sys.setprofile(None)
 

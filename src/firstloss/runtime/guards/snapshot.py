@@ -22,7 +22,7 @@ import torch
 from ...capture.constants import owned_by_torch
 from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
-from ..compiled import CompiledModel, module_of
+from ..stand_in import StandIn, module_of
 from . import caches, contents
 from .kinds import (
     Kind,
@@ -201,7 +201,7 @@ class Snapshot:
     def _instance(self, what: Any, todo: list[Any]) -> None:
         """The attributes of an object."""
         cls = type(what)
-        if issubclass(cls, CompiledModel):
+        if issubclass(cls, StandIn):
             todo.append(module_of(what))
             return
         table = own_attributes(what)

@@ -45,7 +45,7 @@ def processes(backend: Any = None) -> Processes:
     """As JAX counts them, where the backend (by default the current one) runs on JAX; else this one alone."""
     from .. import backend as backends
 
-    backend = backend or backends._current
+    backend = backend or backends.current_backend(raise_exception=False)
     if backend is None or not backend.is_xla or "jax" not in sys.modules:
         return Processes(0, 1)
     import jax

@@ -25,10 +25,10 @@ from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, GraphChangeWarning
 from ...program.compare import Parting, parting
 from ...program.source import here
-from ..guards import Change, Effects, GuardSet, Left, Recording, Snapshot
-from ..guards.effects import put_back
-from ..guards.guard_set import generators
-from ..guards.recording import functions_of
+from ..guards.effects import Effects, Left, put_back
+from ..guards.guard_set import Change, GuardSet, generators
+from ..guards.recording import Recording, functions_of
+from ..guards.snapshot import Snapshot
 
 # Of the time that passes, this part at most is spent on checking for changes that cannot be seen.
 _CHECKING = 0.01

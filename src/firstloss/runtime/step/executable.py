@@ -18,12 +18,12 @@ from ...capture.deferred import named_tensors
 from ...capture.lost_history import returned
 from ...capture.new_memory import Viewer
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.step import StepTrace, dense_stride, is_traced, storage_key
+from ...capture.step import StepTrace, is_traced, storage_key
 from ...capture.tensor import Geometry, geometry_of, note_memory, reseat
 from ...compat.torch_names import storage_use_count
 from ...errors import BackendError, FirstlossError, LoweringError, TraceError
 from ...lower import program as lowering
-from ...lower.dtypes import to_jax, to_torch
+from ...lower.dtypes import to_jax
 from ...lower.segments import cut
 from ...program.compare import same_bytes
 from ...program.graph import Program, Ref, Value
@@ -33,9 +33,10 @@ from ..backend import Backend
 from ..device import dispatch
 from ..device.cell import Cell
 from ..device.host_memory import HostMemory
+from ..device.lazy import LazyArray
 from ..device.placement import begin_behind
-from ..guards import Effects, Env, Given, Left
-from ..guards.effects import Bind
+from ..device.tensors import mesh_sharding, resident, store_of
+from ..guards.effects import Bind, Effects, Env, Given, Left
 from ..jaxlib import compile_options, use_x64, x64
 from ..structures import containers
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
@@ -538,7 +539,10 @@ class Executable:
         call = Call(arguments, ())
         names = (*self._out, *self._arguments, *self._made)
         env = Env(
-            self._fresh(dict.fromkeys(names, _not_executed)), arguments.leaves, arguments.containers, self._stand_in
+            self._fresh(dict.fromkeys(names, LazyArray(_not_executed))),
+            arguments.leaves,
+            arguments.containers,
+            self._stand_in,
         )
         call.result = self._result(env)
         for bind in self.effects.bindings(env):
@@ -582,7 +586,7 @@ class Executable:
         keep(call.homes, cells, new)
         for name, store in self._held.items():
             if store.resident is None:
-                store.resident, store.trace = Cell(store.value, sharding=_mesh_sharding(arrays[name])), None
+                store.resident, store.trace = Cell(store.value, sharding=mesh_sharding(arrays[name])), None
             store.resident.set(arrays[name])
         if call.bindings is None:
             arguments = call.arguments
@@ -606,7 +610,7 @@ class Executable:
         later = getattr(run, "later", None)
         if later is None:
             return
-        arrays = [None if cell is None else cell._array for cell in cells]
+        arrays = [None if cell is None else cell.newest for cell in cells]
 
         def failed(error: BaseException) -> None:
             with dispatch.lock:
@@ -617,7 +621,7 @@ class Executable:
                         continue
                     if lost:
                         cell.lose(error)
-                    elif cell._array is new:
+                    elif cell.newest is new:
                         cell.set(old)
                 self._gradients.back_to(gradients)
                 if key is not None:
@@ -720,10 +724,10 @@ class Executable:
                 output, geometry, shape, dtype, leaf, computed, attributes = self._outgoing[number]
                 if geometry is None:
                     array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
-                    tensor = resident(array, shape, dtype) if callable(array) else resident(array)
+                    tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
                 else:
                     if output not in stores:
-                        stores[output] = _store_of(arrays[output], self._whole(output))
+                        stores[output] = store_of(arrays[output], self._whole(output))
                     tensor = DeferredTensor.wrap(stores[output], *geometry)
                 if attributes:
                     tensor.__dict__.update(attributes)
@@ -808,29 +812,8 @@ def _no_seed(on_device: bool) -> Any:
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)
 
 
-def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
-    """A tensor of the backend that holds `array`; or what `array` gives when it is called, of this shape and dtype."""
-    shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
-    value = Value(shape, dense_stride(shape), dtype, torch.device("cpu"))
-    return DeferredTensor.wrap(_store_of(array, value), shape, value.stride, 0, dtype)
-
-
-def _store_of(array: Any, like: Value) -> DeferredStorage:
-    value = Value(like.shape, like.stride, like.dtype, like.device)
-    store = DeferredStorage(value)
-    store.resident = Cell(value, sharding=_mesh_sharding(array))
-    store.resident.set(array)
-    return store
-
-
 def _home(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     return tensor._store if type(tensor) is DeferredTensor else tensor
-
-
-def _mesh_sharding(array: jax.Array | Callable[[], jax.Array]) -> Any:
-    if callable(array):  # still to come, of a step that is not on a mesh
-        return None
-    return array.sharding if len(array.sharding.device_set) > 1 else None
 
 
 def _reachable(backend: Backend, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:

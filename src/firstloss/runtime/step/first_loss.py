@@ -17,6 +17,7 @@ from ...compat.torch_names import DisableTorchDispatch, schema_of
 from ...engine.replay import Replay
 from ...errors import FirstlossError
 from ...program.graph import Node, Program, Ref, Value, slice_for
+from ..device.lazy import LazyArray
 from ..jaxlib import given, to_host
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
@@ -69,13 +70,13 @@ class FirstLoss:
         self.possible = bool(names) and not draws and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, given: list[Any], places: Mapping[Any, int]) -> list[jax.Array] | None:
-        """As `compute`, of inputs whose `places` in `given` are known; a function there is called, and its array put in
-        its place. None if PyTorch's kernels cannot do it."""
+        """As `compute`, of inputs whose `places` in `given` are known; what is lazy there is waited for, and replaced.
+        None if PyTorch's kernels cannot do it."""
 
         def array(value: Value) -> Any:
             content = given[places[value]]
-            if callable(content):
-                content = given[places[value]] = content()
+            if type(content) is LazyArray:
+                content = given[places[value]] = content.wait()
             return content
 
         try:

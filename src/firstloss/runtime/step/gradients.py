@@ -11,8 +11,7 @@ from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
-from ..guards import Effects, Env, Left
-from ..guards.effects import Bind, Make
+from ..guards.effects import Bind, Effects, Env, Left, Make
 
 Homes = dict[Value, DeferredStorage | torch.Tensor]
 

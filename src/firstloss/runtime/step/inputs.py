@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,10 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.cell import Cell, renew
+from ..device.lazy import LazyArray, ready
 from ..jaxlib import given, to_host
 from ..mesh.mesh import fit, put
 from .optimizers import Hyperparameter
-from .segmented import there
 
 Home = DeferredStorage | torch.Tensor
 
@@ -64,10 +64,10 @@ class Inputs:
         return arrays, cells if all(cells) else _cells(changed)  # some have been made since
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
-        """What stands for the inputs `values`; without `wait`, a function for those that are still being made."""
+        """What stands for the inputs `values`; without `wait`, lazily those that are still being made."""
         return tuple((None if wait else self._later(value)) or self.array(value, leaves, donated) for value in values)
 
-    def _later(self, value: Value) -> Callable[[], jax.Array] | None:
+    def _later(self, value: Value) -> LazyArray | None:
         home = self._homes[value]
         return home.resident.later() if isinstance(home, DeferredStorage) and home.resident is not None else None
 
@@ -102,7 +102,7 @@ class Inputs:
         read, when the call has returned, it is waited for, and that memory shows what it has made."""
         if not self.lent:
             return
-        jax.block_until_ready([there(array) for array in arrays])
+        jax.block_until_ready([ready(array) for array in arrays])
         for cell in cells:
             if cell is not None:
                 cell.settle()
@@ -132,11 +132,10 @@ def _cells(homes: Mapping[Value, Home]) -> list[Cell | None]:
 
 
 def keep(homes: Iterable[Home], cells: Sequence[Cell | None], arrays: Sequence[Any]) -> None:
-    """A step has made `arrays` of the content of `homes`, whose cells these are; a function stands for one that is
-    still to come."""
+    """A step has made `arrays` of the content of `homes`, whose cells these are; some may be lazy."""
     if not all(cells):
         with torch.no_grad():
             for home, array in zip(homes, arrays, strict=True):
                 if isinstance(home, torch.Tensor):  # from outside the backend
-                    home.copy_(to_host(there(array)))
+                    home.copy_(to_host(ready(array)))
     renew(cells, arrays)

@@ -31,8 +31,9 @@ from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
 from ...program.source import here
 from ...undo import Undo
-from ..guards import Effects, Env, Left, Recording, Snapshot
-from ..guards.effects import Bind, Make
+from ..guards.effects import Bind, Effects, Env, Left, Make
+from ..guards.recording import Recording
+from ..guards.snapshot import Snapshot
 from .reload import load_in_place
 from .schedulers import Schedulers
 

@@ -20,6 +20,7 @@ from ...lower.program import constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
 from ..device.dispatch import Shield, called, calling, direct, flat, probe_memory
+from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
 from . import notes
@@ -164,10 +165,10 @@ class SegmentedStep:
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> SegmentedRun:
         """An execution, to be begun by its `advance`.
 
-        The first time, in `state` and `rest` a function may stand for an array that is not there yet: it is called when
-        the first segment needs it. So the forward pass begins while the optimizer's state is still being made. And it
-        returns as soon as the last group is there: in the others a function stands for an array that is waited for when
-        it is called. So the first loss does not wait until the backward pass is compiled.
+        The first time, `state` and `rest` may hold lazy arrays, which are waited for when the first segment needs them.
+        So the forward pass begins while the optimizer's state is still being made. And it returns as soon as the last
+        group is there: those in the others are lazy. So the first loss does not wait until the backward pass is
+        compiled.
         """
         seed = seed if isinstance(seed, jax.Array) else jax.device_put(seed)
         slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given)]
@@ -241,7 +242,7 @@ class SegmentedRun:
         if array is not _NOT_YET:
             return array
         assert self.later is not None
-        return functools.partial(self.later.of, slot)
+        return LazyArray(functools.partial(self.later.of, slot))
 
     def turn(self) -> int:
         """Which turn is the next."""
@@ -290,14 +291,14 @@ class SegmentedRun:
             while not (put_off or compiled.done(turn.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
             for slot in turn.reads:
-                slots[slot] = there(slots[slot])
+                slots[slot] = ready(slots[slot])
             self._run([turn])
         while not put_off and compiled.lower_next(hold=on_cpu()):
             pass
         if step._first in (0, len(step._turns)):
             self._finish()
             return
-        results = {i: there(slots[i]) for i in step._results[-1]}
+        results = {i: ready(slots[i]) for i in step._results[-1]}
         for slot, array in results.items():
             slots[slot] = array
         self._rest_behind(list(results.values()))
@@ -335,7 +336,7 @@ class SegmentedRun:
         step._compiled.release()
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
-        self._slots[:] = map(there, self._slots)
+        self._slots[:] = map(ready, self._slots)
         self._run(step._turns)
         step.ran = True
 
@@ -433,11 +434,6 @@ def _lower(name: str, function: _Function) -> Any:
     with x64():
         jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
         return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
-
-
-def there(array: Any) -> Any:
-    """An array for which a function may stand: waits for it."""
-    return array() if callable(array) else array
 
 
 def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:

@@ -12,10 +12,11 @@ import jax
 from ... import timeline
 from ...program.graph import Value
 from ..device import dispatch
+from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import x64
 from .first_loss import FirstLoss
-from .segmented import Later, there
+from .segmented import Later
 
 
 class WholeStep:
@@ -93,7 +94,7 @@ class _FirstRun:
     def _finish(self) -> None:
         if self._whole is None:
             compiled = self._step.compiled
-            given = tuple(map(there, self._given))
+            given = tuple(map(ready, self._given))
             self._whole = dispatch.WholeRun(compiled, given[: self._state], given[self._state :], self._seed)
         self._whole.advance()
         self._step.ran = True
@@ -108,12 +109,12 @@ class _FirstRun:
         return self._whole is not None and self._whole.begun()
 
     def outputs(self) -> Sequence[Sequence[Any]]:
-        """What the step returns, in groups; functions stand for what is still to come."""
+        """What the step returns, in groups; lazy where it is still to come."""
         if self.later is None:
             assert self._whole is not None
             return self._whole.outputs()
         groups = [
-            tuple(functools.partial(self.later.of, (group, i)) for i in range(count))
+            tuple(LazyArray(functools.partial(self.later.of, (group, i))) for i in range(count))
             for group, count in enumerate(self._step.counts)
         ]
         return *groups, tuple(self._results or ())

@@ -1,0 +1,37 @@
+"""Tensors of the backend, made of the device's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.step import dense_stride
+from ...lower.dtypes import to_torch
+from ...program.graph import Value
+from .cell import Cell
+from .lazy import LazyArray
+
+
+def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
+    """A tensor of the backend that holds `array`; a lazy one is to be of this shape and dtype."""
+    shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
+    value = Value(shape, dense_stride(shape), dtype, torch.device("cpu"))
+    return DeferredTensor.wrap(store_of(array, value), shape, value.stride, 0, dtype)
+
+
+def store_of(array: Any, like: Value) -> DeferredStorage:
+    """A storage of the backend, laid out as `like`, that holds `array`."""
+    value = Value(like.shape, like.stride, like.dtype, like.device)
+    store = DeferredStorage(value)
+    store.resident = Cell(value, sharding=mesh_sharding(array))
+    store.resident.set(array)
+    return store
+
+
+def mesh_sharding(array: Any) -> Any:
+    """Where on a mesh `array` lies; None for one device."""
+    if type(array) is LazyArray:  # of a step that is not on a mesh
+        return None
+    return array.sharding if len(array.sharding.device_set) > 1 else None

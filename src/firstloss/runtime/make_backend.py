@@ -1,0 +1,130 @@
+"""`firstloss.backend`: make a backend, with all that a step on it will need."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import heap, timeline
+from ..dependencies import require_jax
+from ..errors import BackendError
+from .backend import EAGER, Backend, current_backend, make_current
+
+if TYPE_CHECKING:
+    from ..distributed import ClusterConfig
+
+_XLA_NAMES = ("XLA", "CSX")
+
+ARTIFACTS = "./artifacts"
+
+
+def backend(
+    name: str | Backend | None = None,
+    *,
+    mesh: Any = None,
+    cluster_config: ClusterConfig | None = None,
+    artifact_dir: str | os.PathLike | None = ARTIFACTS,
+    compile_dir: str | os.PathLike | None = None,
+    compile_only: bool = False,
+    validate_only: bool = False,
+    first_loss: str | None = None,
+) -> Backend:
+    """Make a backend and make it the current one; without arguments, the current one.
+
+    Args:
+        name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
+            A backend that was made before becomes the current one again.
+        mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
+            `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
+            data, dp, fsdp or the like (`docs/meshes.md`). None for one device.
+        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`; and how many workers read data.
+        artifact_dir: a folder for what is worth keeping between runs.
+        compile_dir: where compiled executables are kept for the next start; "compiled" in `artifact_dir` by default.
+        compile_only: traced steps are traced, compiled and kept in `compile_dir`, and not executed: no weights are
+            made, a `DataExecutor` gives one batch, whose shapes are all that is used of it, and closures do not run.
+            What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
+        validate_only: the same, but steps are traced and lowered, and not even compiled.
+        first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
+            PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
+            compiled behind it. "compiled": the compiled step computes that, too. The training is the same.
+
+    Raises:
+        BackendError: for a name that is none of these, or devices that this machine does not have.
+        MissingDependencyError: if "XLA" is asked for and JAX is not installed.
+        ShardingError: if `mesh` is none.
+    """
+    only = {
+        "compile_dir": compile_dir,
+        "compile_only": compile_only,
+        "validate_only": validate_only,
+        "first_loss": first_loss,
+    }
+    if first_loss not in (None, "eager", "compiled"):
+        raise BackendError(f"first_loss={first_loss!r}: write 'eager' or 'compiled'.")
+    given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
+    dropped = [word for word, value in given.items() if value not in (None, False) and value is not ARTIFACTS]
+    artifact_dir = ARTIFACTS if artifact_dir is None else artifact_dir
+    for word in ("compile_only", "validate_only"):
+        if not isinstance(only[word], bool):
+            raise BackendError(f"{word}={only[word]!r}: write True or False.")
+    if compile_only and validate_only:
+        raise BackendError("compile_only and validate_only are both asked for. Compiling validates: write the first.")
+    if (name is None or isinstance(name, Backend)) and dropped:
+        raise BackendError(
+            f"{dropped[0]}={given[dropped[0]]!r} belongs to a backend that is made, and this one is there already. "
+            f'Make another: firstloss.backend("XLA", {dropped[0]}=...).'
+        )
+    if name is None:
+        return current_backend()
+    if isinstance(name, Backend):
+        return make_current(name)
+    if not isinstance(name, str):
+        raise BackendError(
+            f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.'
+        )
+    if cluster_config is not None and not hasattr(cluster_config, "num_csx"):
+        raise BackendError(
+            "cluster_config is a firstloss.distributed.ClusterConfig(num_csx=...), not an object of type "
+            f"{type(cluster_config).__name__}."
+        )
+    if mesh is not None and cluster_config is not None:
+        raise BackendError("mesh and cluster_config both say which devices there are. Pass one of them.")
+    kind = name.upper()
+    if kind in _XLA_NAMES:
+        heap.map_arrays()
+        with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
+            require_jax(f"firstloss.backend({name!r})")
+            from . import compiled  # noqa: F401
+            from .jaxlib import use_compilation_cache
+            from .mesh.mesh import Mesh
+            from .step import executable, notes, trace  # noqa: F401
+
+        if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
+            mesh = {"data": cluster_config.num_csx}
+        folder = os.path.abspath(os.path.join(artifact_dir, "compiled") if compile_dir is None else compile_dir)
+        made = Backend(
+            "XLA",
+            str(artifact_dir),
+            None if mesh is None else Mesh(mesh),
+            cluster_config=cluster_config,
+            compile_dir=folder,
+            compile_only=compile_only,
+            validate_only=validate_only,
+            first_loss=first_loss or "eager",
+        )
+        use_compilation_cache(folder)
+        notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
+    elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
+        raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
+    elif kind in EAGER:
+        useless = [word for word, value in only.items() if value not in (None, False)]
+        if useless:
+            raise BackendError(f'backend {name!r} compiles nothing, so {useless[0]} would do nothing. Use "XLA".')
+        if kind == "GPU" and not torch.cuda.is_available():
+            raise BackendError('backend "GPU" needs CUDA, which this torch does not find. Use "XLA" or "CPU".')
+        made = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
+    else:
+        raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')
+    return make_current(made)

@@ -1,0 +1,16 @@
+"""What stands for a module, so that whoever walks through objects comes to the module itself."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StandIn:
+    """Its attributes, all but `_model`, are those of the module that it stands for."""
+
+    __slots__ = ()
+
+
+def module_of(compiled: StandIn) -> torch.nn.Module:
+    """The module that `compiled` stands for."""
+    return compiled.__dict__["_model"]
