@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.rng.cuda_layout import Device, advance, place, words
+from firstloss.rng.cuda_layout import Device, Launch, advance, launches, place, words
 
 V100 = Device(80, 2048)
 SMALL = Device(2, 1024)
@@ -39,6 +39,57 @@ def test_the_layout_is_the_kernels(numel, dtype):
     assert advance(numel, SMALL, 40, dtype) == 40 + 4 * calls
 
 
+def by_lane(numel: int, device: Device, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+    """`kernel`, as pull request 194828 launches it."""
+    resident = device.multi_processor_count * (device.max_threads_per_multi_processor // 256)
+    threads = 256 * min(resident, -(-numel // (256 * lanes)))
+    made = {e: (e % threads, 4 * (e // threads // lanes), e // threads % lanes) for e in range(numel)}
+    return made, -(-numel // (threads * lanes))
+
+
+@pytest.mark.parametrize("numel", [1, 256, 257, 1024, 1025, 8191, 20_000])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_layout_of_the_pull_request(numel, dtype):
+    made, calls = by_lane(numel, SMALL, 2 if dtype == "float64" else 4)
+    for element in range(0, numel, 97):
+        assert place(element, numel, SMALL, 8, dtype, by_lane=True) == (
+            made[element][0],
+            made[element][1] + 8,
+            made[element][2],
+        )
+    assert advance(numel, SMALL, 8, dtype, by_lane=True) == 8 + 4 * calls
+
+
+def halved(begin: int, numel: int, size: int) -> list[tuple[int, int]]:
+    """TensorIterator's SplitUntil32Bit: a stack, of whose top the first half is taken off until 32 bits index it."""
+    stack, found = [(begin, numel)], []
+    while stack:
+        begin, numel = stack.pop()
+        while 1 + (numel - 1) * size > (1 << 31) - 1 or numel > (1 << 31) - 1:
+            stack.append((begin + numel // 2, numel - numel // 2))
+            numel //= 2
+        found.append((begin, numel))
+    return found
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("float64", 8)])
+@pytest.mark.parametrize("bytes", [(1 << 31) - 8, (1 << 31) - 7, 1 << 31, (1 << 31) + 8, 5 << 31, 40_000_000_008])
+def test_what_32_bits_do_not_index_is_launched_in_parts(dtype, size, bytes):
+    numel = bytes // size
+    found = launches(numel, V100, 12, dtype)
+    assert [(part.begin, part.numel) for part in found] == halved(0, numel, size)
+    offset = 12
+    if len(found) > 1:
+        offset += 4 * -(-numel // (found[0].threads * found[0].lanes))
+    for part in found:
+        assert part == Launch(part.begin, part.numel, offset, 80 * 8 * 256, 2 if size == 8 else 4)
+        offset += 4 * -(-part.numel // (part.threads * part.lanes))
+        for element in (part.begin, part.begin + part.numel - 1):
+            alone = place(element - part.begin, part.numel, V100, part.offset, dtype)
+            assert place(element, numel, V100, 12, dtype) == alone
+    assert advance(numel, V100, 12, dtype) == offset
+
+
 def uniform_block(block: np.ndarray) -> np.ndarray:
     return block.astype(np.float64) * 2.0**-32 + 2.0**-33
 
@@ -68,7 +119,5 @@ def test_an_empty_fill_moves_nothing():
 def test_errors():
     with pytest.raises(IndexError, match="element 5 of a fill of 5"):
         place(5, 5, V100)
-    with pytest.raises(ValueError, match="several launches"):
-        place(0, 1 << 30, V100)
     with pytest.raises(ValueError, match="within a block"):
         words(0, 0, 6)

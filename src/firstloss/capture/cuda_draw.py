@@ -45,10 +45,7 @@ def record(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.
     if generator.device.type != "cuda" or not layout_is_known(index):
         return False
     offset = generator.get_offset()
-    try:
-        after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
-    except ValueError:  # so large that it takes several launches
-        return False
+    after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
     node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
     if session.generators.preserve:
         session.generators.will_draw(generator)

@@ -55,16 +55,35 @@ def materialize_stores(
     total, before = sum(store.value.nbytes for store in stores), 0
     told = progress
     with timeline.span("materialize"):
+        on_gpu = _on_gpus([store.value for store in stores if not store.is_made], device)
         # What is moved or converted is made some at a time, so that no second copy of all weights is in memory.
         for some in [stores] if device is None and dtype is None else _batches(stores):
             if progress is not None:
                 told = partial(_tell, progress, before, total)
-            made = _make([store.value for store in some if not store.is_made], num_threads, told)
+            values = [store.value for store in some if not store.is_made]
+            made = _make([value for value in values if value not in on_gpu], num_threads, told)
+            made.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
             for store in some:
                 buffer = store.made[1] if store.is_made and store.made is not None else made.pop(store.value)
                 store.made = None
                 _turn_real(store, buffer, device, dtype)
                 before += store.value.nbytes
+
+
+def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Value, torch.Tensor]:
+    """What kernels of ours make on the GPU where it is wanted; the rest is made on the CPU and moved."""
+    wanted: dict[torch.device, list[Value]] = {}
+    for value in values:
+        where = value.device if device is None else torch.device(device)
+        if where.type == "cuda":
+            wanted.setdefault(where, []).append(value)
+    found: dict[Value, torch.Tensor] = {}
+    for where, some in wanted.items():
+        from ..gpu import weights
+
+        index = torch.cuda.current_device() if where.index is None else where.index
+        found.update(weights.make(some, torch.device("cuda", index)))
+    return found
 
 
 def give_memory(store: DeferredStorage) -> None:

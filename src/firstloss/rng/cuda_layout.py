@@ -4,8 +4,10 @@ The CUDA generator is a seed and an offset into Philox streams, one stream (`sub
 A fill launches blocks of 256 threads, as many as the device keeps resident or the fill needs; each thread strides over
 the tensor, takes one Philox block of four words at a time, and makes two or four elements of it. So which words an
 element gets depends on the fill's size and on the device.
-Source: `calc_execution_policy` and `distribution_elementwise_grid_stride_kernel` in
-ATen/native/cuda/DistributionTemplates.h; cuRAND's `curand_init` for how subsequence and offset make a counter.
+Source: `calc_execution_policy`, `distribution_nullary_kernel` and `distribution_elementwise_grid_stride_kernel` in
+ATen/native/cuda/DistributionTemplates.h of torch 2.11 to 2.13, and `TensorIteratorBase::with_32bit_indexing` for fills
+that one launch cannot index; cuRAND's `curand_init` for how subsequence and offset make a counter. PyTorch's pull
+request 194828 would launch as many blocks as the fill needs of so many numbers each (`by_lane`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from firstloss.rng import philox
 _THREADS = 256  # in a block
 _WORDS = 4  # in a Philox block; offsets count words
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_REACH = (1 << 31) - 1  # bytes that one launch fills: its indices have 32 bits
+_REACH = (1 << 31) - 1  # bytes that one launch fills, and elements: its indices have 32 bits
 
 
 class Device(NamedTuple):
@@ -40,21 +42,64 @@ class Place(NamedTuple):
     lane: int
 
 
-def place(element: int, numel: int, device: Device, offset: int = 0, dtype: str = "float32") -> Place:
+class Launch(NamedTuple):
+    """One launch of a fill.
+
+    begin, numel: the elements that it makes.
+    offset: where in the stream of each thread it begins to draw.
+    threads: all blocks' together. lanes: elements made of a Philox block.
+    """
+
+    begin: int
+    numel: int
+    offset: int
+    threads: int
+    lanes: int
+
+
+def launches(
+    numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False
+) -> list[Launch]:
+    """What PyTorch launches for a `uniform_` or `normal_` fill of `numel` contiguous elements begun at `offset`.
+
+    A fill that 32 bits do not index is halved until they do. What it would have drawn as a whole is skipped before the
+    first part: the kernel reserves that and then calls itself.
+
+    Args:
+        by_lane: the layout of pull request 194828.
+    """
+    if numel == 0:
+        return []
+    lanes = _lanes(dtype)
+    parts = _parts(0, numel, _BYTES[dtype])
+    if len(parts) > 1:
+        offset += _reserved(numel, _threads(numel, device, lanes if by_lane else 1), lanes)
+    found = []
+    for begin, count in parts:
+        threads = _threads(count, device, lanes if by_lane else 1)
+        found.append(Launch(begin, count, offset, threads, lanes))
+        offset += _reserved(count, threads, lanes)
+    return found
+
+
+def place(
+    element: int, numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False
+) -> Place:
     """Where element `element` of a `uniform_` or `normal_` fill of `numel` comes from, begun at `offset`."""
     if not 0 <= element < numel:
         raise IndexError(f"element {element} of a fill of {numel}")
-    turn, thread = divmod(element, _threads(numel, device, dtype))
-    block, lane = divmod(turn, _lanes(dtype))
-    return Place(thread, offset + _WORDS * block, lane)
+    launch = next(x for x in launches(numel, device, offset, dtype, by_lane) if element < x.begin + x.numel)
+    turn, thread = divmod(element - launch.begin, launch.threads)
+    block, lane = divmod(turn, launch.lanes)
+    return Place(thread, launch.offset + _WORDS * block, lane)
 
 
-def advance(numel: int, device: Device, offset: int = 0, dtype: str = "float32") -> int:
+def advance(numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False) -> int:
     """The generator's offset after a fill of `numel` elements begun at `offset`."""
     if numel == 0:
         return offset
-    in_one_block_each = _threads(numel, device, dtype) * _lanes(dtype)
-    return offset + _WORDS * -(-numel // in_one_block_each)
+    last = launches(numel, device, offset, dtype, by_lane)[-1]
+    return last.offset + _reserved(last.numel, last.threads, last.lanes)
 
 
 def words(seed: int, subsequence: int, offset: int) -> philox.Words:
@@ -69,10 +114,20 @@ def _lanes(dtype: str) -> int:
     return 2 if dtype == "float64" else 4
 
 
-def _threads(numel: int, device: Device, dtype: str) -> int:
-    """In the launch, all blocks together."""
-    if (numel - 1) * _BYTES[dtype] >= _REACH:
-        # PyTorch halves such a fill until 32-bit indices reach, and launches, and advances, for each part by itself.
-        raise ValueError(f"a {dtype} fill of {numel} elements takes several launches, whose layout is not known")
+def _threads(numel: int, device: Device, lanes: int) -> int:
+    """In the launch, all blocks together, where each thread is meant to make so many elements."""
     resident = device.multi_processor_count * (device.max_threads_per_multi_processor // _THREADS)
-    return _THREADS * min(resident, -(-numel // _THREADS))
+    return _THREADS * min(resident, -(-numel // (_THREADS * lanes)))
+
+
+def _reserved(numel: int, threads: int, lanes: int) -> int:
+    """How far a launch moves the generator's offset."""
+    return _WORDS * -(-numel // (threads * lanes))
+
+
+def _parts(begin: int, numel: int, size: int) -> list[tuple[int, int]]:
+    """The ranges of elements that one launch each makes, in order."""
+    if numel <= _REACH and 1 + (numel - 1) * size <= _REACH:
+        return [(begin, numel)]
+    half = numel // 2
+    return [*_parts(begin, half, size), *_parts(begin + half, numel - half, size)]

@@ -110,6 +110,11 @@ def power(n: int) -> int:
     return residue
 
 
+def squared(residue: int) -> int:
+    """Of t^n, t^2n."""
+    return _reduce(_square(residue))
+
+
 def _square(residue: int) -> int:
     """The square, not reduced: up to 66 digits."""
     # Squaring over GF(2) puts a zero between every two bits. That leaves digit k's square, 1246 bits of it, in digits

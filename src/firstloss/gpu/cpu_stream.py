@@ -1,0 +1,238 @@
+"""Fills with the CPU's bits, made on a GPU: the tables for `mt19937.h`.
+
+The stream is cut into chunks of equal length, and each chunk in which something is wanted is drawn by a warp. Chunk k
+begins at a window that is one jump of 2^j chunks after that of chunk k - 2^j, the lowest bit of k; so a rank that wants
+an eighth of all weights makes an eighth of the windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..rng import draws, jump
+from ..rng import state as torch_state
+from ..rng.mt19937 import N, Words, consistent, extend
+from ..rng.stream import Position, Stream
+from .kernels import CHUNK, DTYPES, KINDS, SEGMENT, Launcher
+from .slices import Slice
+
+_CHUNKS = 1 << 13  # as many as the largest GPU has warps for
+_LEAST, _MOST = 14, 21  # bits of a chunk's length
+_GROUP = 16  # normals made together
+
+
+class Piece(NamedTuple):
+    """A part of one fill, and the memory that it goes to.
+
+    Attributes:
+        bits: of a word, that a uniform is made of. A PyTorch that makes those of half precision of 24 bits makes them
+            in single precision, and rounds them.
+    """
+
+    stream: Stream
+    begin: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    pair: tuple[float, float]
+    wanted: Slice
+    out: int
+    bits: int = 24
+
+
+def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for such a fill: normals of few elements, and doubles, go through a math library."""
+    if name == "normal":
+        return dtype in DTYPES and dtype != torch.float64 and numel >= draws.MIN_PIECE
+    return name == "uniform" and dtype in DTYPES
+
+
+def fill(pieces: Iterable[Piece], launcher: Launcher, bits: int | None = None) -> None:
+    """Make all pieces.
+
+    Args:
+        bits: of a chunk's length; by default what keeps a GPU busy.
+    """
+    table = Table(list(pieces), bits)
+    table.run(launcher)
+
+
+class Table:
+    """Of all pieces: the windows to be made, the chunks to be drawn, and the segments that are written."""
+
+    def __init__(self, pieces: Sequence[Piece], bits: int | None = None) -> None:
+        streams: dict[Stream, list[np.void]] = {}
+        for piece in pieces:
+            for segment in _segments(piece):
+                streams.setdefault(piece.stream, []).append(segment)
+        if bits is None:
+            words = sum(int(segment["words"]) for some in streams.values() for segment in some)
+            bits = min(max((words // _CHUNKS).bit_length(), _LEAST), _MOST)
+        self.bits = bits
+        self.roots: list[Words] = []
+        self._root_numbers: list[int] = []
+        self.levels: dict[int, list[tuple[int, int]]] = {}  # by the exponent of a jump, from which window to which
+        self.layers: list[tuple[NDArray[np.void], NDArray[np.void]]] = []  # chunks and segments of a launch
+        self.windows = 0
+        for stream, some in streams.items():
+            self._add(stream, np.array(some, SEGMENT))
+
+    def _add(self, stream: Stream, segments: NDArray[np.void]) -> None:
+        segments = segments[np.argsort(segments["begin"], kind="stable")]
+        base = int(segments["begin"][0])
+        segments["begin"] -= base
+        layers = _layers(segments)
+        length = 1 << self.bits
+        found = [_chunks(layer, length) for layer in layers]
+        wanted = {int(k) for chunks in found for k in chunks["begin"] // length}
+        needed = {0}
+        for k in wanted:
+            while k not in needed:
+                needed.add(k)
+                k &= k - 1
+        number = {k: self.windows + i for i, k in enumerate(sorted(needed))}
+        self.windows += len(number)
+        self.roots.append(window_at(stream, base))
+        self._root_numbers.append(number[0])
+        for k in sorted(needed - {0}):
+            exponent = self.bits + (k & -k).bit_length() - 1
+            self.levels.setdefault(exponent, []).append((number[k & (k - 1)], number[k]))
+        for layer, chunks in zip(layers, found, strict=True):
+            chunks["window"] = [number[int(k)] for k in chunks["begin"] // length]
+            self.layers.append((chunks, layer))
+
+    def run(self, launcher: Launcher) -> None:
+        """Make it all. The highest jumps come first: what is jumped from is there."""
+        if not self.windows:
+            return
+        windows = launcher.empty_windows(self.windows)
+        roots = launcher.put(np.array(self.roots)).view(torch.int32).reshape(-1, N)
+        for row, number in enumerate(self._root_numbers):
+            windows[number].copy_(roots[row])
+        exponents = sorted(self.levels, reverse=True)
+        digits = launcher.put(np.array([power_of_two(e) for e in exponents])) if exponents else None
+        every = [pair for e in exponents for pair in self.levels[e]]
+        pairs = launcher.put(np.array(every, np.uint32)) if every else None
+        done = 0
+        for row, exponent in enumerate(exponents):
+            assert digits is not None and pairs is not None
+            count = len(self.levels[exponent])
+            launcher.spread(windows, pairs[8 * done :], count, digits[row * _DIGIT_BYTES :])
+            done += count
+        for chunks, segments in self.layers:
+            launcher.fill(windows, launcher.put(chunks), len(chunks), launcher.put(segments))
+
+
+_DIGIT = N - 1
+_DIGITS = 33
+_DIGIT_BYTES = 4 * 20 * _DIGITS
+
+
+@lru_cache(maxsize=128)
+def power_of_two(exponent: int) -> Words:
+    """t^(2^exponent), as 33 digits of 623 bits, lowest first: uint32, shape (33, 20). See `rng/jump.py`."""
+    residue = _residue(exponent)
+    mask = (1 << _DIGIT) - 1
+    packed = [(residue >> _DIGIT * k & mask).to_bytes(80, "little") for k in range(_DIGITS)]
+    return np.frombuffer(b"".join(packed), "<u4").reshape(_DIGITS, 20)
+
+
+@lru_cache(maxsize=128)
+def _residue(exponent: int) -> int:
+    if exponent <= _LEAST:
+        return jump.power(1 << exponent)
+    return jump.squared(_residue(exponent - 1))
+
+
+def window_at(stream: Stream, words: int) -> Words:
+    """624 words of the stream, not tempered, the first of which is number `words`."""
+    record = torch_state.parse(stream.state_at(Position(words)))
+    block = consistent(record["words"].astype(np.uint32))
+    drawn = N + 1 - int(record["left"])
+    return extend(block, drawn)[drawn:]
+
+
+def _segments(piece: Piece) -> list[np.void]:
+    """Where in the stream the wanted numbers are: side by side, but for a ragged end of normals."""
+    low, high, row, column, width = piece.wanted
+    made = np.zeros((), SEGMENT)
+    made["slice"]["out"] = piece.out
+    made["slice"]["row"], made["slice"]["column"], made["slice"]["width"] = row, column, width
+    made["kind"], made["dtype"], made["bits"] = KINDS[piece.name], DTYPES[piece.dtype], piece.bits
+    halved = piece.dtype.itemsize == 2
+    made["a"], made["b"], made["range"] = numbers_of(
+        piece.name, torch.float32 if halved and piece.bits == 24 else piece.dtype, piece.pair
+    )
+    found = []
+
+    def add(begin: int, first: int, until: int, to: int) -> None:
+        """Groups from element `first` to `until`, drawn from `begin` on, of which elements below `to` are written."""
+        group = _GROUP if piece.name == "normal" else 1
+        each = 2 if piece.dtype == torch.float64 else 1
+        start = max((low - first) // group * group, 0)
+        end = min(high, to, until)
+        if end <= max(low, first + start):
+            return
+        one = made.copy()
+        one["begin"], one["first"] = begin + start * each, first + start
+        one["words"] = -(-(end - first - start) // group) * group * each
+        one["slice"]["low"], one["slice"]["high"] = low, end
+        found.append(one[()])
+
+    n, ragged = piece.numel, piece.numel % _GROUP
+    if piece.name != "normal" or not ragged:
+        add(piece.begin, 0, n, n)
+    else:
+        # The last 16 are made anew, of words behind the ragged end's own, or of those that its block goes on with.
+        add(piece.begin, 0, n - ragged, n - _GROUP)
+        last = made_by = piece.begin + n
+        if piece.dtype != torch.float32:
+            made_by = last - ragged
+        add(made_by, n - _GROUP, n, n)
+    return found
+
+
+def numbers_of(name: str, dtype: torch.dtype, pair: tuple[float, float]) -> tuple[float, float, float]:
+    """The two numbers as the kernel takes them, and of uniforms the range: all in this precision."""
+    first, second = pair
+    if name == "normal":
+        return first, second, 0.0
+    low, high = torch.tensor(first, dtype=dtype, device="cpu"), torch.tensor(second, dtype=dtype, device="cpu")
+    return float(low), float(high), float(high - low)
+
+
+def _layers(segments: NDArray[np.void]) -> list[NDArray[np.void]]:
+    """The segments, sorted, in groups of which none has two that overlap in the stream: a warp only goes forward."""
+    layers: list[list[int]] = []
+    ends: list[int] = []
+    for i, (begin, words) in enumerate(zip(segments["begin"].tolist(), segments["words"].tolist(), strict=True)):
+        for n, end in enumerate(ends):
+            if end <= begin:
+                layers[n].append(i)
+                ends[n] = begin + words
+                break
+        else:
+            layers.append([i])
+            ends.append(begin + words)
+    return [segments[layer] for layer in layers]
+
+
+def _chunks(segments: NDArray[np.void], length: int) -> NDArray[np.void]:
+    """The chunks in which there is something of these segments."""
+    begins = segments["begin"].astype(np.int64)
+    ends = begins + segments["words"].astype(np.int64)
+    found = np.unique(
+        np.concatenate([np.arange(b // length, (e - 1) // length + 1) for b, e in zip(begins, ends, strict=True)])
+    )
+    chunks = np.zeros(len(found), CHUNK)
+    chunks["begin"] = found * length
+    chunks["end"] = (found + 1) * length
+    chunks["from"] = np.searchsorted(ends, found * length, side="right")
+    chunks["to"] = np.searchsorted(begins, (found + 1) * length, side="left")
+    return chunks

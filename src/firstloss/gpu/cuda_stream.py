@@ -1,0 +1,67 @@
+"""Fills with the bits of PyTorch's CUDA generator, any slice of them: the tables for `philox.h`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..rng import cuda_layout
+from .cpu_stream import numbers_of
+from .kernels import DTYPES, KINDS, LAUNCH, Launcher
+from .slices import Slice
+
+_TILE = 1024  # threads of PyTorch's that a unit stands for
+
+
+class Piece(NamedTuple):
+    """A part of one fill, and the memory that it goes to."""
+
+    seed: int
+    offset: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    pair: tuple[float, float]
+    wanted: Slice
+    out: int
+
+
+def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for such a fill."""
+    return dtype in DTYPES and (name == "uniform" or name == "normal" and dtype != torch.float64)
+
+
+def table(pieces: Iterable[Piece], device: cuda_layout.Device, by_lane: bool = False) -> tuple[np.ndarray, int]:
+    """The launches, as `struct launch`, and how many units they are."""
+    rows = []
+    units = 0
+    for piece in pieces:
+        low, high, row, column, width = piece.wanted
+        dtype = str(piece.dtype).removeprefix("torch.")
+        for launch in cuda_layout.launches(piece.numel, device, piece.offset, dtype, by_lane):
+            first, last = max(low, launch.begin), min(high, launch.begin + launch.numel)
+            if first >= last:
+                continue
+            made = np.zeros((), LAUNCH)
+            turn = launch.threads * launch.lanes
+            made["seed"], made["offset"], made["begin"] = piece.seed % (1 << 64), launch.offset, launch.begin
+            made["numel"], made["threads"], made["lanes"] = launch.numel, launch.threads, launch.lanes
+            made["tiles"] = -(-launch.threads // _TILE)
+            made["first_unit"], made["first_block"] = units, (first - launch.begin) // turn
+            made["slice"] = (piece.out, low, high, row, column, width)
+            made["kind"], made["dtype"] = KINDS[piece.name], DTYPES[piece.dtype]
+            made["a"], made["b"], made["range"] = numbers_of(piece.name, piece.dtype, piece.pair)
+            blocks = (last - 1 - launch.begin) // turn - int(made["first_block"]) + 1
+            units += blocks * int(made["tiles"])
+            rows.append(made[()])
+    return np.array(rows, LAUNCH), units
+
+
+def fill(pieces: Iterable[Piece], launcher: Launcher, device: cuda_layout.Device, by_lane: bool = False) -> None:
+    """Make all pieces."""
+    launches, units = table(pieces, device, by_lane)
+    if units:
+        launcher.philox(launcher.put(launches), len(launches), units)

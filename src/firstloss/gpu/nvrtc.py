@@ -1,0 +1,93 @@
+"""Compile CUDA C++ at run time by NVRTC, which PyTorch's builds for CUDA bring along. No GPU is needed for it."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from ..errors import BackendError
+
+# What compiles PyTorch's own kernels; and the same without fusing what does not say so.
+AS_PYTORCH = ("--std=c++17", "--restrict")
+UNFUSED = (*AS_PYTORCH, "--fmad=false")
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """NVRTC.
+
+    Raises:
+        BackendError: if it is nowhere.
+    """
+    tried = []
+    for path in _candidates():
+        try:
+            found = ctypes.CDLL(path)
+            found.nvrtcGetErrorString.restype = ctypes.c_char_p
+            return found
+        except OSError as error:
+            tried.append(f"{path}: {error}")
+    raise BackendError(
+        "kernels for the GPU are compiled by NVRTC, and there is none. It comes with PyTorch's builds for CUDA, in the "
+        f"package nvidia-cuda-nvrtc. Tried: {'; '.join(tried)}."
+    )
+
+
+def _candidates() -> list[str]:
+    packages = [Path(folder) / "nvidia" for folder in sys.path if folder]
+    here = [path for root in packages for path in (root / "cu13" / "lib", root / "cuda_nvrtc" / "lib")]
+    toolkit = [Path(os.environ.get(name, "")) / "lib64" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [*here, *toolkit, Path("/usr/local/cuda/lib64")]
+    # "alt" are builds for other hosts; the newest of what is left.
+    found = [p for f in folders for p in sorted(glob.glob(str(f / "libnvrtc.so.*")), reverse=True) if ".alt." not in p]
+    return [*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+
+
+@cache
+def version() -> tuple[int, int]:
+    """Of NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+def _check(status: int, log: str = "") -> None:
+    if status:
+        message = library().nvrtcGetErrorString(status).decode()
+        raise BackendError(f"NVRTC does not compile a kernel of ours: {message}. {log}")
+
+
+def compile(source: str, name: str, architecture: str, options: tuple[str, ...] = (), ptx: bool = False) -> bytes:
+    """The machine code of `source`, a cubin, for an architecture as "sm_90"; or its PTX.
+
+    Raises:
+        BackendError: with the compiler's log, if it does not compile.
+    """
+    nvrtc, program = library(), ctypes.c_void_p()
+    create = nvrtc.nvrtcCreateProgram
+    _check(create(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None))
+    try:
+        every = [f"--gpu-architecture={architecture}", *options]
+        status = nvrtc.nvrtcCompileProgram(program, len(every), (ctypes.c_char_p * len(every))(*map(str.encode, every)))
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+        _check(status, log)
+        kind = "PTX" if ptx else "CUBIN"
+        return _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(read(program, buffer))
+    return buffer.raw[: size.value].rstrip(b"\0") if size.value and read is not _cubin_of() else buffer.raw
+
+
+def _cubin_of() -> ctypes._NamedFuncPointer:
+    return library().nvrtcGetCUBIN

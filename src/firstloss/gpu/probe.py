@@ -1,0 +1,159 @@
+"""What kernels of ours may take the place of PyTorch's: tried out, on this device and with this PyTorch.
+
+Layouts, math functions and precisions are PyTorch's to change. So no kernel is used before its numbers have been
+compared with PyTorch's own, bit for bit, on the device: a few hundred thousand of each kind. What differs is made by
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from .. import timeline
+from ..compat.torch_names import DisableTorchDispatch
+from ..errors import BackendError
+from ..rng import cuda_layout, draws
+from ..rng.stream import Stream
+from . import cpu_stream, cuda_stream
+from .kernels import CudaLauncher, Launcher
+from .slices import Slice
+
+_SEED = 20_261_122
+# (numel, its two numbers as uniform's, as normal's): ragged ends, an interval whose end uniforms are rounded up to.
+_CPU_TRIALS = ((16, (0.0, 1.0), (0.0, 1.0)), (30_007, (-0.03, 0.07), (0.25, 0.02)), (100_000, (2.0, 3.0), (0.0, 1.0)))
+_PLAIN: dict[str, Any] = {"device": "cpu"}  # whatever the context says
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.itemsize]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+@cache
+def uniform_bits(dtype: torch.dtype) -> int:
+    """How many of a word's bits this PyTorch makes a CPU's uniform of; 0 where that is not known."""
+    if dtype == torch.float64:
+        return 53
+    with torch.no_grad(), DisableTorchDispatch():
+        generator = torch.Generator().manual_seed(_SEED)
+        words = torch.empty(4096, dtype=torch.int32, **_PLAIN).random_(0, 1 << 24, generator=generator)
+        found = torch.empty(4096, dtype=dtype, **_PLAIN).uniform_(generator=generator.manual_seed(_SEED)).float()
+        for bits in (24, 11, 8):
+            expected = ((words % (1 << bits)).float() * 2.0**-bits).to(dtype).float()
+            expected[expected == 1] = 0
+            if torch.equal(expected, found):
+                return bits
+    return 0
+
+
+@cache
+def cpu_kind_is_known(name: str, dtype: torch.dtype) -> bool:
+    """Whether this PyTorch's CPU makes such fills as the kernels do, as far as can be told without them."""
+    if name == "uniform":
+        return uniform_bits(dtype) > 0
+    if dtype in (torch.float32, torch.float64):
+        return dtype == torch.float32
+    # Normals of half precision are float32's, rounded; they have not always been.
+    with torch.no_grad(), DisableTorchDispatch():
+        pair = []
+        for kind in (dtype, torch.float32):
+            generator = torch.Generator().manual_seed(_SEED)
+            pair.append(torch.empty(4096, dtype=kind, **_PLAIN).normal_(0.5, 0.02, generator=generator).to(dtype))
+        return torch.equal(*pair)
+
+
+def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool:
+    """Whether the kernel's fills are PyTorch's on the CPU."""
+    generator = torch.Generator().manual_seed(_SEED)
+    torch.empty(77, dtype=torch.int32, **_PLAIN).random_(generator=generator)
+    stream, begin = Stream.from_state(generator.get_state().numpy()), 0
+    pieces, pairs = [], []
+    for numel, of_uniform, of_normal in _CPU_TRIALS:
+        pair = of_uniform if name == "uniform" else of_normal
+        expected = torch.empty(numel, dtype=dtype, **_PLAIN)
+        getattr(expected, f"{name}_")(*pair, generator=generator)
+        drawn = draws.draw(name, str(dtype).removeprefix("torch."), numel)
+        assert drawn is not None
+        for wanted in (Slice(0, numel), Slice(numel // 3, numel // 2)):
+            found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
+            bits = uniform_bits(dtype)
+            pieces.append(cpu_stream.Piece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
+            pairs.append((expected[wanted.low : wanted.high], found))
+        begin += drawn.words
+    cpu_stream.fill(pieces, launcher, 13)
+    return all(_same(expected, found.cpu()) for expected, found in pairs)
+
+
+@cache
+def cpu_bits(device: int, name: str, dtype: torch.dtype) -> bool:
+    """Whether such fills with the CPU's bits may be made on this GPU."""
+    if not cpu_stream.can_make(name, 1 << 20, dtype) or not cpu_kind_is_known(name, dtype):
+        return False
+    return _tried(lambda: _drawn_on_the_cpu(name, dtype, CudaLauncher(device)), f"the CPU's {dtype} {name} on a GPU")
+
+
+def geometry(device: int) -> cuda_layout.Device:
+    """What of a GPU decides how it fills."""
+    found = torch.cuda.get_device_properties(device)
+    return cuda_layout.Device(found.multi_processor_count, found.max_threads_per_multi_processor)
+
+
+def cuda_trials(of: cuda_layout.Device) -> tuple[int, ...]:
+    """Sizes of fills to try: less than a block, one number of each thread, more than one, all four, and many turns."""
+    resident = 256 * of.multi_processor_count * (of.max_threads_per_multi_processor // 256)
+    return (1, 1000, resident // 3, resident, resident + 1, 4 * resident + 77, 9 * resident + 5)
+
+
+@cache
+def cuda_layout_of(device: int, name: str, dtype: torch.dtype) -> str | None:
+    """Which layout such fills of PyTorch's have on this GPU: "by block", "by lane"; None for none that is known.
+
+    Values are compared, not offsets alone: a layout may change without moving the generator otherwise.
+    """
+    if not cuda_stream.can_make(name, 1 << 20, dtype):
+        return None
+    for layout in ("by block", "by lane"):
+        trial = partial(_drawn_on_the_gpu, name, dtype, device, layout == "by lane")
+        if _tried(trial, f"CUDA's {dtype} {name}, laid out {layout}"):
+            return layout
+    return None
+
+
+def _drawn_on_the_gpu(name: str, dtype: torch.dtype, device: int, by_lane: bool) -> bool:
+    launcher, of = CudaLauncher(device), geometry(device)
+    generator = torch.Generator(launcher.device).manual_seed(_SEED)
+    pieces, pairs = [], []
+    for numel, pair in zip(cuda_trials(of), itertools.cycle([(0.0, 1.0), (-0.03, 0.07), (0.5, 2.0)]), strict=False):
+        offset = generator.get_offset()
+        expected = torch.empty(numel, dtype=dtype, device=launcher.device)
+        getattr(expected, f"{name}_")(*pair, generator=generator)
+        after = cuda_layout.advance(numel, of, offset, str(dtype).removeprefix("torch."), by_lane)
+        if generator.get_offset() != after:
+            return False
+        for wanted in {Slice(0, numel), Slice(numel // 3, max(numel // 2, numel // 3 + 1))}:
+            found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
+            pieces.append(cuda_stream.Piece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
+            pairs.append((expected[wanted.low : wanted.high], found))
+    cuda_stream.fill(pieces, launcher, of, by_lane)
+    return all(_same(expected, found) for expected, found in pairs)
+
+
+# What was tried and not found alike, or did not run, by what it is: `python -m benchmarks.gpu` prints it.
+refused: dict[str, str] = {}
+
+
+def _tried(trial: Callable[[], bool], what: str) -> bool:
+    try:
+        with torch.no_grad(), DisableTorchDispatch(), timeline.span("probe"):
+            alike = trial()
+        if not alike:
+            refused[what] = "other bits than PyTorch's"
+        return alike
+    except (BackendError, RuntimeError) as error:  # no compiler, no driver, no memory: PyTorch's own kernels then
+        refused[what] = str(error)
+        return False

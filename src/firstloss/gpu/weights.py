@@ -1,0 +1,75 @@
+"""Weights made on a GPU: all recipes that are a fill, or a slice of one, by one launch of a kernel for each stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch
+from ..program.graph import Value
+from ..rng.counter_stream import CounterStream
+from ..rng.philox_stream import PhiloxStream
+from . import cpu_stream, cuda_stream, probe
+from .kernels import CudaLauncher, Launcher
+from .slices import Recipe, recipe_of
+
+
+def make(
+    values: Iterable[Value],
+    device: torch.device,
+    launcher: Launcher | None = None,
+    cpu_bits: Callable[[int, str, torch.dtype], bool] = probe.cpu_bits,
+    cuda_layout_of: Callable[[int, str, torch.dtype], str | None] = probe.cuda_layout_of,
+    geometry: Callable[[int], Any] = probe.geometry,
+) -> dict[Value, torch.Tensor]:
+    """Those of `values` that kernels of ours make on `device`, each on memory of its own, laid out as it is.
+
+    Left out is what they cannot make, and what they have not been seen to make as PyTorch does. (The arguments after
+    `device` are for tests, which have no GPU.)
+    """
+    index = device.index or 0
+    of_cpu: list[cpu_stream.Piece] = []
+    of_cuda: dict[str, list[cuda_stream.Piece]] = {}
+    made: dict[Value, tuple[torch.Tensor, Recipe]] = {}
+    with torch.no_grad(), DisableTorchDispatch():
+        for value in values:
+            recipe = recipe_of(value)
+            if recipe is None or value.nbytes == 0:
+                continue
+            name, numel, dtype, draw = recipe.fill.name, recipe.numel, recipe.dtype, recipe.draw
+            if draw is None:
+                out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                made[value] = out.fill_(recipe.fill.value), recipe
+            elif isinstance(draw.stream, PhiloxStream):
+                same = value.device.type == device.type and (value.device.index in (None, index))
+                layout = (
+                    cuda_layout_of(index, name, dtype) if same and cuda_stream.can_make(name, numel, dtype) else None
+                )
+                if layout is not None:
+                    out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                    given = draw.stream.seed, draw.position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted
+                    of_cuda.setdefault(layout, []).append(cuda_stream.Piece(*given, out.data_ptr()))
+                    made[value] = out, recipe
+            elif not isinstance(draw.stream, CounterStream):
+                if not cpu_stream.can_make(name, numel, dtype) or not cpu_bits(index, name, dtype):
+                    continue
+                stream, position = draw.stream.absolute(draw.position)
+                out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                of_cpu.append(
+                    cpu_stream.Piece(
+                        stream, position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted,
+                        out.data_ptr(), probe.uniform_bits(dtype),
+                    )
+                )  # fmt: skip
+                made[value] = out, recipe
+        if of_cpu or of_cuda:
+            launcher = launcher or CudaLauncher(index)
+            cpu_stream.fill(of_cpu, launcher)
+            for layout, pieces in of_cuda.items():
+                cuda_stream.fill(pieces, launcher, geometry(index), layout == "by lane")
+        for out, recipe in made.values():
+            for op, args, kwargs in recipe.edits:
+                op(out, *args, **kwargs)
+    return {value: out for value, (out, _) in made.items()}

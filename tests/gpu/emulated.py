@@ -1,0 +1,65 @@
+"""Our GPU's kernels on the CPU: the source that NVRTC compiles, compiled by the C compiler of this machine."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from firstloss.gpu import kernels
+
+HERE = Path(__file__).parent
+
+
+def compiler():
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def vectorised():
+    """Whether PyTorch's normals are made by its AVX2 kernel here; those of other CPUs go through a math library."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+@functools.cache
+def library():
+    """The kernels as C. A -march with FMA, or each of them is a call; -ffp-contract=off as in `setup.py`."""
+    folder = Path(tempfile.mkdtemp())
+    flags = ["-std=gnu11", "-O2", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
+    flags += ["-Wall", "-Werror", "-Wno-unused-function", f"-I{Path(kernels.__file__).parent}"]
+    subprocess.run([compiler(), *flags, str(HERE / "emulated.c"), "-lm", "-o", str(folder / "k.so")], check=True)
+    return ctypes.CDLL(str(folder / "k.so"))
+
+
+def address(array):
+    return ctypes.c_void_p(array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data)
+
+
+class HostLauncher:
+    """A `Launcher` whose device is the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.launched = []
+
+    def put(self, table):
+        return torch.from_numpy(np.ascontiguousarray(table).view(np.uint8).reshape(-1).copy())
+
+    def empty_windows(self, count):
+        return torch.full((count, 624), -1, dtype=torch.int32)
+
+    def spread(self, windows, pairs, count, digits):
+        self.launched.append(("spread", count))
+        library().spread(address(windows), address(pairs), ctypes.c_uint32(count), address(digits))
+
+    def fill(self, windows, chunks, count, segments):
+        self.launched.append(("fill", count))
+        library().fill(address(windows), address(chunks), address(segments), ctypes.c_uint32(count))
+
+    def philox(self, launches, count, units):
+        self.launched.append(("philox", units))
+        library().philox_fill(address(launches), ctypes.c_uint32(count), ctypes.c_uint64(units))

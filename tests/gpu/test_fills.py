@@ -1,0 +1,259 @@
+"""Whole fills and slices of them by the GPU's kernels, run on the CPU: against PyTorch, and against the layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from firstloss.gpu import cpu_stream, cuda_stream
+from firstloss.gpu.slices import Slice
+from firstloss.rng import cuda_layout, draws
+from firstloss.rng.cuda_layout import Device
+from firstloss.rng.stream import Stream
+
+from .emulated import HostLauncher, compiler, vectorised
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="there is no C compiler on this machine"),
+    pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine"),
+]
+
+BITS = {torch.float32: 24, torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}
+
+
+def as_bits(tensor):
+    return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])
+
+
+def poisoned(count, dtype):
+    return torch.full((count + 8,), float("nan"), dtype=dtype)
+
+
+class Drawing:
+    """Fills in eager PyTorch, one after another, and where in the stream each began."""
+
+    def __init__(self, seed=3):
+        self.generator = torch.Generator().manual_seed(seed)
+        torch.empty(77, dtype=torch.int32).random_(generator=self.generator)
+        self.stream = Stream.from_state(self.generator.get_state().numpy())
+        self.at = 0
+
+    def fill(self, name, count, dtype, pair):
+        made = torch.empty(count, dtype=dtype)
+        getattr(made, f"{name}_")(*pair, generator=self.generator)
+        begin = self.at
+        self.at += draws.draw(name, str(dtype).removeprefix("torch."), count).words
+        return begin, made
+
+    def skip(self, words):
+        torch.empty(words, dtype=torch.int32).random_(generator=self.generator)
+        self.at += words
+
+
+def bits_of(dtype):
+    """Of a word, that this PyTorch makes a uniform of."""
+    from firstloss.gpu.probe import uniform_bits
+
+    return uniform_bits(dtype)
+
+
+def is_made(name, dtype):
+    from firstloss.gpu.probe import cpu_kind_is_known
+
+    return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_kind_is_known(name, dtype)
+
+
+COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)
+
+
+@pytest.mark.parametrize("dtype", list(BITS), ids=str)
+@pytest.mark.parametrize("name, pair", [("uniform", (0.0, 1.0)), ("uniform", (-0.3, 0.7)), ("normal", (0.5, 0.02))])
+@pytest.mark.parametrize("bits", [10, 14])
+def test_whole_fills_are_pytorchs(name, pair, dtype, bits):
+    if not is_made(name, dtype):
+        pytest.skip(f"this PyTorch's {dtype} {name} is made on the CPU")
+    drawing, pieces, pairs = Drawing(), [], []
+    for count in COUNTS:
+        begin, expected = drawing.fill(name, count, dtype, pair)
+        found = poisoned(count, dtype)
+        whole = Slice(0, count)
+        pieces.append(
+            cpu_stream.Piece(drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype))
+        )
+        pairs.append((expected, found))
+        drawing.skip(5 * count)
+    cpu_stream.fill(pieces, HostLauncher(), bits)
+    for expected, found in pairs:
+        count = len(expected)
+        assert torch.equal(as_bits(found[:count]), as_bits(expected)), (
+            count,
+            (found[:count] != expected).nonzero()[:5],
+        )
+        assert torch.isnan(found[count:]).all()
+
+
+def test_float32_is_made_by_kernels_of_ours():
+    assert all(is_made(name, torch.float32) for name in ("uniform", "normal"))
+
+
+SLICES = {
+    "first": Slice(0, 33),
+    "middle": Slice(1001, 2777),
+    "one": Slice(4000, 4001),
+    "end": Slice(4991, 5005),
+    "ragged": Slice(4980, 5005),
+    "all": Slice(0, 5005),
+    "columns": Slice(0, 5005, 55, 7, 20),
+    "some rows' columns": Slice(110, 3300, 55, 54, 1),
+    "last columns": Slice(55, 5005, 55, 30, 25),
+}
+
+
+def cut(whole, wanted):
+    if not wanted.row:
+        return whole[wanted.low : wanted.high]
+    rows = whole[wanted.low : wanted.high].view(-1, wanted.row)
+    return rows[:, wanted.column : wanted.column + wanted.width].reshape(-1)
+
+
+@pytest.mark.parametrize("name", ["uniform", "normal"])
+@pytest.mark.parametrize("which", [*SLICES, "all of these"])
+def test_slices_are_cut_from_what_pytorch_makes(name, which):
+    drawing = Drawing()
+    drawing.skip(3333)
+    begin, whole = drawing.fill(name, 5005, torch.float32, (0.0, 0.5))
+    pieces, pairs = [], []
+    for wanted in SLICES.values() if which == "all of these" else [SLICES[which]]:
+        expected = cut(whole, wanted)
+        assert wanted.numel == len(expected)
+        found = poisoned(len(expected), torch.float32)
+        pieces.append(
+            cpu_stream.Piece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
+        )
+        pairs.append((expected, found))
+    cpu_stream.fill(pieces, HostLauncher(), 9)
+    for expected, found in pairs:
+        assert torch.equal(as_bits(found[: len(expected)]), as_bits(expected))
+        assert torch.isnan(found[len(expected) :]).all()
+
+
+def test_a_rank_makes_the_windows_of_its_own_chunks():
+    """Of an eighth of what is drawn, an eighth of the windows, and those on the way there."""
+    drawing = Drawing()
+    whole = [
+        cpu_stream.Piece(drawing.stream, i << 22, "normal", 1 << 22, torch.float32, (0.0, 1.0), Slice(0, 1 << 22), 0)
+        for i in range(16)
+    ]
+    eighth = [p._replace(wanted=Slice(3 << 19, 4 << 19)) for p in whole]
+    all_of_it, part = cpu_stream.Table(whole, 14), cpu_stream.Table(eighth, 14)
+    assert all_of_it.windows == 16 << 8
+    assert part.windows <= (16 << 8) / 8 * 1.2
+    chunks, _ = part.layers[0]
+    assert len(chunks) == 16 << 5
+
+
+def test_several_streams_and_far_positions():
+    pieces, pairs = [], []
+    for seed in (1, 2):
+        drawing = Drawing(seed)
+        for far in (0, 1 << 20, (1 << 33) + 12_345):
+            # What lies there is known from the stream itself: PyTorch would draw for hours.
+            words = drawing.stream.words_at(far, 700)
+            expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
+            found = poisoned(700, torch.float32)
+            piece = cpu_stream.Piece(
+                drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), found.data_ptr()
+            )
+            pieces.append(piece)
+            pairs.append((expected, found))
+    cpu_stream.fill(pieces, HostLauncher(), 14)
+    for expected, found in pairs:
+        assert torch.equal(found[:700], expected)
+
+
+# -- CUDA's stream ----------------------------------------------------------------------------------------------------
+
+SMALL = Device(2, 1024)
+
+
+def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
+    """Element by element, by the layout and Philox in numpy."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    low, high = pair
+    out = np.empty(numel, np.float64)
+    for element in range(numel):
+        place = cuda_layout.place(element, numel, SMALL, offset, dtype_name, by_lane)
+        block = cuda_layout.words(seed, place.subsequence, place.offset).astype(np.float64)
+        if dtype == torch.float64:
+            x, y = (int(v) for v in block[2 * place.lane : 2 * place.lane + 2])
+            out[element] = (x ^ y << 21) * 2.0**-53 + 2.0**-54
+            out[element] = out[element] * (high - low) + low
+        elif name == "uniform":
+            out[element] = np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33))
+            out[element] = np.float32(out[element] * np.float32(np.float32(high) - np.float32(low)) + np.float32(low))
+            if torch.tensor(out[element]).to(dtype) == high:  # compared as it is kept
+                out[element] = low
+        else:
+            u = block[place.lane & 2] * 2.0**-32 + 2.0**-33
+            v = 2 * np.pi * (block[(place.lane & 2) + 1] * 2.0**-32 + 2.0**-33)
+            turned = np.cos(v) if place.lane & 1 else np.sin(v)
+            out[element] = np.sqrt(-2 * np.log(u)) * turned * high + low
+    return torch.from_numpy(out).to(dtype)
+
+
+@pytest.mark.parametrize("by_lane", [False, True])
+@pytest.mark.parametrize(
+    "name, pair, dtype",
+    [
+        ("uniform", (0.0, 1.0), torch.float32),
+        ("uniform", (-1.0, 3.0), torch.float32),
+        ("uniform", (0.0, 1.0), torch.bfloat16),
+        ("uniform", (-1.0, 1.0), torch.float64),
+        ("normal", (0.0, 1.0), torch.float32),
+        ("normal", (1.0, 0.5), torch.bfloat16),
+        ("normal", (0.0, 1.0), torch.float16),
+    ],
+    ids=str,
+)
+def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_lane):
+    seed, offset = (1 << 63) + 12345, 4 * ((1 << 33) + 7)
+    for numel in (5, 3000, 9001):
+        expected = expected_of(name, numel, dtype, pair, seed, offset, by_lane)
+        slices = [Slice(0, numel), Slice(numel // 3, numel // 3 * 2 + 1)]
+        slices += [Slice(0, 3000, 30, 7, 5)] if numel == 3000 else []
+        pieces, pairs = [], []
+        for wanted in slices:
+            part = cut(expected, wanted)
+            found = poisoned(len(part), dtype)
+            pieces.append(cuda_stream.Piece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
+            pairs.append((part, found))
+        cuda_stream.fill(pieces, HostLauncher(), SMALL, by_lane)
+        for part, found in pairs:
+            if name == "uniform":
+                assert torch.equal(found[: len(part)], part)
+            else:  # this machine's sine and logarithm instead of a GPU's
+                within = 1e-5 if dtype == torch.float32 else 1e-2  # of half precision, a place
+                assert torch.allclose(found[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
+            assert torch.isnan(found[len(part) :]).all()
+
+
+def test_a_slice_costs_what_it_takes():
+    """Units of the table: an eighth of a large fill takes an eighth of them, and a turn at each end."""
+    h100 = Device(132, 2048)
+    numel = 1 << 30
+    whole = cuda_stream.Piece(0, 0, "normal", numel, torch.bfloat16, (0.0, 1.0), Slice(0, numel), 0)
+    _, units = cuda_stream.table([whole], h100)
+    _, part = cuda_stream.table([whole._replace(wanted=Slice(numel // 8, numel // 4))], h100)
+    assert units == pytest.approx(numel / 4 / 1024, rel=0.01)
+    assert part <= units / 8 * 1.02
+
+
+def test_a_fill_in_several_launches_has_one_table():
+    numel = (1 << 31) + 64
+    whole = cuda_stream.Piece(0, 4, "uniform", numel, torch.float32, (0.0, 1.0), Slice(0, numel), 0)
+    rows, units = cuda_stream.table([whole], Device(132, 2048))
+    assert len(rows) > 1 and rows["numel"].sum() == numel
+    begin, end = rows["begin"], rows["begin"] + rows["numel"]
+    assert begin[1:].tolist() == end[:-1].tolist()
+    last = cuda_stream.table([whole._replace(wanted=Slice(numel - 5, numel))], Device(132, 2048))[0]
+    assert len(last) == 1 and last["begin"][0] == begin[-1] and last["offset"][0] == rows["offset"][-1]
+    assert units >= numel / 4096

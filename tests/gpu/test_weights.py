@@ -1,0 +1,108 @@
+"""Weights and shards of them by the GPU's kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.gpu import probe, weights
+from firstloss.gpu.slices import recipe_of
+
+from .emulated import HostLauncher, compiler, vectorised
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="there is no C compiler on this machine"),
+    pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine"),
+]
+CPU = torch.device("cpu", 0)
+
+
+def made(tensors):
+    """What the kernels make of deferred tensors, by the tensors' numbers."""
+    known = {i: tensor._store.value for i, tensor in enumerate(tensors)}
+    found = weights.make(
+        known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_kind_is_known(name, dtype)
+    )
+    return {
+        i: found[value].as_strided(tensors[i].shape, tensors[i].stride())
+        for i, value in known.items()
+        if value in found
+    }
+
+
+def build():
+    module = nn.Sequential(
+        nn.Embedding(300, 70), nn.Linear(70, 90), nn.LayerNorm(90), nn.Conv2d(3, 8, 3), nn.Linear(5, 3)
+    )
+    nn.init.normal_(module[1].weight, std=0.02)
+    module[0].weight.data.mul_(0.5).add_(0.25).clamp_(-0.3, 0.6)
+    nn.init.xavier_uniform_(module[4].weight)
+    return module
+
+
+def test_a_models_weights_have_eager_pytorchs_bits():
+    torch.manual_seed(0)
+    expected = list(build().parameters())
+    torch.manual_seed(0)
+    deferred = list(fl.deferred_init(build).parameters())
+    found = made(deferred)
+    assert found.keys() == set(range(len(expected)))
+    for i, tensor in found.items():
+        assert torch.equal(tensor, expected[i]), i
+
+
+SHARDS = {
+    "rows": lambda w: w[10:20].clone(),
+    "columns": lambda w: w[:, 3:17].clone(),
+    "a block": lambda w: w[5:30, 3:17].clone(),
+    "experts": lambda w: w.view(4, 25, 64)[1:3].clone(),
+    "columns of experts": lambda w: w.view(4, 25, 64)[:, :, 8:16].clone(),
+    "flat": lambda w: w.view(-1)[777:1500].clone(),
+    "twice": lambda w: w[10:60].clone()[5:10].clone(),
+    "edited": lambda w: w[10:20].clone().mul_(3.0),
+    "every third row": lambda w: w[1::3].clone(),
+    "a copy": lambda w: torch.empty(10, 64).copy_(w[20:30]),
+}
+LEFT = {
+    "transposed": lambda w: w.t().clone(),
+    "every other element": lambda w: w.view(-1)[::2].clone(),
+    "divided": lambda w: w[10:20].clone().div_(3.0),
+    "patched": lambda w: w.clone().index_fill_(0, torch.tensor([1]), 0.0),
+    "a function of it": lambda w: w.exp(),
+    "in double precision": lambda w: w.double(),
+}
+
+
+def weight():
+    torch.manual_seed(0)
+    return torch.empty(100, 64).normal_(0.0, 0.5)
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_are_cut_from_the_whole(name):
+    expected = SHARDS[name](weight())
+    with fl.deferred():
+        deferred = SHARDS[name](weight())
+    found = made([deferred])
+    assert torch.equal(found[0], expected)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_part_of_a_fill_is_left_to_pytorch(name):
+    expected = LEFT[name](weight())
+    with fl.deferred():
+        deferred = LEFT[name](weight())
+    assert recipe_of(deferred._store.value) is None and not made([deferred])
+    assert torch.equal(fl.materialize_tensor(deferred), expected)
+
+
+def test_what_is_not_trusted_is_left_to_pytorch():
+    with fl.deferred():
+        deferred = weight()
+    assert not weights.make([deferred._store.value], CPU, HostLauncher(), lambda *_: False)
+
+
+def test_few_normals_are_left_to_pytorch():
+    with fl.deferred():
+        deferred = torch.empty(15).normal_()
+    assert not made([deferred])
