@@ -25,8 +25,11 @@ from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, GraphChangeWarning
 from ...program.compare import Parting, parting
 from ...program.source import here
-from ..guards.effects import Effects, Left, put_back
-from ..guards.guard_set import Change, GuardSet, generators
+from ..guards.effects import Effects, put_back
+from ..guards.guard_set import GuardSet
+from ..guards.guards import Change
+from ..guards.left import Left
+from ..guards.reads import Reads, generators
 from ..guards.recording import Recording, functions_of
 from ..guards.snapshot import Snapshot
 
@@ -56,9 +59,9 @@ class Surroundings:
         Args:
             weights: the ids of the backend's weights.
         """
-        self.guards = GuardSet(self.snapshot, self.recording, self._name)
-        effects = Effects(self.snapshot, self.guards, left)
-        self.guards.finish(self._generators, weights)
+        reads = Reads(self.snapshot, self.recording)
+        effects = Effects(self.snapshot, reads, left)
+        self.guards = reads.guards(self._generators, weights)
         self.recording.forget()
         return effects
 
@@ -259,7 +262,10 @@ class Changes:
             if change.name == "training":
                 continue
             reason = f"{change.what} {_change(change.old, change.new)}"
-            read, written = known.guards.where_read(change.name), known.guards.where_written(change.name)
+            read, written = (
+                known.guards.lines.where_read(change.name),
+                known.guards.lines.where_written(change.name),
+            )
             places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
             reasons.append(reason + (f" ({', '.join(places)})" if places else ""))
         return reasons
@@ -288,7 +294,7 @@ class Changes:
             self._told.add(why)
             _warn(f"{self._name} is traced at each call ({known.seconds:.2f} s): {why}. {_ADVICE}")
         for name, what in known.guards.unwatched:
-            line = known.guards.where_read(name, own=True)
+            line = known.guards.lines.where_read(name, own=True)
             if line is not None and what not in self._told:
                 self._told.add(what)
                 _warn(

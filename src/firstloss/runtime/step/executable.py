@@ -36,7 +36,9 @@ from ..device.host_memory import HostMemory
 from ..device.lazy import LazyArray
 from ..device.placement import begin_behind
 from ..device.tensors import mesh_sharding, resident, store_of
-from ..guards.effects import Bind, Effects, Env, Given, Left
+from ..guards.bindings import Bind
+from ..guards.effects import Effects
+from ..guards.left import Env, Given, Left
 from ..jaxlib import compile_options, use_x64, x64
 from ..structures import containers
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does

@@ -11,7 +11,9 @@ from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
-from ..guards.effects import Bind, Effects, Env, Left, Make
+from ..guards.bindings import Bind
+from ..guards.effects import Effects
+from ..guards.left import Env, Left, Make
 
 Homes = dict[Value, DeferredStorage | torch.Tensor]
 

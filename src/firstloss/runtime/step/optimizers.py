@@ -31,7 +31,9 @@ from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
 from ...program.source import here
 from ...undo import Undo
-from ..guards.effects import Bind, Effects, Env, Left, Make
+from ..guards.bindings import Bind
+from ..guards.effects import Effects
+from ..guards.left import Env, Left, Make
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from .reload import load_in_place

@@ -16,7 +16,8 @@ from ...undo import Undo
 from ..guards.not_yet import NotYet
 
 if TYPE_CHECKING:
-    from ..guards.effects import Bind, Env, Left, Make
+    from ..guards.bindings import Bind
+    from ..guards.left import Env, Left, Make
 
 
 class _Call(NamedTuple):

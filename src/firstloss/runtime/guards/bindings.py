@@ -1,0 +1,83 @@
+"""What a call does at its end for one name, item or collection that the step has changed."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from .containers import put_items
+from .guards import same
+from .kinds import Kind, kind_of
+from .left import Env, Make
+
+# What binds something: done twice, it has the same effect as done once.
+Bind = Callable[[], None]
+
+
+def always(bind: Bind) -> Callable[[Env], Bind]:
+    """The same at each call."""
+    return lambda env: bind
+
+
+def setting(put: Callable[[Any], None], make: Make) -> Callable[[Env], Bind]:
+    """Puts what `make` makes."""
+    return lambda env: functools.partial(put, make(env))
+
+
+def setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
+    """Puts an item into a dict or a list, whatever its class makes of that."""
+
+    def apply(env: Env) -> Bind:
+        container = place(env)
+        put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+        return functools.partial(put, container, key, make(env))
+
+    return apply
+
+
+def removing_from(place: Make, name: str) -> Callable[[Env], Bind]:
+    """Takes an item out of a dict."""
+    return lambda env: functools.partial(place(env).pop, name, None)
+
+
+def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
+    """Delete a name that may be gone already."""
+    if name in table:
+        delete(name)
+
+
+def adding(container: Any, items: list) -> Bind:
+    """Adds items at the end of a collection."""
+    kind = kind_of(type(container))
+    if kind is Kind.SET:
+        return functools.partial(set.update, container, items)
+    if kind is Kind.LIST:
+        return functools.partial(list.__setitem__, container, slice(len(container), None), items)
+    return functools.partial(put_items, container, [*container, *items])
+
+
+def added_to(container: Any, before: list, now: list) -> list | None:
+    """What was added at the end; None if it is not just that."""
+    if kind_of(type(container)) is Kind.SET:
+        return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
+    if getattr(container, "maxlen", None) is not None:
+        for count in range(1, len(now) + 1):  # so many were added, and so many fell out
+            kept = before[max(0, len(before) + count - container.maxlen) :]
+            if len(kept) + count == len(now) and all(map(operator.is_, kept, now)):
+                return now[len(kept) :]
+        return None
+    return now[len(before) :] if len(now) >= len(before) and all(map(operator.is_, before, now)) else None
+
+
+def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
+    """What `n += 1` does to a number at each call; None if that is not all that has happened to it."""
+    before, updates, once = counted
+    if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
+        difference = now - before
+        return lambda number: number + difference
+    if once and same(updates[0].combine(before, updates[0].constant), now):
+        combine, constant = updates[0]
+        return lambda number: combine(number, constant)
+    return None

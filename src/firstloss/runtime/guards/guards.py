@@ -1,0 +1,136 @@
+"""The kinds of guards: each keeps what it saw when the step was traced, and says what has changed since."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .kinds import items_of, table_of
+from .pytorch import undisguised
+from .snapshot import MISSING
+
+_PLAIN = (int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Change(NamedTuple):
+    """Something that a step reads is not what it was."""
+
+    what: str  # for people
+    name: str  # as the code mentions it
+    old: Any
+    new: Any
+    place: int = 0  # the id of the dict, list, variable or object that holds it
+
+
+class TableGuard:
+    """Names in a dict: all of them (`whole`), in their order, or some."""
+
+    __slots__ = ("table", "expected", "whole", "_describe", "name")
+
+    def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
+        self.table = table
+        self.expected: dict[Any, Any] = {}
+        self.whole = False
+        self._describe = describe
+        self.name = name  # as the code mentions the dict, where its keys are not names
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Key, old and new content of what has changed; the key is MISSING for the dict as a whole."""
+        plain = type(self.table) is dict
+        get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
+        if plain and all(map(operator.is_, map(self.table.get, self.expected), self.expected.values())):
+            entries: Iterable[tuple[Any, Any]] = ()  # there may be thousands, as in PyTorch's modules
+        else:
+            entries = self.expected.items()
+        for key, old in entries:
+            new = get(key, MISSING)
+            if new is not old and not same(old, new) and undisguised(new) is not undisguised(old):
+                yield key, old, new
+        if self.whole:
+            before = [key for key, value in self.expected.items() if value is not MISSING]
+            now = list(table_of(self.table))
+            if now != before:
+                yield MISSING, before, now
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """In words."""
+        name = self.name if self.name is not None else str(key)
+        return Change(self._describe(key), name, old, new, id(self.table))
+
+
+class ListGuard:
+    """The items of a list."""
+
+    __slots__ = ("list", "expected", "what", "name")
+
+    def __init__(self, list_: list, expected: list, what: str, name: str) -> None:
+        self.list = list_
+        self.expected = expected
+        self.what = what
+        self.name = name
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """As of a TableGuard."""
+        now = items_of(self.list)
+        if len(now) != len(self.expected):
+            yield MISSING, self.expected, now
+            return
+        for i, (old, new) in enumerate(zip(self.expected, now, strict=True)):
+            if new is not old and not same(old, new):
+                yield i, old, new
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """As of a TableGuard."""
+        return Change(self.what, self.name, old, new, id(self.list))
+
+
+class CellGuard:
+    """A variable of an enclosing function."""
+
+    __slots__ = ("cell", "expected", "what", "name")
+
+    def __init__(self, cell: types.CellType, expected: Any, what: str, name: str) -> None:
+        self.cell = cell
+        self.expected = {None: expected}
+        self.what = what
+        self.name = name
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """As of a TableGuard."""
+        try:
+            now = self.cell.cell_contents
+        except ValueError:
+            now = MISSING
+        if now is not self.expected[None] and not same(self.expected[None], now):
+            yield None, self.expected[None], now
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """As of a TableGuard."""
+        return Change(self.what, self.name, old, new, id(self.cell))
+
+
+class ReadGuard(NamedTuple):
+    """What a function gives, compared with what it gave."""
+
+    read: Callable[[], Any]
+    expected: Any
+    what: str
+    name: str
+    place: int
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are the same to a step's Python: the same object, or equal plain ones."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, _PLAIN):
+        return bool(a == b) or a != a
+    if isinstance(a, (tuple, frozenset)) and len(a) == len(b):
+        return all(map(operator.is_, a, b)) or all(map(same, a, b)) if isinstance(a, tuple) else a == b
+    return False

@@ -1,0 +1,271 @@
+"""What a step has read: collected after its trace from what ran and what was looked up.
+
+All that the step's Python has read counts: attributes that were looked up while it was traced, globals and variables
+that the code that ran names, what is in the containers that these hold, hooks, the functions themselves. A name that
+was not there counts as missing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compat.python_names import environment_of
+from ...compat.torch_names import MODULE_TABLES
+from . import bytecode
+from .bytecode import Use
+from .describe import describe_attribute, describe_global, with_article
+from .executed import Executed
+from .guard_set import GuardSet
+from .guards import CellGuard
+from .kinds import Kind, is_closed, is_installed, kind_of
+from .pytorch import namespaces
+from .recording import Recording, is_closed_code
+from .snapshot import MISSING, Snapshot, apart_in_optimizers, cell_content, own_attributes, slot_value
+from .values import Values
+
+
+class Reads:
+    """What a step has read.
+
+    Attributes:
+        updates: what decides nothing.
+        unknown: functions that ran, and that were not known before: what they read before is not known either.
+    """
+
+    def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
+        self._snapshot = snapshot
+        self._executed = Executed(snapshot, recording)
+        self._values = Values(snapshot, self._executed)
+        self.updates = self._values.updates
+        self.unknown: list[types.CodeType] = []
+        self._functions(recording)
+        self._attributes(recording)
+        for function in self._executed.cached:
+            self._reads_of(function)
+        for root in snapshot.roots:
+            if kind_of(type(root)) in (Kind.BINDING, Kind.CLASS):  # a method, perhaps of a class
+                self._values.value(root, "the step or its arguments", "")
+        for cls, names in list(self._values.classes.items()):  # attributes that objects share, methods among them
+            self._values.of_class(cls, names)
+
+    def _functions(self, recording: Recording) -> None:
+        snapshot = self._snapshot
+        known = {inner for code in snapshot.functions for inner in bytecode.with_inner(code)}
+        globals_: dict[tuple[int, str], tuple[dict, list[Use]]] = {}
+        cells: dict[int, tuple[types.CellType, str, types.FunctionType, list[Use]]] = {}
+        for code, table in self._executed.code:
+            if code not in known and not _is_generated(code, table) and not is_installed(table.get("__name__")):
+                self.unknown.append(code)
+            for name in bytecode.global_names(code):
+                globals_.setdefault((id(table), name), (table, []))[1].extend(bytecode.uses_of(code, name))
+            for module, name in bytecode.imports(code):
+                self._imported(module, name)
+            for function in snapshot.functions.get(code, ()):
+                self._values.definition(function)
+                for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+                    uses = [use for inner in bytecode.with_inner(code) for use in bytecode.uses_of(inner, name)]
+                    cells.setdefault(id(cell), (cell, name, function, []))[3].extend(uses)
+        for (_, name), (table, uses) in globals_.items():
+            self._global(table, name, uses)
+        for cell, name, function, uses in cells.values():
+            self._cell(cell, name, function, uses)
+        for table in recording.whole:
+            self._values.table(table, describe_global(table), None)
+            for name, value in self._values.before(table).items():
+                if not name.startswith("__"):
+                    self._values.name(table, name, value, describe_global(table))
+        if {"environ", "getenv"} & self._executed.mentioned:
+            self._values.read("environ", _environment, snapshot.environment, "what is in os.environ", "environ")
+
+    def _reads_of(self, function: types.FunctionType) -> None:
+        """What a function may read of objects, of which nothing was noted, since it did not run."""
+        names = [name for code in bytecode.with_inner(function.__code__) for name in bytecode.global_names(code)]
+        held = [self._values.before(function.__globals__).get(name) for name in names]
+        held += [cell_content(cell) for cell in function.__closure__ or ()]
+        for value in held:
+            table = own_attributes(value) if kind_of(type(value)) is Kind.INSTANCE else None
+            if table is not None:
+                self._values.some(table, describe_attribute(value))
+
+    def _global(self, table: dict, name: str, uses: list[Use]) -> None:
+        before = self._values.before(table).get(name, MISSING)
+        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (Kind.FUNCTION, Kind.CLASS):
+            self._values.table(table, describe_global(table), None).expected[name] = before
+            return
+        if self.updates.decides_nothing((id(table), name), before, uses):
+            return
+        self._values.name(table, name, before, describe_global(table), uses)
+        if before is MISSING:
+            own = vars(builtins)
+            self._values.name(own, name, own.get(name, MISSING), describe_global(own))
+
+    def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
+        known = self._snapshot.cells.get(id(cell))
+        before = known[1] if known is not None else MISSING
+        if self.updates.decides_nothing((id(cell), None), before, uses):
+            return
+        what = f"the variable {name} that {function.__qualname__} uses"
+        self._values.cells[id(cell)] = CellGuard(cell, before, what, name)
+        if not self.updates.collects(before, uses):
+            self._values.value(before, what, name)
+
+    def _attributes(self, recording: Recording) -> None:
+        snapshot = self._snapshot
+        for (_, name), (owner, sites) in list(recording.reads.items()):
+            if id(owner) not in snapshot.seen:  # made in the step
+                continue
+            uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
+            self._object(owner)
+            if isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name):
+                if name == "param_groups" and any(not _is_closed_file(code) for code, _ in sites):
+                    self._groups(owner)
+                continue
+            self._values.classes.setdefault(type(owner), set()).add(name)
+            table = own_attributes(owner)
+            describe = describe_attribute(owner)
+            if name == "__dict__":
+                if table is not None and not isinstance(owner, torch.nn.Module):
+                    for key, value in self._values.before(table).items():
+                        self._values.name(table, key, value, describe)
+                    self._values.tables[id(table)].whole = True if id(table) in self._values.tables else False
+                continue
+            slotted = snapshot.slotted.get(id(owner))
+            if slotted is not None and name in slotted.names:
+                before = slotted.before[slotted.names.index(name)]
+                if not self.updates.decides_nothing((id(owner), name), before, uses):
+                    self._values.read((id(owner), name), _slot_reader(owner, name), before, describe(name), name)
+                    if not self.updates.collects(before, uses):
+                        self._values.value(before, describe(name), name)
+                continue
+            if table is None:
+                continue
+            before = self._values.before(table).get(name, MISSING)
+            if not self.updates.decides_nothing((id(table), name), before, uses):
+                self._values.name(table, name, before, describe, uses)
+
+    def _object(self, owner: Any) -> None:
+        """An object of which something is read."""
+        if id(owner) in self._values.objects:
+            return
+        self._values.objects[id(owner)] = owner
+        if isinstance(owner, torch.nn.Module):
+            table = owner.__dict__
+            for part in MODULE_TABLES:
+                self._values.name(table, part, self._values.before(table).get(part, MISSING), describe_attribute(owner))
+        elif isinstance(owner, torch.optim.Optimizer):
+            self._values.read(
+                (id(owner), "params"),
+                lambda: tuple([p for group in owner.param_groups for p in group["params"]]),
+                tuple([p for group in self._snapshot.groups[id(owner)] for p in group["params"]]),
+                f"the parameters of {with_article(type(owner).__qualname__)}",
+                "param_groups",
+            )
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Code of the user's reads the parameter groups."""
+
+        def read() -> tuple:
+            return tuple([v for g in optimizer.param_groups for k, v in g.items() if k != "params"])
+
+        before = tuple([v for g in self._snapshot.groups[id(optimizer)] for k, v in g.items() if k != "params"])
+        what = f"the parameter groups of {with_article(type(optimizer).__qualname__)}"
+        self._values.read((id(optimizer), "groups"), read, before, what, "param_groups")
+
+    def _imported(self, module: str, name: str) -> None:
+        found = sys.modules.get(module)
+        if found is not None and not is_closed(module) and not is_installed(module):
+            table = vars(found)
+            self._values.name(table, name, self._values.before(table).get(name, MISSING), describe_global(table))
+
+    # -- what effects find out --
+
+    def guard_content(self, container: Any) -> None:
+        """The step has changed what is in it, though it was seen to read nothing there: what was there counts."""
+        self._values.looked_at.discard(id(container))
+        self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
+
+    def guard_number(self, place: tuple) -> None:
+        """A number whose own update cannot be repeated counts like any other."""
+        before, _, _ = self.updates.numbers.pop(place)
+        where, name = place
+        if where in self._snapshot.cells:
+            cell, _ = self._snapshot.cells[where]
+            self._values.cells[where] = CellGuard(cell, before, "a variable that the step counts in", "")
+        elif where in self._snapshot.slotted:
+            owner = self._snapshot.slotted[where].owner
+            self._values.read(place, _slot_reader(owner, name), before, describe_attribute(owner)(name), name)
+        else:
+            known = self._snapshot.tables[where]
+            describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
+            self._values.name(known.table, name, before, describe)
+
+    # -- what there is to watch for at each call --
+
+    def guards(self, state_of_generators: list[Any], weights: set[int]) -> GuardSet:
+        """All is collected: what is to be checked at each call.
+
+        Args:
+            state_of_generators: as `generators()` gave it before the trace.
+            weights: the ids of tensors whose gradients others watch.
+        """
+        for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
+            if read() != before:
+                self._values.read(name, read, before, f"the state of the random generator of Python's {name}", name)
+        for where, name, table in self._snapshot.hooks:
+            before = self._values.before(table)
+            self._values.read(
+                name,
+                lambda where=where, name=name: tuple(where[name].items()) if where[name] else (),
+                tuple(before.items()),
+                f"PyTorch's {name}",
+                name,
+            )
+            for hook in before.values():
+                self._values.value(hook, f"PyTorch's {name}", name)
+        for namespace in namespaces():
+            if id(namespace.table) in self._values.tables:
+                self._values.tables[id(namespace.table)].expected |= namespace.expected
+            else:
+                self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
+        return GuardSet(self._values, self._executed.lines, self.unknown, weights)
+
+
+def generators() -> list[Any]:
+    """The states of the generators whose numbers a trace cannot see."""
+    return [read() for read in _GENERATORS.values()]
+
+
+def _numpy_state() -> tuple:
+    name, words, *rest = np.random.get_state()
+    return name, words.tobytes(), *rest
+
+
+# PyTorch's own are part of the Program.
+_GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
+
+
+def _environment() -> tuple:
+    return tuple(environment_of(os.environ).items())
+
+
+def _is_generated(code: types.CodeType, table: dict) -> bool:
+    """Whether it is a module's own code, or a named tuple's."""
+    return code.co_name == "<module>" or str(table.get("__name__", "namedtuple_")).startswith("namedtuple_")
+
+
+def _slot_reader(owner: Any, name: str) -> Callable[[], Any]:
+    return lambda: slot_value(owner, name)
+
+
+def _is_closed_file(code: types.CodeType) -> bool:
+    """Whether code is PyTorch's or ours."""
+    return is_closed_code(code, {"__name__": None}) or f"{os.sep}torch{os.sep}" in code.co_filename

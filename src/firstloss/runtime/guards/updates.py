@@ -1,0 +1,73 @@
+"""Numbers that only their own updates read (`n += 1`), and collections that are only added to: they decide nothing, so
+that a change of them is no reason to trace again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from .bytecode import Collect, ItemUpdate, Update, Use
+from .kinds import Kind, kind_of
+
+_NUMBERS = (int, float)
+
+
+class Updates:
+    """What a step updates and does not read otherwise.
+
+    Attributes:
+        numbers: by the id of their dict or cell and their name.
+    """
+
+    def __init__(self, looked_at: set[int]) -> None:
+        """`looked_at` has the ids of what the step is known to read."""
+        self.numbers: dict[tuple[int, Any], tuple[Any, list[Update], bool]] = {}
+        self._collected: dict[int, Any] = {}  # by id, the collections that were only added to
+        # By id, dicts and lists whose numbers only their own updates have read, with these by key.
+        self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
+        self._looked_at = looked_at
+
+    def decides_nothing(self, place: tuple, before: Any, uses: list[Use]) -> bool:
+        """Whether a number is read by nothing but its own update, as in `n += 1`."""
+        if type(before) not in _NUMBERS or not uses:
+            return False
+        if not all(isinstance(use, Update) for use in uses):
+            return False
+        self.numbers[place] = (before, [use for use in uses if isinstance(use, Update)], len(uses) == 1)
+        return True
+
+    def collects(self, before: Any, uses: list[Use] | None) -> bool:
+        """Whether a collection is only added to, or only counted in."""
+        kind = kind_of(type(before))
+        if uses and all(isinstance(use, Collect) for use in uses) and kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+            self._collected[id(before)] = before
+            return True
+        if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):
+            known = self._counted.setdefault(id(before), (before, {}))[1]
+            for use in uses:
+                if isinstance(use, ItemUpdate):
+                    known.setdefault(use.key, []).append(use.update)
+            return True
+        return False
+
+    def item_updates(self, container: Any, before: Any, now: Any) -> list[tuple[Any, tuple]] | None:
+        """If the step does nothing with a dict or a list but count in it: the keys of the items that have changed, each
+        with what `numbers` holds of a number."""
+        if id(container) not in self._counted or id(container) in self._looked_at:
+            return None
+        updates = self._counted[id(container)][1]
+        if list(_keys(now)) != list(_keys(before)):
+            return None
+        changed = [key for key in _keys(now) if now[key] is not before[key]]
+        if not all(key in updates and type(before[key]) in _NUMBERS for key in changed):
+            return None
+        return [(key, (before[key], updates[key], len(updates[key]) == 1)) for key in changed]
+
+    def only_collected(self, container: Any) -> bool:
+        """Whether the step does nothing with a collection but add to it."""
+        return id(container) in self._collected and id(container) not in self._looked_at
+
+
+def _keys(container: Any) -> Iterable[Any]:
+    return range(len(container)) if isinstance(container, list) else container

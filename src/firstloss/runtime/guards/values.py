@@ -1,0 +1,282 @@
+"""From what a step reads to guards: of that, of what is in it, and of what is in that."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...compat.python_names import is_python_class, lru_cache_wrapper
+from . import caches, contents
+from .bytecode import Use
+from .describe import describe_attribute, describe_global
+from .executed import Executed
+from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
+from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of
+from .snapshot import MISSING, Snapshot, Table, class_table, definition, own_attributes
+from .updates import Updates
+
+
+class Values:
+    """The guards of one trace, as they are collected.
+
+    Attributes:
+        tables, lists, cells, reads: the guards, by what they guard.
+        objects: by id, those whose class counts.
+        leaves: by id, tensors, for what PyTorch keeps beside their content.
+        classes: with the names that are looked up on their objects.
+        looked_at: the ids of all that guards were made of.
+        updates: what decides nothing.
+        unwatched: what is too large to be compared at each call, by name, and as people say it.
+        unwatchable: what nobody can tell of whether it has changed.
+    """
+
+    def __init__(self, snapshot: Snapshot, executed: Executed) -> None:
+        self._snapshot = snapshot
+        self._executed = executed
+        self.unwatched: list[tuple[str, str]] = []
+        self.unwatchable: dict[int, tuple[Any, str]] = {}
+        self.tables: dict[int, TableGuard] = {}
+        self.lists: dict[int, ListGuard] = {}
+        self.cells: dict[int, CellGuard] = {}
+        self.objects: dict[int, Any] = {}
+        self.reads: dict[Any, ReadGuard] = {}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.classes: dict[type, set[str]] = {}
+        self.looked_at: set[int] = set()
+        self.updates = Updates(self.looked_at)
+        self._classes_seen: set[tuple[type, int]] = set()
+        self._in_class = 0  # what a class or an installed package holds is code, and no state of the step's
+
+    def before(self, table: dict) -> dict:
+        known: Table | None = self._snapshot.tables.get(id(table))
+        return table if known is None else known.before
+
+    def table(self, table: dict, describe: Callable[[Any], str], name: str | None) -> TableGuard:
+        guard = self.tables.get(id(table))
+        if guard is None:
+            guard = self.tables[id(table)] = TableGuard(table, describe, name)
+        return guard
+
+    def name(self, table: dict, name: Any, before: Any, describe: Any, uses: list[Use] | None = None) -> None:
+        """A name in a dict is read."""
+        guard = self.table(table, describe, None)
+        if name in guard.expected and guard.expected[name] is not MISSING and uses is None:
+            return
+        guard.expected[name] = before
+        if before is not MISSING and not self.updates.collects(before, uses or [None]):
+            self.value(before, describe(name), name)
+
+    def value(self, value: Any, what: str, name: str) -> None:
+        """What is in something that was read, and in what is in that."""
+        kind = kind_of(type(value))
+        if kind is Kind.LEAF or id(value) in self.looked_at:
+            return
+        self.looked_at.add(id(value))
+        if kind is Kind.TENSOR:
+            self.leaves[id(value)] = value
+            self._tensor_attributes(value)
+            return
+        inside = f"what is in {what}"
+        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
+            self._container(value, kind, what, inside, name)
+        elif kind is Kind.FUNCTION:
+            if not is_closed(value.__module__):
+                self.definition(value)
+        elif kind is Kind.BINDING:
+            if id(value) in self._snapshot.opaque:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+            for part in behind(value):
+                self.value(part, what, name)
+            if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
+                self._cached(value, f"what {what} has cached", name)
+        elif kind is Kind.CELL:
+            known = self._snapshot.cells.get(id(value))
+            if known is not None:
+                self.cells.setdefault(id(value), CellGuard(value, known[1], what, name))
+                self.value(known[1], what, name)
+        elif kind is Kind.CLASS:
+            if not is_closed(value.__module__):
+                self.of_class(value, set())
+            self._ambient(value, name)
+        elif kind is Kind.MODULE:
+            self._ambient(value, name)
+            if not is_closed(value.__name__) and not is_installed(value.__name__):
+                self.some(vars(value), describe_global(vars(value)))
+            elif value.__name__ in sys.stdlib_module_names:
+                self._of_python(vars(value))
+        elif kind is Kind.OPAQUE:
+            self._opaque(value, what, inside, name)
+        elif kind is Kind.UNKNOWN and not self._in_class:
+            self.unwatchable[id(value)] = (value, what)
+        if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and is_python_class(type(value)):
+            self.objects.setdefault(id(value), value) if not isinstance(value, torch.nn.Module) else None
+            self.classes.setdefault(type(value), set())
+        if kind is Kind.INSTANCE and not can_be_instrumented(type(value)):
+            table = own_attributes(value)
+            if table is not None:
+                self.some(table, describe_attribute(value), all_of_them=True)
+
+    def _of_python(self, table: dict) -> None:
+        """A module of Python's own library, in which somebody may have put or replaced something."""
+        expected = self.table(table, describe_global(table), None).expected
+        for name in self._executed.mentioned:
+            expected.setdefault(name, table.get(name, MISSING))
+
+    def _ambient(self, value: Any, name: str) -> None:
+        """Settings of the thread's, by which a class or the functions of a module go."""
+        known = self._snapshot.opaque.get(id(value))
+        if known is not None:
+            self.read(id(value), known[1], known[2], f"the settings by which {name} goes", name)
+
+    def _cached(self, function: Any, what: str, name: str) -> None:
+        """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the
+        step is traced once more."""
+        found = caches.results(function)
+        new = any(kind_of(type(r)) is not Kind.LEAF and not self._snapshot.holds(r) for r in found)
+        self.read(id(function), caches.unchanged(function), not new, what, name)
+        for result in found:
+            self.value(result, what, name)
+
+    def _container(self, value: Any, kind: Kind, what: str, inside: str, name: str) -> None:
+        large = contents.unwatched(value)
+        if large is not None and name:
+            self.unwatched.append((name, f"{what}, {large}"))
+        if kind is Kind.DICT:
+            if isinstance(value, defaultdict):
+                factory = operator.attrgetter("default_factory")
+                key = (id(value), "default_factory")
+                self.read(key, functools.partial(factory, value), factory(value), f"the factory of {what}", name)
+                self.value(factory(value), what, name)
+            before = self.before(value)
+            if id(value) not in self._snapshot.opaque:
+                guard = self.table(value, lambda key: inside, name)
+                guard.whole = True
+                guard.expected = dict(before)
+                items: Iterable[Any] = before.values()
+            else:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+                return
+        else:
+            known = self._snapshot.sequences.get(id(value))
+            items = known[1] if known is not None else items_of(value)
+            if kind is Kind.LIST and len(items) <= contents.LARGEST:
+                self.lists[id(value)] = ListGuard(value, items, inside, name)
+            elif kind is not Kind.TUPLE and id(value) in self._snapshot.opaque:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+            elif kind is not Kind.TUPLE:
+                self.read(id(value), contents.reader(value), _reading_of(value, items), inside, name)
+            if len(items) > contents.LARGEST:
+                return
+        for item in items:
+            self.value(item, what, name)
+
+    def _opaque(self, value: Any, what: str, inside: str, name: str) -> None:
+        large = contents.unwatched(value)
+        if large is not None and name:
+            self.unwatched.append((name, f"{what}, {large}"))
+        known = self._snapshot.opaque.get(id(value))
+        if known is not None:
+            self.read(id(value), known[1], known[2], inside, name)
+        for part in contents.inside(value):
+            self.value(part, what, name)
+
+    def some(self, table: dict, describe: Callable[[Any], str], all_of_them: bool = False) -> None:
+        """Of an object whose reads are not noted one by one: the attributes that the code mentions, or may."""
+        before = self.before(table)
+        all_of_them = all_of_them or self._executed.any_attribute
+        for name in before if all_of_them else self._executed.mentioned & before.keys():
+            if not (isinstance(name, str) and name.startswith("__")):
+                self.name(table, name, before[name], describe)
+        guard = self.table(table, describe, None)
+        guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
+        for name in self._executed.mentioned - before.keys():
+            guard.expected.setdefault(name, MISSING)
+
+    def _tensor_attributes(self, tensor: torch.Tensor) -> None:
+        known = self._snapshot.tables.get(id(tensor.__dict__))
+        if known is not None:
+            self.some(known.table, lambda key: f"the attribute {key} of a tensor")
+
+    def read(self, key: Any, read: Any, expected: Any, what: str, name: str) -> None:
+        if read is not None and key not in self.reads:
+            place = key if type(key) is int else key[0] if type(key) is tuple else 0
+            self.reads[key] = ReadGuard(read, expected, what, name, place)
+
+    def definition(self, function: types.FunctionType) -> None:
+        if id(function) in self.reads:
+            return
+        name = function.__name__
+        known = self._snapshot.definitions.get(id(function))
+        before = definition(function) if known is None else known[1]
+        what = f"the code of {function.__qualname__} or its default arguments"
+        if id(function.__dict__) in self._snapshot.tables:
+            self.some(function.__dict__, describe_attribute(function))
+        self.read(id(function), lambda: definition(function), before, what, name)
+        for default in (*(before[1] or ()), *(value for _, value in before[2] or ())):
+            self.value(default, f"a default argument of {function.__qualname__}", name)
+
+    # -- classes --
+
+    def of_class(self, cls: type, names: set[str]) -> None:
+        if is_closed(cls.__module__) and not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
+            return
+        self._in_class += 1
+        for base in (*cls.__mro__, *type.mro(type(cls))):
+            self._base(base, names)
+        self._in_class -= 1
+
+    def _base(self, base: type, names: set[str]) -> None:
+        if (base, len(names)) in self._classes_seen:
+            return
+        self._classes_seen.add((base, len(names)))
+        if is_closed(base.__module__):
+            self._closed_base(base, names)
+        else:
+            table = class_table(base)
+            before = self.before(table)
+            describe = describe_attribute(base)
+            guard = self.table(table, describe, None)
+            installed = is_installed(base.__module__)
+            for name in before:
+                if installed and (name in names or _is_operator(name)):
+                    guard.expected.setdefault(name, before[name])
+                elif name in names or name in self._executed.mentioned or _is_operator(name):
+                    self.name(table, name, before[name], describe)
+            missing = names if installed else names | self._executed.mentioned
+            for name in missing - before.keys():
+                guard.expected.setdefault(name, MISSING)
+
+    def _closed_base(self, base: type, names: set[str]) -> None:
+        """A class of PyTorch's, of which somebody may replace a method."""
+        if base.__module__.partition(".")[0] != "torch" or not is_python_class(base):
+            return
+        table = class_table(base)
+        looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
+        found = {name: table.get(name, MISSING) for name in looked_up}
+        self.table(table, describe_attribute(base), None).expected.update(found)
+
+
+def _reading_of(container: Any, items: Any) -> Any:
+    """What `contents.reader` would have given when these were its items."""
+    if isinstance(container, set):
+        return contents.reader(set(items))()  # type: ignore[misc]
+    return contents.reader(list(items))()  # type: ignore[misc]
+
+
+def _is_operator(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
+
+
+_NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
+                 "__getattribute__", "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
+                 "__parameters__", "__match_args__", "__firstlineno__", "__static_attributes__"}  # fmt: skip
