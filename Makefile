@@ -12,7 +12,10 @@ DEMO_OUT ?= demo
 SEEDS ?= 0:1000
 AGAINST ?= main
 
-.PHONY: demo test fuzz replay lint bench docs install install-test clean
+GPU_OUT ?= $(or $(OUT),gpu-results)
+GPU_ARGS ?=
+
+.PHONY: demo test fuzz replay lint bench gpu gpu-tiny docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -36,6 +39,14 @@ lint: install-test
 
 bench: install
 	$(BIN)/python -m benchmarks
+
+# On a machine with an NVIDIA GPU, by its own Python and with nothing installed: tests marked gpu, and figures. In two
+# commands of under 10 minutes each: make gpu GPU_ARGS="--half 1", then 2. Where there is no GPU it is the tiny form.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
+
+gpu-tiny:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --tiny --out $(GPU_OUT) $(GPU_ARGS)
 
 docs: $(VENV)/.stamp-docs
 	$(BIN)/mkdocs build --strict

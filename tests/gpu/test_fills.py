@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from firstloss.gpu import cpu_stream, cuda_stream
+from firstloss.gpu.kernels import CudaLauncher
 from firstloss.gpu.slices import Slice
 from firstloss.rng import cuda_layout, draws
 from firstloss.rng.cuda_layout import Device
@@ -13,7 +14,6 @@ from firstloss.rng.stream import Stream
 from .emulated import HostLauncher, compiler, vectorised
 
 pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="there is no C compiler on this machine"),
     pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine"),
 ]
 
@@ -24,8 +24,20 @@ def as_bits(tensor):
     return tensor.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize])
 
 
-def poisoned(count, dtype):
-    return torch.full((count + 8,), float("nan"), dtype=dtype)
+def poisoned(count, dtype, launcher):
+    return torch.full((count + 8,), float("nan"), dtype=dtype, device=launcher.device)
+
+
+@pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
+def launcher(request):
+    """The kernels as C, and as they are."""
+    if request.param == "on the CPU":
+        if compiler() is None:
+            pytest.skip("there is no C compiler on this machine")
+        return HostLauncher()
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU on this machine")
+    return CudaLauncher()
 
 
 class Drawing:
@@ -68,21 +80,21 @@ COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)
 @pytest.mark.parametrize("dtype", list(BITS), ids=str)
 @pytest.mark.parametrize("name, pair", [("uniform", (0.0, 1.0)), ("uniform", (-0.3, 0.7)), ("normal", (0.5, 0.02))])
 @pytest.mark.parametrize("bits", [10, 14])
-def test_whole_fills_are_pytorchs(name, pair, dtype, bits):
+def test_whole_fills_are_pytorchs(name, pair, dtype, bits, launcher):
     if not is_made(name, dtype):
         pytest.skip(f"this PyTorch's {dtype} {name} is made on the CPU")
     drawing, pieces, pairs = Drawing(), [], []
     for count in COUNTS:
         begin, expected = drawing.fill(name, count, dtype, pair)
-        found = poisoned(count, dtype)
+        found = poisoned(count, dtype, launcher)
         whole = Slice(0, count)
         pieces.append(
             cpu_stream.Piece(drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype))
         )
         pairs.append((expected, found))
         drawing.skip(5 * count)
-    cpu_stream.fill(pieces, HostLauncher(), bits)
-    for expected, found in pairs:
+    cpu_stream.fill(pieces, launcher, bits)
+    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
         count = len(expected)
         assert torch.equal(as_bits(found[:count]), as_bits(expected)), (
             count,
@@ -117,7 +129,7 @@ def cut(whole, wanted):
 
 @pytest.mark.parametrize("name", ["uniform", "normal"])
 @pytest.mark.parametrize("which", [*SLICES, "all of these"])
-def test_slices_are_cut_from_what_pytorch_makes(name, which):
+def test_slices_are_cut_from_what_pytorch_makes(name, which, launcher):
     drawing = Drawing()
     drawing.skip(3333)
     begin, whole = drawing.fill(name, 5005, torch.float32, (0.0, 0.5))
@@ -125,13 +137,13 @@ def test_slices_are_cut_from_what_pytorch_makes(name, which):
     for wanted in SLICES.values() if which == "all of these" else [SLICES[which]]:
         expected = cut(whole, wanted)
         assert wanted.numel == len(expected)
-        found = poisoned(len(expected), torch.float32)
+        found = poisoned(len(expected), torch.float32, launcher)
         pieces.append(
             cpu_stream.Piece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
         )
         pairs.append((expected, found))
-    cpu_stream.fill(pieces, HostLauncher(), 9)
-    for expected, found in pairs:
+    cpu_stream.fill(pieces, launcher, 9)
+    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
         assert torch.equal(as_bits(found[: len(expected)]), as_bits(expected))
         assert torch.isnan(found[len(expected) :]).all()
 
@@ -151,7 +163,7 @@ def test_a_rank_makes_the_windows_of_its_own_chunks():
     assert len(chunks) == 16 << 5
 
 
-def test_several_streams_and_far_positions():
+def test_several_streams_and_far_positions(launcher):
     pieces, pairs = [], []
     for seed in (1, 2):
         drawing = Drawing(seed)
@@ -159,14 +171,14 @@ def test_several_streams_and_far_positions():
             # What lies there is known from the stream itself: PyTorch would draw for hours.
             words = drawing.stream.words_at(far, 700)
             expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
-            found = poisoned(700, torch.float32)
+            found = poisoned(700, torch.float32, launcher)
             piece = cpu_stream.Piece(
                 drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), found.data_ptr()
             )
             pieces.append(piece)
             pairs.append((expected, found))
-    cpu_stream.fill(pieces, HostLauncher(), 14)
-    for expected, found in pairs:
+    cpu_stream.fill(pieces, launcher, 14)
+    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
         assert torch.equal(found[:700], expected)
 
 
@@ -214,7 +226,7 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
     ],
     ids=str,
 )
-def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_lane):
+def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_lane, launcher):
     seed, offset = (1 << 63) + 12345, 4 * ((1 << 33) + 7)
     for numel in (5, 3000, 9001):
         expected = expected_of(name, numel, dtype, pair, seed, offset, by_lane)
@@ -223,11 +235,11 @@ def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_l
         pieces, pairs = [], []
         for wanted in slices:
             part = cut(expected, wanted)
-            found = poisoned(len(part), dtype)
+            found = poisoned(len(part), dtype, launcher)
             pieces.append(cuda_stream.Piece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
             pairs.append((part, found))
-        cuda_stream.fill(pieces, HostLauncher(), SMALL, by_lane)
-        for part, found in pairs:
+        cuda_stream.fill(pieces, launcher, SMALL, by_lane)
+        for part, found in ((part, found.cpu()) for part, found in pairs):
             if name == "uniform":
                 assert torch.equal(found[: len(part)], part)
             else:  # this machine's sine and logarithm instead of a GPU's

@@ -9,7 +9,10 @@ import firstloss as fl
 from firstloss.capture import cuda_draw
 from firstloss.rng import cuda_layout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine"),
+]
 
 
 def build():
@@ -27,9 +30,11 @@ def test_materialized_on_the_gpu_with_the_cpus_bits():
 
 
 def test_the_host_never_holds_all_of_it(monkeypatch):
-    from firstloss.init import materialize
+    from firstloss.capture import realize
+    from firstloss.gpu import weights
 
-    monkeypatch.setattr(materialize, "_BATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(realize, "_BATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(weights, "make", lambda *_: {})
     found = fl.deferred_init(build)
     fl.materialize_module(found, device="cuda")
     assert all(parameter.is_cuda for parameter in found.parameters())
