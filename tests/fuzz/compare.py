@@ -277,7 +277,7 @@ class _Walk:
         if len(a) != len(b):
             raise Difference(path, f"eager has the keys {_keys(a)}, traced {_keys(b)}")
         for i, ((k, x), (j, y)) in enumerate(zip(list(a.items()), list(b.items()), strict=True)):
-            if isinstance(k, (str, int, float, bool, tuple)):
+            if _is_plain(k):
                 if k != j and not (isinstance(k, int) and "hooks" in path):  # each handle has a number of its own
                     raise Difference(path, f"eager has the keys {_keys(a)}, traced {_keys(b)}")
                 yield f"[{k!r}]" if path else f"{k}", x, y
@@ -302,6 +302,10 @@ class _Walk:
             raise Difference(path, f"eager has the attributes {_keys(mine)}, traced {_keys(other)}")
         for name in mine:
             yield f".{name}", mine[name], other[name]
+
+
+def _is_plain(key: Any) -> bool:
+    return all(map(_is_plain, key)) if isinstance(key, tuple) else isinstance(key, (str, int, float, bool))
 
 
 def _state(held: Any) -> dict[str, Any]:

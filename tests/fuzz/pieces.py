@@ -876,6 +876,39 @@ def held_objects(d: Draft) -> None:
         d.mid.append(f"loss = loss + 0.1 * ({p.get}.h * out.mean(0)).sum()")
 
 
+def keyed(d: Draft) -> None:
+    """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
+    k, t = d.name("Key"), d.name("by")
+    d.names.remove(k)
+    d.top.append(f"class {k}:\n    def __init__(self, gain):\n        self.gain = gain")
+    keys = [f"{k}(0.3)", f"{k}(0.7)", f"({k}(0.5), 1)", f"frozenset([{k}(0.2)])", "torch.ones(2)", "nn.Linear(2, 2)"]
+    keys += ["nn.Parameter(torch.ones(2))", "m.z.weight", "m.z", "m.a.weight", "'plain'", "1.5"]
+    made = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
+    made = d.pick(f"{{{made}}}", f"{{{made}}}", f"collections.OrderedDict({{{made}}})")
+    d.setup.append(f"{t} = {made}")
+    if d.chance(0.1):  # more than are looked into
+        d.setup.append(f"{t}.update({{{d.pick(f'{k}(0.1)', 'torch.ones(1)', 'i')}: 0.1 for i in range(1100)}})")
+    if d.chance(0.6):
+        gain = (
+            f"getattr(part, 'gain', 0.0) for key in list({t}) for part in (key if isinstance(key, tuple) else (key,))"
+        )
+        d.mid.append(f"loss = loss + 0.1 * sum({gain}) * out.mean()")
+        d.at(f"for key in list({t}):\n    if isinstance(key, {k}):\n        key.gain = 0.9")
+    d.post.append(
+        d.pick(
+            f"for p in m.parameters():\n    {t}[p] = {t}.get(p, 0.0) * 0.5 + p.detach().mean()",
+            f"{t}[m.a] = loss.detach()",
+            f"{t}[m] = {t}.get(m, 0.0) + loss.detach()",
+            f"{t}['now'] = out.detach().mean(0)",
+            f"{t}.setdefault(m.a.weight, loss.detach())",
+            f"{t}.pop(next(iter({t}), None), None)\n{t}['now'] = loss.detach()",
+            f"{t}.pop('plain', None)",
+        )
+    )
+    if d.chance(0.3):
+        d.at(d.pick(f"{t}[{k}(0.4)] = 0.2", f"{t}.pop(next(iter({t}), None), None)", f"{t}[torch.zeros(1)] = 0.5"))
+
+
 def reused_batch(d: Draft) -> None:
     """The caller's batch lies in memory that is written again as soon as a call has returned."""
     kept = d.name("buf")
@@ -945,6 +978,7 @@ PIECES = (
     + [arrays] * 3
     + [second_step] * 3
     + [held_objects] * 3
+    + [keyed] * 3
     + [reused_batch] * 3
     + [edited_after] * 3
     + [closed_over]

@@ -227,6 +227,19 @@ static PyObject *dict_version(PyObject *module, PyObject *dict) {
     return PyLong_FromUnsignedLongLong(version_of(dict));
 }
 
+static PyObject *same_items(PyObject *module, PyObject *args) {
+    PyObject *a, *b;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &a, &PyList_Type, &b)) {
+        return NULL;
+    }
+    Py_ssize_t n = PyList_GET_SIZE(a);
+    if (n != PyList_GET_SIZE(b)) {
+        Py_RETURN_FALSE;
+    }
+    return PyBool_FromLong(
+        n == 0 || memcmp(((PyListObject *)a)->ob_item, ((PyListObject *)b)->ob_item, n * sizeof(PyObject *)) == 0);
+}
+
 /* -- which code runs -- */
 
 #define SEEN (1 << 14)
@@ -317,6 +330,7 @@ static PyMethodDef methods[] = {
     {"note_reads", note_reads, METH_VARARGS,
      "note_reads(type, function): call function(object, name) before each look-up of an attribute; None for no more."},
     {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
+    {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
     {"start", start, METH_VARARGS,
      "start(codes, whole): note in `codes`, by its address, the code that this thread runs from here on, with its "
      "globals; in `whole` the globals of code that asks for all of them."},

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .containers import put_items
-from .guards import same
 from .kinds import Kind, kind_of
 from .left import Env, Make
+from .same import same
 
 # What binds something: done twice, it has the same effect as done once.
 Bind = Callable[[], None]

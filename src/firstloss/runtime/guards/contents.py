@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from ...compat.python_names import environment_of
+from .same import same_items
 
 # Of what holds more items than this, the items are watched, but not what is in them.
 LARGEST = 1024
@@ -116,7 +117,7 @@ def value_in(variable: contextvars.ContextVar) -> Any:
 
 
 def _items_of(held: Any) -> Callable[[], Any]:
-    """Up to `LARGEST`, a tuple of the items; of more, the same object again as long as they are equal."""
+    """Up to `LARGEST`, a tuple of the items; of more, the same object again as long as they are the same."""
     last: list = []
 
     def read() -> Any:
@@ -127,19 +128,11 @@ def _items_of(held: Any) -> Callable[[], Any]:
         if length > MOST_ITEMS:
             return length, *_sample(held, length)
         items = [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else list(held)
-        if not _equal(last, items):
+        if not same_items(last, items):
             last = items
         return last
 
     return read
-
-
-def _equal(a: list, b: list) -> bool:
-    """Whether the items are the same, or say that they are equal. Where they are the same that is quick to see."""
-    try:
-        return list.__eq__(a, b)
-    except Exception:  # tensors and arrays do not say
-        return False
 
 
 def _sample(held: Any, length: int) -> tuple:
@@ -199,7 +192,8 @@ def unwatched(held: Any) -> str | None:
     if not isinstance(held, (dict, *_SEQUENCES, *_SETS, tuple)) or len(held) <= LARGEST:
         return None
     changes = not isinstance(held, (tuple, frozenset)) and len(held) > MOST_ITEMS
-    others = {kind.__name__ for kind in _kinds(dict.values(held) if isinstance(held, dict) else held)}
+    items = [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else held
+    others = {kind.__name__ for kind in _kinds(items)}
     what = f"a {type(held).__name__} of {len(held):,} items"
     return what + (f" ({', '.join(sorted(others))})" if others else "") if changes or others else None
 
@@ -215,7 +209,7 @@ def _kinds(items: Iterable[Any]) -> set[type]:
 def inside(held: Any) -> Iterable[Any]:
     """The objects that can be reached through `held` without naming an attribute."""
     if isinstance(held, dict):
-        return list(dict.values(held)) if len(held) <= LARGEST else ()
+        return [*dict.keys(held), *dict.values(held)] if len(held) <= LARGEST else ()
     if isinstance(held, (*_SEQUENCES, *_SETS, tuple)):
         return list(held) if len(held) <= LARGEST else ()
     if isinstance(held, _WRAPPERS):

@@ -27,10 +27,10 @@ from .bindings import (
     setting_in,
 )
 from .containers import put_items, put_table
-from .guards import same
 from .kinds import Kind, items_of, kind_of, table_of
 from .left import Env, Left
 from .reads import Reads
+from .same import same, same_items
 from .snapshot import MISSING, Snapshot, slot_value
 
 
@@ -199,7 +199,7 @@ class Effects:
         if reads is not None and not self._left.holds_arguments(table):
             reads.guard_content(table)
         place = self._left.place(table)
-        if list(now) == list(before):  # bound anew in place
+        if same_items(list(now), list(before)):  # bound anew in place
             for key, value in now.items():
                 if value is not before[key]:
                     self._apply.append(setting_in(place, key, self._left.make(value)))
@@ -264,4 +264,4 @@ def put_back(snapshot: Snapshot) -> bool:
 def _unchanged(table: dict, before: dict) -> bool:
     if len(table) != len(before) or not all(map(operator.is_, table.values(), before.values())):
         return False
-    return list(table) == list(before)
+    return same_items(list(table), list(before))

@@ -90,7 +90,7 @@ class GuardSet:
             if not same(guard.expected, now):
                 found.append(Change(guard.what, guard.name, guard.expected, now, guard.place))
         for table, order in self._orders:
-            if tuple(table.table) != order:
+            if not same(order, tuple(table.table)):
                 found.append(table.change(MISSING, order, tuple(table.table)))
         if _hooks(self._weights) != self._hooked:
             found.append(Change("the hooks of a tensor", "register_hook", None, None))

@@ -7,13 +7,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 from .kinds import items_of, table_of
 from .pytorch import undisguised
+from .same import same, same_items
 from .snapshot import MISSING
-
-_PLAIN = (int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Change(NamedTuple):
@@ -53,7 +50,7 @@ class TableGuard:
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
             now = list(table_of(self.table))
-            if now != before:
+            if not same_items(now, before):
                 yield MISSING, before, now
 
     def change(self, key: Any, old: Any, new: Any) -> Change:
@@ -121,16 +118,3 @@ class ReadGuard(NamedTuple):
     what: str
     name: str
     place: int
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same to a step's Python: the same object, or equal plain ones."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, _PLAIN):
-        return bool(a == b) or a != a
-    if isinstance(a, (tuple, frozenset)) and len(a) == len(b):
-        return all(map(operator.is_, a, b)) or all(map(same, a, b)) if isinstance(a, tuple) else a == b
-    return False

@@ -100,6 +100,7 @@ class Snapshot:
         self.seen: dict[int, Any] = {}
         self.environment = tuple(environment_of(os.environ).items())
         self._mentioned: set[tuple[int, str]] = set()
+        self._beyond: set[int] = set()  # the ids of what large containers hold
         self.roots = list(roots)
         self.hooks = list(_hook_tables())
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
@@ -115,7 +116,7 @@ class Snapshot:
 
     def holds(self, what: Any) -> bool:
         """Whether an object was there before the step."""
-        return id(what) in self.seen
+        return id(what) in self.seen or id(what) in self._beyond
 
     def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor lies in the memory of an array that was there before the step."""
@@ -157,6 +158,8 @@ class Snapshot:
                 self.sequences[id(what)] = (what, items)
             if len(items) <= _MOST_ITEMS:
                 todo += items
+            else:
+                self._beyond.update(map(id, items))
         elif kind is Kind.FUNCTION:
             self._function(what, todo)
             return
@@ -234,8 +237,13 @@ class Snapshot:
         self.tables[id(table)] = Table(table, before, owner, kind)
         if kind == "attributes":
             self.seen[id(table)] = table
-        if before and (kind == "attributes" or len(before) <= _MOST_ITEMS):
+        if kind == "attributes":
             todo += before.values()
+        elif len(before) <= _MOST_ITEMS:
+            todo += before
+            todo += before.values()
+        else:
+            self._beyond.update(map(id, before), map(id, before.values()))
 
     def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
         if what.requires_grad and what.is_leaf and what.grad is not None:

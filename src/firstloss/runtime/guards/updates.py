@@ -9,6 +9,7 @@ from typing import Any
 
 from .bytecode import Collect, ItemUpdate, Update, Use
 from .kinds import Kind, kind_of
+from .same import same_items
 
 _NUMBERS = (int, float)
 
@@ -57,7 +58,7 @@ class Updates:
         if id(container) not in self._counted or id(container) in self._looked_at:
             return None
         updates = self._counted[id(container)][1]
-        if list(_keys(now)) != list(_keys(before)):
+        if not same_items(list(_keys(now)), list(_keys(before))):
             return None
         changed = [key for key in _keys(now) if now[key] is not before[key]]
         if not all(key in updates and type(before[key]) in _NUMBERS for key in changed):

@@ -160,7 +160,7 @@ class Values:
                 guard = self.table(value, lambda key: inside, name)
                 guard.whole = True
                 guard.expected = dict(before)
-                items: Iterable[Any] = before.values()
+                items: Iterable[Any] = [*before, *before.values()]
             else:
                 _, read, reading = self._snapshot.opaque[id(value)]
                 self.read(id(value), read, reading, inside, name)
