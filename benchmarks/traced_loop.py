@@ -73,16 +73,15 @@ def called(fields, batch, backend, whole):
         _, step = training(fields, batch, backend)
     finally:
         segments._SAVED = least
-    executable = step._latest.latest()
+    compiled = step._cache.latest.latest()
+    homes = compiled.traced.homes
     seed = jax.numpy.zeros(2, jax.numpy.uint32)
     with x64():
-        arrays = [
-            tuple(executable.inputs.array(v, [batch]) for v in vs) for vs in (executable._changed, executable._read)
-        ]
+        arrays = [tuple(compiled.inputs.array(v, [batch]) for v in vs) for vs in (homes.changed, homes.read)]
 
     def run():
         with x64():
-            arrays[0], _, loss = executable._compiled(*arrays, seed)
+            arrays[0], _, loss = compiled.executable(*arrays, seed)
         return loss
 
     return run, lambda _: jax.block_until_ready(arrays[0])

@@ -38,14 +38,14 @@ def backend(tmp_path):
 @pytest.fixture
 def traced(monkeypatch):
     """A list with one item for each trace: how often a step's Python has run, whatever it counts itself."""
-    from firstloss.runtime.step.executable import Executable
+    from firstloss.runtime.step import tracing
 
     found = []
-    init = Executable.__init__
+    trace = tracing.trace_step
 
-    def counted(self, *args, **kwargs):
+    def counted(*args):
         found.append(1)
-        init(self, *args, **kwargs)
+        return trace(*args)
 
-    monkeypatch.setattr(Executable, "__init__", counted)
+    monkeypatch.setattr(tracing, "trace_step", counted)
     return found

@@ -13,24 +13,27 @@ from typing import Any
 import jax
 import torch
 
+from firstloss.runtime.backend import Backend
 from firstloss.runtime.device.lazy import ready
 from firstloss.runtime.jaxlib import given, to_host
-from firstloss.runtime.step.executable import Executable
+from firstloss.runtime.step import compiling
 from firstloss.runtime.step.first_loss import Kernels
+from firstloss.runtime.step.inputs import Inputs
+from firstloss.runtime.step.traced import TracedProgram
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
-_compile = Executable._compile
+_compile = compiling.compile_step
 
 
 class Interpreted:
-    """Stands for the compiled step of an executable: takes what that takes, and like it takes the state away."""
+    """Stands for the executable of a step: takes what that takes, and like it takes the state away."""
 
-    def __init__(self, executable: Executable) -> None:
-        self._program = executable.program
-        self._inputs = [*executable._changed, *executable._read]
-        self._new = [f"new{i}" for i in range(len(executable._changed))]
-        self._made = list(executable._made)
-        self._names = [*executable._out, *executable._arguments]
+    def __init__(self, traced: TracedProgram) -> None:
+        self._program = traced.program
+        self._inputs = [*traced.homes.changed, *traced.homes.read]
+        self._new = [f"new{i}" for i in range(len(traced.homes.changed))]
+        self._made = list(traced.outputs.made)
+        self._names = traced.results
 
     def _call(self, state: tuple, rest: tuple, seed: Any) -> tuple:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -52,11 +55,11 @@ class Interpreted:
 def instead_of_compiling() -> None:
     """From here on, in this process; but for steps that draw random numbers."""
     if not os.environ.get(WHOLE):
-        Executable._compile = interpreted  # type: ignore[method-assign]
+        compiling.compile_step = interpreted
 
 
-def interpreted(self: Executable) -> Any:
-    if self._tracing.draws or self._backend.mesh is not None:
-        return _compile(self)
-    self.inputs.lie((*self._changed, *self._read))
-    return Interpreted(self)
+def interpreted(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any:
+    if traced.draws or backend.mesh is not None:
+        return _compile(traced, inputs, backend)
+    inputs.lie((*traced.homes.changed, *traced.homes.read))
+    return Interpreted(traced)

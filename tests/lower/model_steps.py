@@ -177,7 +177,7 @@ def main() -> None:
             break
         import jax  # noqa: F401  # imported, and no more: its threads would not survive the fork
 
-        import firstloss.runtime.step.executable  # noqa: F401
+        import firstloss.runtime.step.compiled_step  # noqa: F401
 
         for name in ZOOS[zoo][0][: options.first]:
             if is_known(zoo, name) if options.only is None else not re.search(options.only, name):

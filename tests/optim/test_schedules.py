@@ -161,7 +161,7 @@ PYTORCH = {
 
 
 def compiled_steps(step):
-    return sum(len({id(known.executable._compiled) for known in c._known}) for c in step._executables.values())
+    return step._cache.compilations()
 
 
 def rates(optimizer, schedule, steps=STEPS):

@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
-from firstloss.runtime.step import executable
+from firstloss.runtime.step import compiling, tracing
 
 X = torch.tensor([1.0, 2.0])
 counter = 0
@@ -41,7 +41,7 @@ def quiet(step, *arguments, count=1):
 
 def traces(step):
     """How many distinct compiled steps there are."""
-    return sum(len({id(k.executable._compiled) for k in c._known}) for c in step._executables.values())
+    return step._cache.compilations()
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +206,7 @@ def test_pytorchs_modes_outside_of_the_step_count(backend):
             assert called() == expected()
         finally:
             torch.set_default_dtype(torch.float32)
-    assert len(step._executables) == 4
+    assert len(step._cache.kinds) == 4
 
 
 def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
@@ -226,11 +226,9 @@ def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
 def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
     """Whichever is made or trained in between, and whether the others hold gradients by then."""
     traced, compiled = [], []
-    init, compile_ = executable.Executable.__init__, executable.Executable._compile
-    monkeypatch.setattr(
-        executable.Executable, "__init__", lambda self, *a, **k: traced.append(1) or init(self, *a, **k)
-    )
-    monkeypatch.setattr(executable.Executable, "_compile", lambda self: compiled.append(1) or compile_(self))
+    trace, compile_ = tracing.trace_step, compiling.compile_step
+    monkeypatch.setattr(tracing, "trace_step", lambda *a: traced.append(1) or trace(*a))
+    monkeypatch.setattr(compiling, "compile_step", lambda *a: compiled.append(1) or compile_(*a))
 
     def pair():
         ours = nn.Linear(2, 2)

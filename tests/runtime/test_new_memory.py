@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import TraceError
-from firstloss.runtime.step.executable import Executable
+from firstloss.runtime.step import compiling
 
 from ..fuzz import interpret
 
@@ -106,7 +106,7 @@ CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read",
 @pytest.mark.parametrize("part", range(7))
 def test_viewers_keep_the_memory_that_they_have(part, compiled_by_xla, tmp_path, monkeypatch):
     if not compiled_by_xla:  # which takes nine tenths of the time
-        monkeypatch.setattr(Executable, "_compile", interpret.interpreted)
+        monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
     for assignment, viewer, compiled, used, later in CASES[part :: 7 * 20] if compiled_by_xla else CASES[part :: 7 * 3]:
         setting = assignment, viewer, compiled, used, later
         eager = list(program(fl.backend("CPU"), *setting))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime.step.executable import Executable
+from firstloss.runtime.step import compiling
 
 from ..fuzz import interpret
 
@@ -166,6 +166,6 @@ def program(backend, make):
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
 def test_a_change_is_noticed(make, backend, monkeypatch):
-    monkeypatch.setattr(Executable, "_compile", interpret.interpreted)
+    monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
     expected = list(program(fl.backend("CPU"), make))
     torch.testing.assert_close(list(program(fl.backend(backend), make)), expected)

@@ -70,7 +70,7 @@ def test_the_result_is_eager_pytorchs_at_every_step(backend):
                 torch.testing.assert_close(
                     ours.clone(), theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
                 )
-    assert len(step._executables) == 1
+    assert len(step._cache.kinds) == 1
 
 
 REFUSED = {
@@ -158,6 +158,6 @@ def test_what_other_threads_read_while_a_step_is_traced_is_none_of_its_business(
         return x * 2
 
     first = step(X)
-    executable = step._latest.latest()
+    executable = step._cache.latest.latest()
     others.fill_(0.25)
     assert not executable.outdated() and torch.equal(first.clone(), X * 2)

@@ -133,7 +133,7 @@ def train(case, folder, steps=3):
     torch.manual_seed(1)
     results = [run(batches()) for _ in range(steps)]
     torch.set_rng_state(generator_state)
-    executable = run._latest.latest()
+    executable = run._cache.latest.latest()
     state = {**model.state_dict(), **{f"{n}.{k}": v for n, s in enumerate(optim.state.values()) for k, v in s.items()}}
     return executable, results, state
 
@@ -147,12 +147,12 @@ def close(a, b, bound):
 def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole, results, state = train(case, tmp_path)
-    assert not isinstance(whole._compiled, SegmentedStep)
+    assert not isinstance(whole.executable, SegmentedStep)
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     apart, results_apart, state_apart = train(case, tmp_path)
-    assert isinstance(apart._compiled, SegmentedStep)
-    assert len(apart._compiled._turns) > len(apart._compiled.executables) + 4
+    assert isinstance(apart.executable, SegmentedStep)
+    assert len(apart.executable._turns) > len(apart.executable.executables) + 4
     bound = CLOSE_NORMED if case == "stages" else CLOSE
     flat, flat_apart = (torch.utils._pytree.tree_leaves(r) for r in (results, results_apart))
     assert len(flat) == len(flat_apart) >= 3
@@ -176,20 +176,20 @@ class Captured:
     """The Program of a step of `Deep`, nothing compiled."""
 
     def __init__(self, layers):
-        from firstloss.runtime.step.executable import Executable
+        from firstloss.runtime.step import compiling
 
         backend = fl.backend("XLA")
         with backend.device:
             model = Deep(layers)
         optimizer = adamw(model.parameters())
         compiled = fl.compile(model, backend)
-        compile_step, Executable._compile = Executable._compile, lambda self: None
+        compile_step, compiling.compile_step = compiling.compile_step, lambda *given: None
         try:
             run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
             with pytest.raises(TypeError):  # there is nothing to call
                 run(tokens())
         finally:
-            Executable._compile = compile_step
+            compiling.compile_step = compile_step
         self.program = run.program()
 
 
@@ -197,7 +197,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     executable, _, _ = train("adamw", tmp_path, steps=1)
-    state = [executable.inputs.array(value, []) for value in executable._changed]
+    state = [executable.inputs.array(value, []) for value in executable.traced.homes.changed]
     executable(Arguments(((tokens(),), {}), [*tokens()], None))
     kept = [tuple(array.shape) for array in state if not array.is_deleted()]
     assert kept == []

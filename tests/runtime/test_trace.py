@@ -118,7 +118,7 @@ def test_an_ordinary_scheduler_needs_no_second_trace(backend, model):
         schedule.step()
         lr *= 0.5
     assert isinstance(optimizer.param_groups[0]["lr"], float)
-    assert len(step._executables) == 1
+    assert len(step._cache.kinds) == 1
 
 
 def test_a_changed_hyperparameter_is_traced_anew(backend, model):

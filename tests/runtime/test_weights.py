@@ -191,7 +191,7 @@ def test_editing_between_steps(backend):
         assert same(ours, theirs)
         close(ours.train(1), theirs.train(1))
     close(ours.train(), theirs.train())
-    assert len(ours.step._executables) == 1
+    assert len(ours.step._cache.kinds) == 1
 
 
 @pytest.mark.parametrize("kind", OTHER)
@@ -412,7 +412,7 @@ def test_validation_before_training_and_in_any_order(backend):
             close(ours.train(1), theirs.train(1))
         else:
             close(evaluate(X).detach().clone(), theirs.model(X).detach())
-    assert len(ours.step._executables) == 1 and len(evaluate._executables) == 1
+    assert len(ours.step._cache.kinds) == 1 and len(evaluate._cache.kinds) == 1
     assert same(ours, theirs)
 
 

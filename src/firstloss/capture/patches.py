@@ -124,7 +124,7 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(tensors, *args, **kwargs)
     except RuntimeError as error:
-        if "does not require grad" in str(error) and "firstloss.runtime.step.executable" in sys.modules:
+        if "does not require grad" in str(error) and "firstloss.runtime.step.compiled_step" in sys.modules:
             error.add_note(f"Firstloss: {_NO_GRAPH}")
         raise
 

@@ -99,7 +99,7 @@ def backend(
             from . import compiled  # noqa: F401
             from .jaxlib import use_compilation_cache
             from .mesh.mesh import Mesh
-            from .step import executable, notes, trace  # noqa: F401
+            from .step import cache, notes, trace  # noqa: F401
 
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}

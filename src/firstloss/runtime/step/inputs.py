@@ -16,13 +16,12 @@ from ..device.cell import Cell, renew
 from ..device.lazy import LazyArray, ready
 from ..jaxlib import given, to_host
 from ..mesh.mesh import fit, put
+from .homes import Home, Homes
 from .optimizers import Hyperparameter
-
-Home = DeferredStorage | torch.Tensor
 
 
 class Inputs:
-    """The homes of an executable's inputs: storages on the backend, arguments of the call, numbers in an optimizer's
+    """What stands for a step's inputs: storages on the backend, arguments of the call, numbers in an optimizer's
     groups, and tensors from outside the backend.
 
     Attributes:
@@ -33,15 +32,13 @@ class Inputs:
     def __init__(
         self,
         backend: Backend,
-        homes: Mapping[Value, Home],
-        places: Mapping[Value, int],
+        homes: Homes,
         numbers: Mapping[Value, Hyperparameter],
     ) -> None:
-        """`places` says which leaf of the call's arguments stands for an input, `numbers` which number; all are read
-        anew at each call."""
+        """`numbers` says which number stands for an input; all are read anew at each call."""
         self._backend = backend
-        self._homes = homes
-        self._places = places
+        self._homes = homes.inputs
+        self._places = homes.arguments
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
         self.lent = False

@@ -16,7 +16,7 @@ from ...capture import session
 from ...capture.recorder import DeferredTensor
 from ...capture.scalars import Hyperparameter as TracedHyperparameter
 from ...capture.scalars import tensor_of
-from ...capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state
+from ...capture.step import PLAIN, FirstStepDiffers, StepTrace, find_new_state, is_traced
 from ...compat.patches import replaces
 from ...compat.torch_names import (
     DisableTorchDispatch,
@@ -184,6 +184,16 @@ class Optimizers:
             if group is not before or len(now) != len(weights) or not all(map(operator.is_, now, weights)):
                 return True
         return False
+
+    def forget_new_state(self) -> None:
+        """The step could not be traced: what it has made is no state."""
+        for optimizer in self.seen:
+            for entries in optimizer.state.values():
+                made = [
+                    k for k, v in entries.items() if any(v is n for n in self.new_state) or is_traced(v, self._trace)
+                ]
+                for key in made:
+                    del entries[key]
 
     def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.

@@ -1,0 +1,137 @@
+"""The compiled steps of one traced step: one for each kind of call that it has met."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...capture import session
+from ...uncollected import pause, put_off
+from ...undo import Undo
+from ..backend import Backend
+from .arguments import Arguments, Itself, home_of
+from .changes import Request, Versions
+from .compiled_step import CompiledStep
+from .modes import modes
+from .tracing import Shared
+
+_MOST_FOR_CERTAIN = 32
+
+# Backend, structure, shapes and dtypes, sharing among the arguments, modes; and the state of the weights.
+_Key = tuple[tuple, tuple]
+
+
+class StepCache:
+    """Finds the compiled step for a call, or makes it.
+
+    Attributes:
+        kinds: the compiled steps by kind of call.
+        latest: the kind of the last call.
+    """
+
+    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+        self.kinds: dict[_Key, Versions] = {}
+        self.latest: Versions | None = None
+        self._name = name
+        self._refuse = refuse
+        self._check = check
+        self._seen: tuple | None = None
+        self._all: list[torch.nn.Parameter] = []
+        # By id, what arguments are that the step meets in another way, too.
+        self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._read_later: dict[tuple[Versions, int], bool] = {}  # whether they read the parameters from the int-th on
+
+    def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple, backend: Backend) -> Any:
+        """Call the compiled step.
+
+        Args:
+            kind: of the arguments: their shapes and dtypes.
+        """
+        if self._shared:
+            arguments.itself.update(i for i, leaf in arguments.data() if id(home_of(leaf)) in self._shared)
+        while True:
+            try:
+                return self._call(Request(step, arguments, backend), kind)
+            except Shared as shared:
+                for i in shared.leaves:
+                    home = home_of(arguments.leaves[i])
+                    self._shared[id(home)] = home
+                arguments.itself.update(shared.leaves)
+
+    def _call(self, request: Request, kind: tuple) -> Any:
+        """Find or make the compiled step, and call it.
+
+        Raises:
+            Shared: if some of the arguments have to go in as themselves.
+        """
+        backend, arguments = request.backend, request.arguments
+        setting = (id(backend), arguments.spec, kind, arguments.key(), modes())
+        with Undo() as undo, undo:
+            # Models of other threads are in reach as well, and their gradients come and go while these trace.
+            with session.tracing:
+                versions = self._fitting(setting, self._parameters(backend))
+                fits = versions is not None
+                if versions is None:  # it may be that parameters were replaced
+                    self._seen = None
+                    key = setting, self._parameters(backend)
+                    versions = self._fitting(*key) or self.kinds.setdefault(
+                        key, Versions(self._name, self._refuse, self._check)
+                    )
+                    self._forget_some()
+                alike = [] if fits else [v for (other, _), v in self.kinds.items() if other == setting]
+                (pause if fits else put_off)(undo)
+                compiled = versions.step(request, alike)
+                self.latest = versions
+            if not backend.is_e2e_execution:
+                return compiled.leave_unexecuted(arguments)
+            # It tells the loop under way, so that that can fetch the next batch meanwhile.
+            return compiled(arguments)
+
+    def steps(self) -> list[CompiledStep]:
+        """All of them."""
+        return [step for versions in self.kinds.values() for step in versions.steps()]
+
+    def compilations(self) -> int:
+        """How often something was compiled, of what is kept."""
+        return sum(len({id(step.executable) for step in versions.steps()}) for versions in self.kinds.values())
+
+    def _forget_some(self) -> None:
+        """Of those for certain objects, which they keep, only some are kept themselves."""
+        certain = [key for key in self.kinds if _is_for_certain(*key[0][2:4])]
+        for key in certain[:-_MOST_FOR_CERTAIN]:
+            del self.kinds[key]
+
+    def _fitting(self, setting: tuple, weights: tuple) -> Versions | None:
+        """Those of which one does what the step's Python would do now: those traced with the same weights,
+        or those traced before there were models that they do not read."""
+        known = self.kinds.get((setting, weights))
+        if known is not None and known.fits():
+            return known
+        for (other, fewer), versions in self.kinds.items():
+            count = len(fewer)
+            if other == setting and count < len(weights) and weights[:count] == fewer:
+                reads = self._read_later.get((versions, count))
+                if reads is None:
+                    reads = self._read_later[versions, count] = versions.reads(self._all[count:])
+                if not reads and versions.fits():
+                    return versions
+        return None
+
+    def _parameters(self, backend: Backend) -> tuple:
+        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts anew.
+
+        They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
+        """
+        if self._seen != (id(backend), len(backend.models)):
+            self._seen = (id(backend), len(backend.models))
+            self._all = [p for model in backend.models for p in model.parameters()]
+            self._read_later = {}
+        return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
+
+
+def _is_for_certain(kind: tuple, more: tuple) -> bool:
+    """Whether it is part of the key of steps that these very arguments belong to."""
+    return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)

@@ -1,0 +1,249 @@
+"""A step for one kind of batch, traced and compiled: from a batch to a loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import timeline
+from ...capture import session
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.tensor import note_memory
+from ...errors import BackendError, TraceError
+from ...program.source import here
+from ...undo import Undo
+from ..backend import Backend
+from ..device import dispatch
+from ..device.cell import Cell
+from ..device.host_memory import HostMemory
+from ..device.lazy import LazyArray
+from ..device.tensors import mesh_sharding
+from ..guards.bindings import Bind
+from ..guards.left import Env
+from ..jaxlib import use_x64
+from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
+from . import loop as loops
+from .arguments import Arguments
+from .homes import Home
+from .inputs import Inputs, keep
+from .segmented import SegmentedStep
+from .traced import TracedProgram
+from .tracing import Shared
+
+
+class Call:
+    """One call of a step: its arguments, and what it returns and binds once the step has been run."""
+
+    __slots__ = ("arguments", "homes", "result", "bindings", "schedules", "memory")
+
+    def __init__(self, arguments: Arguments, homes: Iterable[Home]) -> None:
+        self.arguments = arguments
+        self.homes = homes  # of the state that it changes
+        self.result: Any = None
+        self.bindings: list[Bind] | None = None
+        self.schedules: list[Bind] = []  # what asks for its results
+        self.memory: dict[DeferredStorage, HostMemory] = {}  # that its weights have left to those who were handed it
+
+
+class CompiledStep:
+    """Called with the arguments, it runs the step and returns what the step does.
+
+    Inputs are of two kinds: the state that the step changes, which is donated, so that its memory is updated in place;
+    and the rest: weights that are only read, the batch, numbers such as the learning rate.
+
+    Attributes:
+        traced: what it computes.
+        inputs: what stands for each input at a call.
+        executable: what computes it; see `compiling.compile_step`.
+    """
+
+    def __init__(self, traced: TracedProgram, inputs: Inputs, executable: Any, backend: Backend, ran: bool) -> None:
+        """`ran`: the executable has been run already, by another step that does the same."""
+        self.traced = traced
+        self.inputs = inputs
+        self.executable = executable
+        self._backend = backend
+        self._ran = ran
+        self._reseated = session.reseated
+
+    def outdated(self) -> bool:
+        """Whether it was for a first step, or a number baked in, a weight's memory or the value of a tensor that
+        its Python has read has been changed since."""
+        if self.traced.optimizers.first_step_only and self._ran or session.reseated != self._reseated:
+            return True
+        return self.traced.outdated()
+
+    def leave_unexecuted(self, arguments: Arguments) -> Any:
+        """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
+        call leaves it, and weights as they are."""
+        if isinstance(self.executable, SegmentedStep):
+            self.executable.compile_all()
+        traced = self.traced
+        call = Call(arguments, ())
+        env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
+        call.result = traced.result(env)
+        for bind in traced.effects.bindings(env):
+            bind()
+        traced.modes.leave()
+        if traced.raised is not None:
+            raise traced.raised
+        return call.result
+
+    def __call__(self, arguments: Arguments) -> Any:
+        """
+        Raises:
+            Shared: if some of the arguments have to go in as themselves.
+        """
+        traced, homes, backend = self.traced, self.traced.homes, self._backend
+        shared = homes.shared(arguments)
+        if shared:
+            raise Shared(shared)
+        if not arguments.padded.isdisjoint(homes.edited):
+            raise TraceError(
+                f"{here()}: {traced.name} edits its argument in place, of which it was given a padded copy: the "
+                "caller's tensor would not see it. Edit a clone of it, or return it."
+            )
+        leaves = arguments.leaves
+        with Undo() as undo, undo, dispatch.lock:
+            use_x64(undo)
+            dispatch.settled()
+            if traced.gradients.follow(homes.inputs, homes.changed, homes.stand_in):
+                homes.moved()
+            wait = self._ran or not hasattr(self.executable, "ran")  # those wait themselves for what is to come
+            state_homes = homes.of_call(leaves)
+            state, cells = self.inputs.state(state_homes, leaves, wait)
+            rest = self.inputs.arrays(homes.read, leaves, wait)
+            key = backend.keys.next() if traced.draws else None
+            seed = key if key is not None else _no_seed(backend.mesh is None)
+            begin = timeline.current().now()
+            run = dispatch.begin(self.executable, state, rest, seed)
+
+            call = Call(arguments, state_homes.values())
+
+            def commit(outputs: Sequence[Sequence[Any]]) -> None:
+                self._commit(call, cells, key, *outputs)
+
+            def lose(error: BaseException) -> None:
+                for cell in cells:
+                    if cell is not None:
+                        cell.lose(error)
+
+            step = dispatch.Transaction(run, state, commit, lose)
+            first = not self._ran or not getattr(self.executable, "ran", True)
+            gradients = traced.gradients.now() if first else None
+            results = step.execute_or_settle()[2]
+            if first:
+                self._first(run, state, cells, key, gradients)
+            if not self._ran:
+                jax.block_until_ready(results)
+                timeline.current().add("first step", begin)
+                timeline.current().mark(timeline.FIRST_LOSS)
+        self._ran = True
+        for_closures = dict(zip(traced.for_closures, results[len(traced.outputs.out) :], strict=True))
+        for i, closure in enumerate(traced.trace.closures):
+            closure.after_step([for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
+        for schedule in call.schedules:
+            schedule()
+        loop = loops.current()
+        if loop is not None:
+            loop.dispatched(results)
+        if traced.raised is not None:
+            raise traced.raised
+        return call.result
+
+    def _commit(
+        self,
+        call: Call,
+        cells: Sequence[Cell | None],
+        key: np.ndarray | None,
+        new: Sequence[Any],
+        made: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
+        traced = self.traced
+        arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
+        for store, _ in traced.handed_out:
+            if store.resident.handed_out is not None:
+                call.memory[store] = store.resident.handed_out
+                store.resident.leave_memory()
+        keep(call.homes, cells, new)
+        for name, store in traced.outputs.held.items():
+            if store.resident is None:
+                store.resident, store.trace = Cell(store.value, sharding=mesh_sharding(arrays[name])), None
+            store.resident.set(arrays[name])
+        if call.bindings is None:
+            env = self._env(call.arguments, arrays)
+            call.result = traced.result(env)
+            call.bindings = traced.effects.bindings(env)
+            call.bindings += [_taking(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
+            call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
+        for bind in call.bindings:
+            bind()
+        traced.modes.leave()
+        self._backend.stepped = True
+        if key is not None:
+            self._backend.keys.taken(key)
+        self.inputs.settle(cells, (*new, *made, *results))
+
+    def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> Env:
+        traced = self.traced
+        fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
+        return Env(fresh, arguments.leaves, arguments.containers, traced.homes.stand_in)
+
+    def _first(
+        self, run: Any, state: Sequence[Any], cells: Sequence[Cell | None], key: np.ndarray | None, gradients: Any
+    ) -> None:
+        """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
+        later = getattr(run, "later", None)
+        if later is None:
+            return
+        arrays = [None if cell is None else cell.newest for cell in cells]
+
+        def failed(error: BaseException) -> None:
+            with dispatch.lock:
+                later.failed = lambda error: None
+                lost = any(isinstance(array, jax.Array) and array.is_deleted() for array in state)
+                for cell, old, new in zip(cells, state, arrays, strict=True):
+                    if cell is None:
+                        continue
+                    if lost:
+                        cell.lose(error)
+                    elif cell.newest is new:
+                        cell.set(old)
+                self.traced.gradients.back_to(gradients)
+                if key is not None:
+                    self._backend.keys.untaken(key)
+                self._ran = False
+
+        later.failed = failed
+
+
+def _not_executed() -> Any:
+    """Stands for an array that there will not be."""
+    raise BackendError(
+        "this has no value: the backend was made with compile_only or validate_only, so that steps are compiled and "
+        "not executed."
+    )
+
+
+def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
+    """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
+
+    def bind() -> None:
+        cell = kept._store.resident
+        if cell.handed_out is None:
+            cell.take_memory(memory)
+            note_memory(kept._store)
+
+    return bind
+
+
+@functools.cache
+def _no_seed(on_device: bool) -> Any:
+    """For a step that draws nothing."""
+    return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)

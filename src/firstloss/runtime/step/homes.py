@@ -1,0 +1,187 @@
+"""The tensors that go into a step: which those are, and which others can take their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...capture.constants import owned_by_torch
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.step import StepTrace, storage_key
+from ...compat.torch_names import storage_use_count
+from ...program.compare import same_bytes
+from ...program.graph import Node, Ref, Value
+from .arguments import Arguments, home_of
+
+Home = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
+
+
+def home(tensor: torch.Tensor) -> Home:
+    """The storage of a tensor of the backend's; else itself."""
+    return tensor._store if type(tensor) is DeferredTensor else tensor
+
+
+class Homes:
+    """The homes of a traced step's inputs.
+
+    Attributes:
+        inputs: by input, its home; for arguments, those of each call.
+        arguments: by the input that stands for it, the number of an argument's leaf.
+        changed: the state that the step changes, by input: memory is updated in place.
+        read: the inputs that it only reads.
+        edited: the numbers of the arguments that it changes.
+        stand_in: by the id of a tensor that was there when the step was traced, the one that is there now.
+    """
+
+    def __init__(self, tracing: StepTrace, arguments: dict[Value, int]) -> None:
+        self._tracing = tracing
+        self.inputs = tracing.inputs
+        self.arguments = arguments
+        self.changed: dict[Value, Home] = {}
+        self.read: list[Value] = []
+        self.edited: list[int] = []
+        self.stand_in: dict[int, torch.Tensor] = {}
+        self._stores: set[int] | None = None  # the ids of the inputs' homes, but for arguments
+        self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
+        self._writes_outside = False
+
+    def settle_changed(self, claim: Callable[[list[torch.Tensor]], None]) -> None:
+        """The step has been traced: what it has changed is known."""
+        changes = self._tracing.changes
+        for value in changes:
+            found = self.inputs[value]
+            if value not in self.arguments and isinstance(found, torch.Tensor) and _nobody_elses(found):
+                # It lives on the backend from now on: each step would have to be waited for otherwise.
+                claim([found])
+                found = self.inputs[value] = found._store  # type: ignore[attr-defined]
+            self.changed[value] = found._store if type(found) is DeferredTensor else found  # moved since, by claim
+        self.edited = [self.arguments[value] for value in changes if value in self.arguments]
+        self._writes_outside = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
+
+    def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
+        """Of the other inputs, those that the Program needs."""
+        needed = {ref.value for ref in outputs}
+        for node in nodes:
+            needed.update(ref.value for ref in node.refs())
+            needed.update(ref.value for ref in node.writes)
+        self.read = [v for v in self.inputs if v in needed and v not in self.changed]
+
+    def forget_arguments(self) -> None:
+        """Each call has its own: those that the step was traced with are not kept."""
+        for value in self.arguments:
+            self.inputs[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def order(self) -> tuple[list[int], list[int]]:
+        """Which inputs are changed, and which only read, by their numbers."""
+        order = {value: i for i, value in enumerate(self.inputs)}
+        return [order[v] for v in self.changed], [order[v] for v in self.read]
+
+    def of_call(self, leaves: list[Any]) -> Mapping[Value, Home]:
+        """The state that a call changes: of the arguments, its own."""
+        if not self.edited:
+            return self.changed
+        return {v: home_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
+
+    def moved(self) -> None:
+        """Others stand in `inputs` now."""
+        self._stores = None
+
+    # -- which tensors they are --
+
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of `tensors` goes in, or its gradient."""
+        theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+        stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
+        return any(id(found) in theirs or id(found) in stores for found in self.inputs.values())
+
+    def from_outside(self, given: Container[Value]) -> list[Home | None]:
+        """What goes in, first what is changed; None for what each call is `given` anew."""
+        values = (*self.changed, *self.read)
+        return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
+
+    def shared(self, arguments: Arguments) -> set[int]:
+        """The numbers of the arguments that the step meets in another way as well, or that lie in the memory of others,
+        where it matters: some of them are written to."""
+        found: set[int] = set()
+        data = list(arguments.data())
+        for i, leaf in data:
+            if type(leaf) is DeferredTensor:
+                if self._stores is None:
+                    self._stores = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
+                if id(leaf._store) in self._stores:
+                    found.add(i)
+        if not self._writes_outside:
+            return found
+        where: dict[int, list[int]] = {}
+        for i, leaf in data:
+            where.setdefault(storage_key(leaf), []).append(i)
+        written = {storage_key(arguments.leaves[i]) for i in self.edited}
+        for key, numbers in where.items():
+            alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
+            if key in written and not alone or self._tracing.shares(key):
+                found.update(numbers)
+        return found
+
+    # -- others in their places --
+
+    def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Of each pair, the second tensor stands now where the first did, and is like it: whether the step can go on
+        with that one."""
+        homes = {id(found): value for value, found in self.inputs.items()}
+        moved: list[tuple[Value, torch.Tensor]] = []
+        for old, new in pairs:
+            if id(self._origin(old)) in self._tracing.read or old is new:
+                return False
+            value = homes.get(id(home(old)))
+            if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
+                return False
+            if value is None:
+                if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
+                    return False
+                continue
+            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+                return False
+            if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
+                return False
+            if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
+                return False
+            if id(home(new)) in homes and homes[id(home(new))] is not value:
+                if not any(home(other) is home(new) for other, _ in pairs):
+                    return False
+            moved.append((value, new))
+        stores = [id(home(new)) for _, new in moved]
+        if len(set(stores)) != len(stores):
+            return False
+        self._stores = None
+        for value, new in moved:
+            self.inputs[value] = home(new)
+            if value in self.changed:
+                self.changed[value] = home(new)
+        renamed = {id(new): self._origins.pop(id(old), id(old)) for old, new in pairs}
+        for _, new in pairs:
+            self.stand_in[renamed[id(new)]] = new
+        self._origins.update(renamed)
+        return True
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
+        """What was there when the step was traced."""
+        known = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
+        return tensor if known is None else known[0]
+
+
+def differ(a: Home, b: Home) -> bool:
+    """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
+    if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return a.data_ptr() != b.data_ptr() and not same_bytes(a, b)
+
+
+def _nobody_elses(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` alone holds its memory: no view, no array of numpy's."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference() or not owned_by_torch(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.itemsize and tensor.is_contiguous()
+    return whole and storage_use_count(storage) <= 2  # the tensor's own, and `storage`

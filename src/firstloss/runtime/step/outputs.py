@@ -1,0 +1,168 @@
+"""The tensors that a step returns, or leaves in Python: outputs of its Program, and new tensors at each call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...capture.lost_history import returned
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.step import StepTrace, is_traced
+from ...capture.tensor import Geometry, geometry_of
+from ...program.graph import Ref
+from ..device.lazy import LazyArray
+from ..device.tensors import resident, store_of
+from ..guards.left import Left
+from ..mesh.mesh import Mesh
+
+
+class Outgoing(NamedTuple):
+    """A traced tensor that the step returns or leaves: the output that holds it, and how it looks at that."""
+
+    output: str
+    geometry: Geometry | None  # None: it is all of the output
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    leaf: bool  # it is one that wants a gradient
+    computed: bool  # of those that do
+    attributes: dict[str, Any]
+
+
+class Outputs:
+    """What comes out for Python, beside the state that the step changes.
+
+    Attributes:
+        refs: the outputs by name, in the order in which they are asked for: results, what is left.
+        out: names of those that the first loss may be among.
+        made: of those that nobody waits for.
+        where: on a mesh, where those lie.
+        held: by name, storages that somebody holds in a place that was not found.
+        why_not: what cannot be made anew at each call, if something cannot.
+    """
+
+    def __init__(
+        self,
+        left: Left,
+        returned: int,
+        tracing: StepTrace,
+        mesh: Mesh | None,
+        viewers: set[int],
+        reachable: Iterable[torch.Tensor],
+    ) -> None:
+        """
+        Args:
+            left: holds the tensors, and is released.
+            returned: how many of them the step returns: the first.
+            viewers: the ids of storages that are kept for who shows a weight's earlier memory.
+            reachable: the tensors that outlive a step; asked for when `left` is released.
+        """
+        self._tracing = tracing
+        self.out: list[str] = []
+        self.made: list[str] = []
+        self.where: dict[str, Any] = {}
+        outputs: dict[str, Ref] = {}
+        self._outgoing = self._views(left, returned, outputs, mesh)
+        self.why_not = left.why_not and cannot_be_made_anew(left.why_not)
+        left.release()
+        self.held: dict[str, DeferredStorage] = {}
+        expected = {id(t._store) for t in reachable if is_traced(t, tracing)}
+        for store in self._survivors(expected, viewers):
+            name = f"made{len(self.made)}"
+            self.made.append(name)
+            if mesh is not None:
+                self.where[name] = mesh.of_store(store)
+            outputs[name] = Ref.of(store.value)
+            self.held[name] = store
+        self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
+
+    def _views(self, left: Left, returned: int, outputs: dict[str, Ref], mesh: Mesh | None) -> list[Outgoing]:
+        """Outputs for the tensors of `left`: those of one storage are views of one output."""
+        sharing: dict[int, list[int]] = {}
+        for number in range(len(left.tensors)):
+            sharing.setdefault(id(left.tensors[number]._store), []).append(number)
+        found: dict[int, Outgoing] = {}
+        for numbers in sharing.values():
+            names, kind = (self.out, "out") if numbers[0] < returned else (self.made, "made")
+            name = f"{kind}{len(names)}"
+            names.append(name)
+            tensors = [left.tensors[number] for number in numbers]
+            # What is only left stays as it lies (a gradient may be a product transposed), unless it is part of it.
+            whole = len(tensors) > 1 or kind == "made" and tensors[0]._ref().covers
+            if mesh is not None and kind == "made":
+                self.where[name] = mesh.of_store(tensors[0]._store) if whole else mesh.whole
+            outputs[name] = Ref.of(tensors[0]._store.value) if whole else tensors[0]._ref()
+            for number in numbers:
+                tensor = left.tensors[number]
+                size, _, _, dtype = geometry = geometry_of(tensor)
+                leaf = tensor.requires_grad and tensor.is_leaf
+                attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
+                computed = tensor.requires_grad and not leaf
+                found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, computed, attributes)
+        return [found[number] for number in range(len(left.tensors))]
+
+    def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
+        """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
+        tracing = self._tracing
+        placeholders = {id(home._store) for home in tracing.inputs.values() if type(home) is DeferredTensor} | viewers
+
+        def alive() -> list[DeferredStorage]:
+            stores = [store for made in tracing.made if (store := made()) is not None]
+            ours = [s for s in stores if s.trace is tracing and id(s) not in placeholders]
+            return [store for store in ours if store.alive()]
+
+        found = alive()
+        if any(id(store) not in expected for store in found):
+            gc.collect(0)  # nothing was collected while the step was traced
+            found = alive()
+        found = [store for store in found if id(store) in expected or _is_held(store)]
+        if self.why_not is None and any(id(store) not in expected for store in found):
+            self.why_not = cannot_be_made_anew("a tensor in a place that cannot be seen")
+        return found
+
+    def fresh(self, arrays: Mapping[str, Any], refs: Mapping[str, Ref], step: str) -> Callable[[int], torch.Tensor]:
+        """Gives the new tensors of one call by their numbers, each once.
+
+        Args:
+            arrays: what the call has computed, by the name of the output.
+            refs: the Program's outputs.
+            step: the step's name.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+        stores: dict[str, DeferredStorage] = {}
+
+        def fresh(number: int) -> torch.Tensor:
+            tensor = tensors.get(number)
+            if tensor is None:
+                output, geometry, shape, dtype, leaf, computed, attributes = self._outgoing[number]
+                if geometry is None:
+                    array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
+                    tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
+                else:
+                    if output not in stores:
+                        stores[output] = store_of(arrays[output], refs[output].value)
+                    tensor = DeferredTensor.wrap(stores[output], *geometry)
+                if attributes:
+                    tensor.__dict__.update(attributes)
+                if leaf:
+                    tensor.requires_grad_(True)
+                elif computed:
+                    returned(tensor, step)
+                tensors[number] = tensor
+            return tensor
+
+        return fresh
+
+
+def cannot_be_made_anew(what: str) -> str:
+    """Why a step has to be traced at each call."""
+    return f"it leaves {what}, which cannot be made anew at each call"
+
+
+def _is_held(store: DeferredStorage) -> bool:
+    """Whether an object of Python's holds a tensor of `store`, and not autograd's graph alone, which nobody reads: the
+    results of a step have none."""
+    tensors = store.alive()
+    return any(referrer is not tensors for referrer in gc.get_referrers(*tensors))

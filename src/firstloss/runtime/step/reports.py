@@ -1,0 +1,88 @@
+"""What is said of a step whose Python has changed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from ...errors import GraphChangedError, GraphChangeWarning
+from ...program.compare import Parting
+from ...program.source import here
+from ..guards.guard_set import GuardSet
+from ..guards.guards import Change
+
+ADVICE = (
+    "A compiled step has one graph: keep what changes in a tensor, and choose with torch.where(condition, a, b) "
+    "instead of `if condition:`; count in a tensor (step = torch.zeros(()), then step += 1), not in a Python number; "
+    "pass a batch as an argument."
+)
+
+
+class Reports:
+    """Of one step, for one kind of call."""
+
+    def __init__(self, name: str, refuse: bool) -> None:
+        """`refuse`: that the step does something else is an error."""
+        self._name = name
+        self._refuse = refuse
+        self._told: set[str] = set()
+
+    def parting(self, why: list[str], where: Parting | None) -> None:
+        """The step does something else, for these reasons."""
+        text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
+        if self._refuse:
+            raise GraphChangedError(f"{text} {ADVICE}")
+        _warn(f"{text} It is compiled anew. {ADVICE}")
+
+    def again(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
+        """What the step itself changes and reads, so that it has to be traced again."""
+        if all(change.what in self._told for change in own):
+            return
+        self._told.update(change.what for change in own)
+        _warn(
+            f"{self._name} changes what it reads itself: {_some(reasons(guards, own))}. A compiled step runs no "
+            f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
+            f"same. {ADVICE}"
+        )
+
+    def unwatched(self, guards: GuardSet, why: str | None, seconds: float) -> None:
+        """What the step reads that cannot be compared at each call."""
+        if why is not None and why not in self._told:
+            self._told.add(why)
+            _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
+        for name, what in guards.unwatched:
+            line = guards.lines.where_read(name, own=True)
+            if line is not None and what not in self._told:
+                self._told.add(what)
+                _warn(
+                    f"{line}: {self._name} reads {what}, which is too much to look through at each call. A change in "
+                    "it that decides what the step does is noticed only when the step is traced again to see, in less "
+                    "than 1% of the time. Keep what decides in something smaller, or pass it as an argument."
+                )
+
+
+def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
+    """What has changed, and where it is read and written."""
+    found = []
+    for change in changes:
+        if change.name == "training":
+            continue
+        reason = f"{change.what} {_change(change.old, change.new)}"
+        read, written = guards.lines.where_read(change.name), guards.lines.where_written(change.name)
+        places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
+        found.append(reason + (f" ({', '.join(places)})" if places else ""))
+    return found
+
+
+def _change(old: Any, new: Any) -> str:
+    texts = [t if len(t := repr(v)) <= 40 and isinstance(v, (int, float, str, bool)) else None for v in (old, new)]
+    return f"({texts[0]}, now {texts[1]})" if None not in texts else "is another"
+
+
+def _some(texts: list[str]) -> str:
+    shown = "; ".join(texts[:3])
+    return shown if len(texts) <= 3 else f"{shown}; and {len(texts) - 3} more"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(GraphChangeWarning(f"{here()}: {text}"), stacklevel=6)

@@ -1,0 +1,50 @@
+"""The Python around one trace of a step: what was there before, what the step reads, and what it leaves."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from ..guards.effects import Effects, put_back
+from ..guards.guard_set import GuardSet
+from ..guards.left import Left
+from ..guards.reads import Reads, generators
+from ..guards.recording import Recording
+from ..guards.snapshot import Snapshot
+
+
+class Surroundings:
+    """Made before a trace, and asked when it has ended."""
+
+    def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
+        """
+        Args:
+            roots: where to begin to look for what the step's Python can reach.
+            functions: that an earlier trace has met.
+            profile: note which code runs.
+        """
+        self._generators = generators()
+        self.snapshot = Snapshot(roots, functions)
+        self.recording = Recording(self.snapshot.classes, profile)
+        self.guards: GuardSet | None = None
+
+    def effects(self, left: Left, weights: set[int]) -> Effects:
+        """What the step has changed in Python; from here on there are guards.
+
+        Args:
+            weights: the ids of the backend's weights.
+        """
+        reads = Reads(self.snapshot, self.recording)
+        effects = Effects(self.snapshot, reads, left)
+        self.guards = reads.guards(self._generators, weights)
+        self.recording.forget()
+        return effects
+
+    def restore(self, left: Left) -> None:
+        """A step that could not be traced leaves nothing behind."""
+        Effects(self.snapshot, None, left).undo()
+
+    def put_back(self) -> bool:
+        """Likewise, what is in arrays, buffers and the like; whether nothing else has changed."""
+        return put_back(self.snapshot)

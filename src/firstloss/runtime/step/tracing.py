@@ -1,0 +1,231 @@
+"""From a step's Python to a `TracedProgram`: it is run once, on tensors without values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ...capture import numbers_in_memory
+from ...capture.deferred import named_tensors
+from ...capture.new_memory import Viewer
+from ...capture.step import StepTrace, is_traced
+from ...capture.tensor import reseat
+from ...errors import FirstlossError, TraceError
+from ...program.graph import Program, Ref
+from ...program.source import here
+from ...undo import Undo
+from ..backend import Backend
+from ..guards.bindings import Bind
+from ..guards.effects import Effects
+from ..guards.left import Env, Left
+from .arguments import Arguments
+from .gradients import Gradients
+from .homes import Homes
+from .modes import ModesLeft
+from .optimizers import Optimizers
+from .outputs import Outputs
+from .surroundings import Surroundings
+from .traced import TracedProgram
+from .traced_arguments import TracedArguments
+
+
+class Shared(Exception):
+    """The step meets some of its arguments in another way as well: they have to go in as themselves.
+
+    Attributes:
+        leaves: their numbers.
+    """
+
+    def __init__(self, leaves: set[int]) -> None:
+        super().__init__(leaves)
+        self.leaves = leaves
+
+
+def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend, around: Surroundings) -> TracedProgram:
+    """Run the step's Python once, on tensors without values. All that it does to Python is undone.
+
+    But for the process's modes (`TracedProgram.modes`), which may yet decide what else is done at this call.
+
+    Args:
+        around: the Python around the step.
+
+    Raises:
+        Shared: if some of the arguments have to go in as themselves.
+    """
+    trace = _Trace(getattr(step, "__name__", "step"), backend, around)
+    try:
+        return trace.run(step, arguments)
+    except BaseException as error:
+        trace.undo()
+        if not around.put_back() and isinstance(error, Shared):
+            raise TraceError(
+                f"{here()}: {trace.name} takes something from an iterator, and edits an argument whose memory "
+                "is that of another tensor which it uses. Edit a clone of it, or take what the iterator gives "
+                "before the step, and pass it."
+            ) from None
+        raise
+
+
+def abandon(traced: TracedProgram, around: Surroundings) -> None:
+    """It is not what it should be: nothing of the trace is left behind."""
+    _undo(traced)
+    around.put_back()
+
+
+class _Trace:
+    """One trace, from its beginning to its end."""
+
+    def __init__(self, name: str, backend: Backend, around: Surroundings) -> None:
+        self.name = name
+        self.effects: Effects | None = None
+        self.trace = StepTrace()
+        self.optimizers = Optimizers(self.trace)
+        weights = dict.fromkeys([*backend.parameters(), *around.snapshot.weights()])
+        self.gradients = Gradients(weights)
+        self.modes = ModesLeft()
+        self._backend = backend
+        self._around = around
+
+    def run(self, step: Callable[..., Any], arguments: Arguments) -> TracedProgram:
+        """Trace `step`."""
+        given, result, raised = self._run(step, arguments)
+        self.modes.traced()
+        self.trace.refuse_overlaps()
+        self.trace.new_memory.settle()
+        traced = self._settle(given, result, raised)
+        self.optimizers.settled()
+        shared = traced.homes.shared(arguments)
+        if shared:
+            raise Shared(shared)
+        traced.homes.forget_arguments()
+        return traced
+
+    def _run(
+        self, step: Callable[..., Any], arguments: Arguments
+    ) -> tuple[TracedArguments, list[Any], Exception | None]:
+        """Run the step's Python; what it returns (in a list, to be emptied), or raises."""
+        snapshot, recording = self._around.snapshot, self._around.recording
+        itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
+        if itself:  # an optimizer's, perhaps
+            raise Shared(itself)
+        raised = None
+        with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
+            recording.begin(undo)
+            given = TracedArguments(arguments, self.trace)
+            args, kwargs = given.take()
+            snapshot.also((args, kwargs))
+            try:
+                result = [step(*args, **kwargs)]
+            except FirstlossError:
+                raise
+            except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
+                if any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+                    raise
+                raised, result = error, [None]
+        given.check(self.name)
+        backend = self._backend
+        if backend.mesh is not None:
+            backend.mesh.follow(backend.parameters(), self.optimizers.seen)
+        backend.claim(self.optimizers.schedule_state)
+        backend.claim(self.optimizers.new_state, behind=True)
+        return given, result, raised
+
+    def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
+        """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
+        undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
+        trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
+        left = Left(lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory))
+        made = left.make(result.pop())
+        returned = len(left.tensors)
+        weights = {id(p) for p in backend.parameters()}
+        effects = self.effects = self._around.effects(left, weights)
+        homes = Homes(trace, given.inputs)
+        self.gradients.traced(trace.inputs, effects, left)
+        self.optimizers.traced(effects, left, homes.move)
+        given.follow(effects, left)
+        for viewer in trace.new_memory.viewers:
+            left.make(viewer.whole)  # so that what is kept is all of the memory
+            effects.also(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
+        handed_out = [(store, left.make(kept)) for store, kept in trace.new_memory.weights.items() if kept is not None]
+        effects.undo()
+        viewers = {id(viewer.whole._store) for viewer in trace.new_memory.viewers}
+        reachable = _reachable(backend, self.optimizers.seen)
+        outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
+        trace.new_memory.rejoin()
+        homes.settle_changed(backend.claim)
+        refs = dict(outputs.refs)
+        refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
+        for i, call in enumerate(trace.closures):
+            refs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
+        program = Program({value.label or "in": value for value in trace.inputs}, refs)
+        if trace.cbfloat16:
+            from ...lower import cbfloat16
+
+            for kept in (*trace.changes.values(), *(refs[name].value for name in outputs.made)):
+                cbfloat16.refuse_state(kept)
+            program = cbfloat16.in_place_of_float16(program)
+        homes.settle_read(program.nodes, refs.values())
+        return TracedProgram(
+            name=self.name,
+            program=program,
+            homes=homes,
+            outputs=outputs,
+            result=made,
+            effects=effects,
+            modes=self.modes,
+            optimizers=self.optimizers,
+            gradients=self.gradients,
+            for_closures=[name for name in refs if name.startswith("closure")],
+            handed_out=handed_out,
+            raised=raised,
+            trace=trace,
+        )
+
+    def undo(self) -> None:
+        """A step that could not be traced leaves nothing behind."""
+        if self.effects is None:
+            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds))
+        _undo(self)
+
+
+class _Undoable(Protocol):
+    trace: StepTrace
+    optimizers: Optimizers
+    gradients: Gradients
+    modes: ModesLeft
+    effects: Any
+
+
+def _undo(traced: _Undoable) -> None:
+    if traced.effects is not None:
+        traced.effects.undo()
+    traced.trace.new_memory.rejoin()
+    traced.gradients.undo()
+    traced.modes.undo()
+    traced.optimizers.forget_new_state()
+
+
+def _own_memory(viewer: Viewer, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
+    """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
+
+    def bind(shows: Any) -> None:
+        tensor = viewer.tensor()
+        if tensor is not None and tensor._store is viewer.before:
+            reseat(tensor, shows._store, viewer.geometry)
+
+    return lambda env: functools.partial(bind, make(env))
+
+
+def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors that outlive a step: gradients, buffers and attributes of the models, the optimizers' state."""
+    for model in backend.models:
+        for _, tensor, kind in named_tensors(model):
+            yield tensor
+            if kind == "parameter" and tensor.grad is not None:
+                yield tensor.grad
+    for optimizer in optimizers:
+        for entries in optimizer.state.values():
+            yield from (v for v in entries.values() if isinstance(v, torch.Tensor))
