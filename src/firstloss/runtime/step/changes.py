@@ -69,7 +69,7 @@ class Request(NamedTuple):
                 tracing.abandon(traced, around)
                 raise
             traced.modes.undo()  # what the step leaves is left when it has been run
-        inputs = Inputs(backend, traced.homes, traced.optimizers.hyperparameters)
+        inputs = Inputs(backend, traced.homes, traced.optimizers.groups.inputs)
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 

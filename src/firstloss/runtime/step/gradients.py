@@ -8,14 +8,15 @@ from typing import Any, TypeGuard
 import torch
 
 from ...capture.step import storage_key, whole_storage
-from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of
+from ...capture.tensor import DeferredTensor, Geometry, geometry_of
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
 from ..guards.bindings import Bind
 from ..guards.effects import Effects
 from ..guards.left import Env, Left, Make
+from .homes import Home, storage_or_itself
 
-Homes = dict[Value, DeferredStorage | torch.Tensor]
+Inputs = dict[Value, Home]
 
 
 class Gradients:
@@ -28,7 +29,7 @@ class Gradients:
         # By the input that is their memory, weights, and how their gradients looked at it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
-    def traced(self, inputs: Homes, effects: Effects, left: Left) -> None:
+    def traced(self, inputs: Inputs, effects: Effects, left: Left) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
         real = {storage_key(home): home for home in inputs.values() if _is_real(home)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
@@ -37,7 +38,7 @@ class Gradients:
                 home = real.get(storage_key(gradient))
                 whose.setdefault(id(home), []).append((parameter, None if home is gradient else geometry_of(gradient)))
             elif gradient is not None:
-                whose.setdefault(id(_home(gradient)), []).append((parameter, _view(gradient)))
+                whose.setdefault(id(storage_or_itself(gradient)), []).append((parameter, _view(gradient)))
         self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
@@ -63,7 +64,7 @@ class Gradients:
         """The inputs that are gradients."""
         return self._read
 
-    def follow(self, inputs: Homes, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
+    def follow(self, inputs: Inputs, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
         """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead.
 
         Returns:
@@ -75,16 +76,16 @@ class Gradients:
                 stand_in[id(self._before[parameter])] = parameter.grad
             parameter, view = readers[0]
             gradient: Any = parameter.grad
-            home: Any = _home(gradient)
+            now: Any = storage_or_itself(gradient)
             if view is not None and not isinstance(view, Ref):  # a part of a real tensor
                 if storage_key(gradient) == storage_key(inputs[value]):  # type: ignore[arg-type]
                     continue
-                home = whole_storage(gradient)
-            if home is not inputs[value]:
+                now = whole_storage(gradient)
+            if now is not inputs[value]:
                 others = True
-                inputs[value] = home
+                inputs[value] = now
                 if value in changed:
-                    changed[value] = home
+                    changed[value] = now
         return others
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -106,10 +107,6 @@ def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[
 
 def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
     return lambda env: _setter(parameter, make(env))
-
-
-def _home(gradient: Any) -> DeferredStorage | torch.Tensor:
-    return gradient._store if type(gradient) is DeferredTensor else gradient
 
 
 def _view(gradient: torch.Tensor) -> Ref | None:

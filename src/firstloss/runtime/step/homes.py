@@ -18,7 +18,7 @@ from .arguments import Arguments, home_of
 Home = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
 
 
-def home(tensor: torch.Tensor) -> Home:
+def storage_or_itself(tensor: torch.Tensor) -> Home:
     """The storage of a tensor of the backend's; else itself."""
     return tensor._store if type(tensor) is DeferredTensor else tensor
 
@@ -134,7 +134,7 @@ class Homes:
         for old, new in pairs:
             if id(self._origin(old)) in self._tracing.read or old is new:
                 return False
-            value = homes.get(id(home(old)))
+            value = homes.get(id(storage_or_itself(old)))
             if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
                 return False
             if value is None:
@@ -147,18 +147,18 @@ class Homes:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
-            if id(home(new)) in homes and homes[id(home(new))] is not value:
-                if not any(home(other) is home(new) for other, _ in pairs):
+            if id(storage_or_itself(new)) in homes and homes[id(storage_or_itself(new))] is not value:
+                if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
                     return False
             moved.append((value, new))
-        stores = [id(home(new)) for _, new in moved]
+        stores = [id(storage_or_itself(new)) for _, new in moved]
         if len(set(stores)) != len(stores):
             return False
         self._stores = None
         for value, new in moved:
-            self.inputs[value] = home(new)
+            self.inputs[value] = storage_or_itself(new)
             if value in self.changed:
-                self.changed[value] = home(new)
+                self.changed[value] = storage_or_itself(new)
         renamed = {id(new): self._origins.pop(id(old), id(old)) for old, new in pairs}
         for _, new in pairs:
             self.stand_in[renamed[id(new)]] = new

@@ -17,7 +17,7 @@ from ..device.lazy import LazyArray, ready
 from ..jaxlib import given, to_host
 from ..mesh.mesh import fit, put
 from .homes import Home, Homes
-from .optimizers import Hyperparameter
+from .parameter_groups import Hyperparameter
 
 
 class Inputs:

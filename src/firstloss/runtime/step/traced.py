@@ -65,7 +65,7 @@ class TracedProgram:
     @property
     def why_not(self) -> str | None:
         """Why it has to be traced at each call, if so."""
-        return self.optimizers.counts or self.outputs.why_not
+        return self.optimizers.state.counts or self.outputs.why_not
 
     def does_the_same(self, other: TracedProgram) -> bool:
         """Whether two compute the same from the same: the compiled step of one will do for the other."""
@@ -82,7 +82,7 @@ class TracedProgram:
         return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
 
     def _from_outside(self) -> list[DeferredStorage | torch.Tensor | None]:
-        return self.homes.from_outside({*self.optimizers.hyperparameters, *self.gradients.read})
+        return self.homes.from_outside({*self.optimizers.groups.inputs, *self.gradients.read})
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors` goes in, or its gradient."""

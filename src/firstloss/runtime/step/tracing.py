@@ -130,7 +130,7 @@ class _Trace:
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
         backend.claim(self.optimizers.schedule_state)
-        backend.claim(self.optimizers.new_state, behind=True)
+        backend.claim(self.optimizers.state.new, behind=True)
         return given, result, raised
 
     def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
@@ -205,7 +205,7 @@ def _undo(traced: _Undoable) -> None:
     traced.trace.new_memory.rejoin()
     traced.gradients.undo()
     traced.modes.undo()
-    traced.optimizers.forget_new_state()
+    traced.optimizers.state.forget_new()
 
 
 def _own_memory(viewer: Viewer, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:

@@ -1,0 +1,149 @@
+"""Optimizers' state: what a step binds anew in it, and whether somebody has put other tensors there."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...capture.step import PLAIN, StepTrace, is_traced
+from ..guards.bindings import Bind, always
+from ..guards.effects import Effects
+from ..guards.left import Env, Left, Make
+
+
+class OptimizerStates:
+    """Those of the optimizers that step inside one trace.
+
+    Attributes:
+        new: what their first steps would make, made before them.
+        counts: what one of them changes in Python, in words.
+    """
+
+    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer]) -> None:
+        """`seen` are the optimizers, as they step."""
+        self._trace = trace
+        self._seen = seen
+        self.new: list[torch.Tensor] = []
+        self.counts: str | None = None
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []  # before the step's own changes
+        self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # likewise
+        self._states: list[StateOf] = []
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of one: what it has."""
+        for entries in optimizer.state.values():
+            kept = (torch.Tensor, *PLAIN)
+            self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
+        self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
+
+    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+        """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.
+
+        Args:
+            move: tells the step which tensor stands now where another did.
+        """
+        for entries, key, old in self._entries:
+            new = entries.get(key)
+            if isinstance(old, PLAIN):
+                if new is not old and (type(new) is not type(old) or new != old):
+                    self.counts = self.counts or f"its optimizer changes a Python number, state[{key!r}]"
+                    effects.also(
+                        functools.partial(operator.setitem, entries, key, old),
+                        always(functools.partial(operator.setitem, entries, key, new)),
+                    )
+            elif new is not old and isinstance(new, torch.Tensor):
+                effects.also(
+                    functools.partial(operator.setitem, entries, key, old),
+                    functools.partial(self._bind, entries, key, left.make(new), move),
+                )
+
+        for optimizer, had in self._had:
+            for p, entries in list(optimizer.state.items()):
+                for key in [key for key in entries if key not in had.get(p, ())]:
+                    undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
+                    effects.also(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
+
+    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
+        new = make(env)
+
+        def bind() -> None:
+            old = entries[key]
+            entries[key] = new
+            if old is not new and old.shape == new.shape and old.dtype == new.dtype and move([(old, new)]):
+                for state in self._states:
+                    state.follow(entries, key, new)
+
+        return bind
+
+    def settled(self) -> None:
+        """The trace has ended: the state that there is now is what the step works on."""
+        self._states = [StateOf(optimizer) for optimizer in self._seen]
+
+    def replaced(self) -> bool:
+        """Whether somebody has put other tensors there."""
+        return any(state.replaced() for state in self._states)
+
+    def forget_new(self) -> None:
+        """The step could not be traced: what it has made is no state."""
+        for optimizer in self._seen:
+            for entries in optimizer.state.values():
+                made = [k for k, v in entries.items() if any(v is n for n in self.new) or is_traced(v, self._trace)]
+                for key in made:
+                    del entries[key]
+
+
+class StateOf:
+    """The objects in an optimizer's state, to see whether somebody has put others in their place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        state = optimizer.state
+        self._weights = list(state)
+        self._entries = list(state.values())
+        self._tables = [entries for entries in self._entries for _ in entries]
+        self._keys = [key for entries in self._entries for key in entries]
+        self._values = [value for entries in self._entries for value in entries.values()]
+
+    def follow(self, entries: dict[str, Any], key: str, new: Any) -> None:
+        """The step itself has bound an entry to another object."""
+        for i, (table, name) in enumerate(zip(self._tables, self._keys, strict=True)):
+            if table is entries and name == key:
+                self._values[i] = new
+
+    def replaced(self) -> bool:
+        """Whether an entry is another object than it was."""
+        state = self._optimizer.state
+        if len(state) == len(self._entries) and all(map(operator.is_, state.values(), self._entries)):
+            try:
+                return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
+            except KeyError:
+                return True
+        now = StateOf(self._optimizer)  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
+        pairs = [(self._weights, now._weights), (self._keys, now._keys), (self._values, now._values)]
+        if any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in pairs):
+            return True
+        self.__dict__.update(now.__dict__)
+        return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or isinstance(a, str) and a == b
+
+
+def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, had: bool) -> None:
+    optimizer.state.get(p, {}).pop(key, None)
+    if not had and not optimizer.state.get(p, True):
+        del optimizer.state[p]
+
+
+def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: Env) -> Bind:
+    new = make(env)
+
+    def bind() -> None:
+        optimizer.state.setdefault(p, {})[key] = new
+
+    return bind

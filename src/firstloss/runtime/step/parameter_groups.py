@@ -1,0 +1,256 @@
+"""Numbers in optimizers' parameter groups: inputs of a step, or baked into it."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from ...capture.recorder import DeferredTensor
+from ...capture.scalars import Hyperparameter as TracedHyperparameter
+from ...capture.step import StepTrace
+from ...compat.torch_names import DisableTorchDispatch
+from ...optim.schedule import schedules_of
+
+# For an optimizer, the numbers in its groups that have been seen to change: (group, key).
+_varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+class Hyperparameter(NamedTuple):
+    """A number in a parameter group that a step reads anew each time; `place` is its index, where the group has a tuple
+    such as betas."""
+
+    group: dict[str, Any]
+    key: str
+    place: int | None
+
+    def read(self) -> float:
+        """The number as it is now."""
+        value = self.group[self.key]
+        return float(value if self.place is None else value[self.place])
+
+    def premise(self) -> Any:
+        """What the trace takes for granted of it: that it is a number, or so many, and but for a rate, its sign, by
+        which optimizers branch."""
+        value = self.group.get(self.key)
+        if not is_number(value) and not (isinstance(value, tuple) and all(map(is_number, value))):
+            return None
+        return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
+
+
+class ParameterGroups:
+    """Those of the optimizers that step inside one trace.
+
+    Attributes:
+        inputs: the inputs of the step that are numbers in them.
+    """
+
+    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer]) -> None:
+        """`seen` are the optimizers, as they step."""
+        self._trace = trace
+        self._seen = seen
+        self.inputs: dict[Any, Hyperparameter] = {}
+        self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._baked: dict[Any, Any] = {}
+        self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
+        self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of one: its numbers are put back after the trace."""
+        for group in optimizer.param_groups:
+            self._numbers.append((group, {key: value for key, value in group.items() if is_number(value)}))
+
+    def bake(self) -> None:
+        """The step has been traced: what it has baked in is known."""
+        self._baked = self._constants()
+
+    def settled(self) -> None:
+        """The trace has ended: these are the groups that the step works on."""
+        self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
+
+    def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
+        """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
+        schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
+
+        def symbolic(part: Any) -> Any:
+            if not isinstance(part, torch.Tensor) or part.numel() != 1 or part.dtype.is_complex:
+                return part
+            if any(part is value for value in schedules):
+                return _symbolic(part)
+            if not is_known(optimizer) or key not in optimizer.defaults:
+                return part  # the optimizer's own code takes the tensor as it is
+            sign = None
+            if type(part) is not DeferredTensor and self._trace.unwritten(part):
+                with DisableTorchDispatch():
+                    sign = _sign(float(part))
+                self._signs.append((part, sign))
+            with torch.no_grad():
+                return _symbolic(part.detach().reshape(()).double(), sign)
+
+        made = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
+        if made is not value and (not isinstance(value, tuple) or not all(map(operator.is_, made, value))):
+            self.set(group, key, made)
+
+    def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
+        """The learning rate, and what changes besides, is read anew at each step."""
+        group = optimizer.param_groups[index]
+        value = group[key]
+        if key == "lr" and is_number(value):
+            self.set(group, key, self._input(group, key))
+        elif (index, key) in _varying.get(optimizer, ()):
+            if is_number(value):
+                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
+            elif isinstance(value, tuple) and all(map(is_number, value)):
+                made = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
+                self.set(group, key, tuple(made))
+        elif "max_momentum" in group and _may_vary(optimizer, value):  # OneCycleLR and CyclicLR leave it there
+            if key == "momentum":
+                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
+            elif key == "betas":
+                self.set(group, key, (_symbolic(self._input(group, key, 0), _sign(value[0])), *value[1:]))
+
+    def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
+        label = f"{key}{len(self.inputs)}"
+        made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
+        self.inputs[made._store.value] = Hyperparameter(group, key, place)
+        return made
+
+    def set(self, group: dict[str, Any], key: str, value: Any) -> None:
+        self._restore.append((group, key, group[key], value))
+        group[key] = value
+
+    def restore(self) -> list[str]:
+        """Put the groups back as they were before the step; returns what the step's Python has changed in them."""
+        changed: list[str] = []
+        for group, key, before, ours in reversed(self._restore):
+            if group[key] is not ours or _written(ours):
+                changed.append(key)
+            group[key] = before
+        for group, numbers in self._numbers:
+            now = {key: value for key, value in group.items() if is_number(value)}
+            changed += [key for key, value in now.items() if numbers.get(key) != value]
+            for key in now.keys() - numbers.keys():
+                del group[key]
+            group.update(numbers)
+        return changed
+
+    def _constants(self) -> dict[Any, Any]:
+        """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it
+        takes for granted. A tensor that the step reads is known by which it is; one that a step itself puts there is
+        not compared."""
+        inputs = {(id(h.group), h.key) for h in self.inputs.values()}
+        found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
+        for number, optimizer in enumerate(self._seen):
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key == "params" or (id(group), key) in inputs or _is_dead(value):
+                        continue
+                    plain = type(value) in _PLAIN
+                    found[number, i, key] = value if plain else _frozen(value)
+        return found
+
+    def outdated(self) -> bool:
+        """Whether a number that is baked in has been changed since, or the groups are others. What changes once may
+        change again, so it will be an input of the next trace."""
+        if self._regrouped():
+            return True
+        if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
+            return True
+        now = self._constants()
+        found = now != self._baked
+        for number, optimizer in enumerate(self._seen):
+            varying = _varying.get(optimizer, set())
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    place = number, i, key
+                    if place not in self._baked or not _may_vary(optimizer, value):
+                        continue
+                    if self._baked[place] != now[place]:
+                        if not varying:
+                            varying = _varying.setdefault(optimizer, varying)
+                        varying.add((i, key))
+                    found |= (i, key) in varying  # an input of a later step, which does for this value too
+        return found
+
+    def _regrouped(self) -> bool:
+        """Whether the groups, or the weights in them, are others or in another order."""
+        groups = [group for optimizer in self._seen for group in optimizer.param_groups]
+        if len(groups) != len(self._weights):
+            return True
+        for group, (before, weights) in zip(groups, self._weights, strict=True):
+            now = group["params"]
+            if group is not before or len(now) != len(weights) or not all(map(operator.is_, now, weights)):
+                return True
+        return False
+
+
+def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
+    return torch.SymFloat(TracedHyperparameter(number, sign))
+
+
+def sign_unknown(number: Any) -> bool:
+    """Whether it stands for a tensor that only the device knows."""
+    return type(number) is torch.SymFloat and type(number.node) is TracedHyperparameter and number.node.sign is None
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+_PLAIN = (float, bool, int, str, type(None))
+
+
+class _Same:
+    """Equal to another that holds the same object."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _Same and other._held is self._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _frozen(value: Any) -> Any:
+    """`value`, to compare with what it is later: tensors by identity, lists as they are now."""
+    if isinstance(value, torch.Tensor):
+        return _Same(value)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_frozen, value)
+    if isinstance(value, dict):
+        return "dict", *((key, _frozen(entry)) for key, entry in value.items())
+    return value if isinstance(value, _HASHABLE) else _Same(value)
+
+
+_HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one of Python's, and no truth value."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is PyTorch's or Firstloss's."""
+    return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
+
+
+def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
+    a zero makes vanish; what others do is not known, and they are traced anew."""
+    if not is_known(optimizer):
+        return False
+    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))
+
+
+def _written(value: Any) -> bool:
+    """Whether the step has written to the tensor that stands for a number in a group."""
+    return type(value) is DeferredTensor and value._store.value.node is not None
+
+
+def _is_dead(value: Any) -> bool:
+    return type(value) is DeferredTensor and value._store.trace is not None and value._store.resident is None
