@@ -5,11 +5,10 @@ Only one process may hold it. A line that was cut off when a process died does n
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 
-from ...errors import SaveError
+from ...files import lock
 
 
 class Journal:
@@ -20,7 +19,7 @@ class Journal:
         self._file = open(path, "a+b")
         self._lock = threading.Lock()
         try:
-            self._claim()
+            lock(self._file.fileno(), os.path.dirname(path))
             self._file.seek(0)
             text = self._file.read()
         except BaseException:
@@ -30,18 +29,6 @@ class Journal:
         if len(whole) < len(text):
             self._file.truncate(len(whole))
         self.done = set(whole.decode().splitlines())
-
-    def _claim(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise SaveError(f"{os.path.dirname(self.path)} is being written by another process") from None
-            # A file system that cannot lock: go without.
 
     def add(self, *what: str) -> None:
         """Record that each of `what` (lines) is done, for good."""

@@ -23,7 +23,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import sync_folder, written_aside
+from ...files import lock, placed, sync_folder, written_aside
 from ...init.materialize import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -187,19 +187,9 @@ def _remove_leftovers(target: str) -> None:
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
     """Only one process writes in a folder; the lock ends with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SaveError(f"{folder} is being written by another process") from None
-        except OSError:
-            pass  # a file system without locks
+        lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)
@@ -307,15 +297,8 @@ def _save_single(tree: Any, sources: Sources, target: str) -> None:
                 f"{target}: a safetensors file cannot hold a tensor of the name {name!r}. Give it another, or save in "
                 "a folder: leave out the ending '.safetensors'."
             )
-    parent, name = os.path.split(target)
-    aside = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:12]}.part")
-    try:
+    with placed(target) as aside:
         write(aside, sources.whole(), ties)
-        os.replace(aside, target)
-    finally:
-        if os.path.exists(aside):
-            os.unlink(aside)
-    sync_folder(parent)
 
 
 @contextmanager
