@@ -167,6 +167,14 @@ def test_an_inner_room_imports_what_it_may_know(name):
     assert {(a, b) for a, b in found if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
 
 
+def test_the_files_that_the_page_names_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text))
+    assert len(named) > 40
+    places = (SOURCE / "firstloss", SOURCE / "firstloss" / "init", ROOT)  # init's rooms are named under it
+    assert {name for name in named if not any((place / name).exists() for place in places)} == set()
+
+
 def test_no_imports_go_round():
     assert circles() == []
 
