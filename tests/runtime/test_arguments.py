@@ -4,6 +4,7 @@ import array
 import collections
 import ctypes
 import dataclasses
+import os
 import random
 
 import numpy as np
@@ -531,6 +532,9 @@ def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
         model = fl.compile(nn.Linear(4, 3), backend)
         plain, columns, octets, numbers = np.zeros(3), np.zeros((3, 2), order="F"), bytearray(2), array.array("d", [0])
         words, draws = (ctypes.c_int * 2)(), random.Random(0)
+        normals, old = np.random.default_rng(0), np.random.RandomState(0)
+        os.environ["FIRSTLOSS_TEST_COUNT"] = "0"
+        random.seed(0), np.random.seed(0)
 
         @fl.trace
         def step(x, y, h):
@@ -539,7 +543,9 @@ def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
             octets[0] += 1
             numbers[0] += 1
             words[1] += 1
-            loss = (model(x) - y).square().mean() * draws.random()
+            os.environ["FIRSTLOSS_TEST_COUNT"] = str(int(os.environ["FIRSTLOSS_TEST_COUNT"]) + 1)
+            drawn = draws.random() + normals.random() + old.rand() + random.random() + np.random.rand()
+            loss = (model(x) - y).square().mean() * drawn
             h.mul_(0.5)
             y.t()[1].zero_()
             return loss
@@ -548,7 +554,9 @@ def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
         for i in range(5):
             y = torch.randn(6, 3)
             yield step(torch.randn(6, 4), y, y[:, 0] if i == 3 else h).detach().clone()
-            yield torch.tensor([plain[0], columns[1, 1], octets[0], numbers[0], words[1]])
+            counted = int(os.environ["FIRSTLOSS_TEST_COUNT"])
+            yield torch.tensor([plain[0], columns[1, 1], octets[0], numbers[0], words[1], counted])
+        del os.environ["FIRSTLOSS_TEST_COUNT"]
 
     expected = list(program(fl.backend("CPU")))
     found = list(program(fl.backend(backend)))

@@ -44,6 +44,7 @@ _SETS = (set, frozenset)
 _BUFFERS = (bytearray, array.array)
 C_DATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__base__)  # all but pointers
 LOCK = type(threading.Lock())
+_DECIMAL = ("prec", "rounding", "Emin", "Emax")  # of decimal's context
 _WRAPPERS = (collections.UserDict, collections.UserList)
 
 
@@ -72,11 +73,11 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, random.Random):
         return held.getstate
     if isinstance(held, np.random.Generator):
-        return lambda: repr(held.bit_generator.state)
+        return lambda: _State(held.bit_generator.state)
     if isinstance(held, np.random.RandomState):
-        return lambda: repr(held.get_state())
+        return lambda: _State(held.get_state())
     if held is os.environ:
-        return lambda: tuple(environment_of(os.environ).items())
+        return environment
     if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
         return lambda: _stands_at(held)
     return None
@@ -97,14 +98,50 @@ def put_back(held: Any, before: Any) -> bool:
         return True
     if isinstance(held, random.Random):
         held.setstate(before)
-        return True
-    return False
+    elif isinstance(held, np.random.Generator):
+        held.bit_generator.state = before.state
+    elif isinstance(held, np.random.RandomState):
+        held.set_state(before.state)
+    elif held is os.environ:
+        put_back_environment(before)
+    elif held is decimal or held is decimal.Decimal:
+        for name, value in zip(_DECIMAL, before, strict=True):
+            setattr(decimal.getcontext(), name, value)
+    else:
+        return False
+    return True
+
+
+class _State(str):
+    """The state of a generator of NumPy's, compared as text: it holds arrays."""
+
+    state: Any
+
+    def __new__(cls, state: Any) -> _State:
+        text = super().__new__(cls, repr(state))
+        text.state = state
+        return text
+
+
+def environment() -> tuple:
+    """What is in `os.environ`."""
+    return tuple(environment_of(os.environ).items())
+
+
+def put_back_environment(before: tuple) -> None:
+    """Make `os.environ` what `environment` gave."""
+    now = dict(environment())
+    for name in now.keys() - dict(before).keys():
+        del os.environ[os.fsdecode(name)]
+    for name, value in before:
+        if now.get(name) != value:
+            os.environ[os.fsdecode(name)] = os.fsdecode(value)
 
 
 def ambient(held: Any) -> Callable[[], Any] | None:
     """As `reader`, of settings of the thread's by which a module's functions go, or a class."""
     if held is decimal or held is decimal.Decimal:
-        return lambda: [getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "Emin", "Emax", "traps")]
+        return lambda: tuple(getattr(decimal.getcontext(), name) for name in _DECIMAL)
     return None
 
 

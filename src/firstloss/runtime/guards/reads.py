@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compat.python_names import environment_of
 from ...compat.torch_names import MODULE_TABLES
-from . import bytecode
+from . import bytecode, contents
 from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
@@ -84,7 +83,7 @@ class Reads:
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
         if {"environ", "getenv"} & self._executed.mentioned:
-            self._values.read("environ", _environment, snapshot.environment, "what is in os.environ", "environ")
+            self._values.read("environ", contents.environment, snapshot.environment, "what is in os.environ", "environ")
 
     def _reads_of(self, function: types.FunctionType) -> None:
         """What a function may read of objects, of which nothing was noted, since it did not run."""
@@ -244,17 +243,26 @@ def generators() -> list[Any]:
     return [read() for read in _GENERATORS.values()]
 
 
+def put_back_generators(states: list[Any]) -> None:
+    """Set them to what `generators` gave."""
+    for (name, read), state in zip(_GENERATORS.items(), states, strict=True):
+        if read() != state:
+            _SET_GENERATORS[name](state)
+
+
 def _numpy_state() -> tuple:
     name, words, *rest = np.random.get_state()
     return name, words.tobytes(), *rest
 
 
+def _set_numpy_state(state: tuple) -> None:
+    name, words, *rest = state
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+
+
 # PyTorch's own are part of the Program.
 _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
-
-
-def _environment() -> tuple:
-    return tuple(environment_of(os.environ).items())
+_SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:

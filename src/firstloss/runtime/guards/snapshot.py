@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import collections
 import gc
-import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...compat.python_names import environment_of, is_python_class, lru_cache_wrapper
+from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..stand_in import StandIn, module_of
 from . import caches, contents
@@ -98,7 +97,7 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
         self.seen: dict[int, Any] = {}
-        self.environment = tuple(environment_of(os.environ).items())
+        self.environment = contents.environment()
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of what large containers hold
         self.roots = list(roots)

@@ -6,10 +6,11 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+from ..guards.contents import put_back_environment
 from ..guards.effects import Effects, put_back
 from ..guards.guard_set import GuardSet
 from ..guards.left import Left
-from ..guards.reads import Reads, generators
+from ..guards.reads import Reads, generators, put_back_generators
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 
@@ -46,5 +47,7 @@ class Surroundings:
         Effects(self.snapshot, None, left).undo()
 
     def put_back(self) -> bool:
-        """Likewise, what is in arrays, buffers and the like; whether nothing else has changed."""
+        """Likewise, what is in arrays, buffers, the environment, generators; whether nothing else has changed."""
+        put_back_environment(self.snapshot.environment)
+        put_back_generators(self._generators)
         return put_back(self.snapshot)

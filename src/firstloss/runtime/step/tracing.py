@@ -62,9 +62,9 @@ def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend,
         trace.undo()
         if not around.put_back() and isinstance(error, Shared):
             raise TraceError(
-                f"{here()}: {trace.name} takes something from an iterator, and edits an argument whose memory "
-                "is that of another tensor which it uses. Edit a clone of it, or take what the iterator gives "
-                "before the step, and pass it."
+                f"{here()}: {trace.name} takes something from an iterator (or changes something else that cannot be "
+                "set back), and edits an argument whose memory is that of another tensor which it uses. Edit a clone "
+                "of it, or take what the iterator gives before the step, and pass it."
             ) from None
         raise
 
