@@ -20,6 +20,8 @@ from torch.nn.utils import parametrizations, parametrize
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
 
+from ..small_training import batches, build
+
 STEPS = 8
 CHANGE = 3  # the step before which the user changes something: the first, and its verification, are over
 X = torch.tensor([1.0, 2.0])
@@ -753,18 +755,6 @@ def test_a_number_that_the_step_counts(tmp_path, name):
 # -- modules, optimizers and their hooks changed between steps ---------------------------------------------------------
 
 
-def layers():
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def make(backend, model=layers, optimizer=None):
-    with backend.device:
-        module = model()
-    if optimizer is None:
-        optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return module, optimizer(module.parameters()), fl.compile(module, backend)
-
-
 def train(compiled, optimizer, between=lambda i: None):
     @fl.trace
     def step(x):
@@ -774,11 +764,10 @@ def train(compiled, optimizer, between=lambda i: None):
         optimizer.zero_grad()
         return loss
 
-    data = torch.Generator().manual_seed(1)
     kept = []
-    for i in range(STEPS):
+    for i, batch in enumerate(batches(STEPS)):
         between(i)
-        kept.append(step(torch.randn(6, 4, generator=data)))
+        kept.append(step(batch))
     return kept
 
 
@@ -818,7 +807,7 @@ MODULE_CHANGES = {
 @pytest.mark.parametrize("name", MODULE_CHANGES)
 def test_a_module_or_optimizer_changed(tmp_path, name):
     def case(backend, change=MODULE_CHANGES[name]):
-        module, optimizer, compiled = make(backend)
+        module, optimizer, compiled = build(backend)
         kept = train(compiled, optimizer, lambda i: i == CHANGE and change(module, optimizer))
         return [*kept, *module.parameters()]
 
@@ -840,7 +829,7 @@ HOOKS_REMOVED = {
 @pytest.mark.parametrize("first", [0, CHANGE])
 def test_a_hook_removed_again(tmp_path, name, first):
     def case(backend):
-        module, optimizer, compiled = make(backend)
+        module, optimizer, compiled = build(backend)
         handles = []
 
         def between(i):
@@ -908,7 +897,7 @@ def optimizer_of_part_of_it(trainer):
 
 class Trainer:
     def __init__(self, backend):
-        self.model, self.optimizer, self.compiled = make(backend)
+        self.model, self.optimizer, self.compiled = build(backend)
         self.scale, self.config = 1.0, {"power": 2.0}
         self.last = None
 
@@ -1300,7 +1289,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_weight_made_anew_at_each_step(tmp_path, name):
     def case(backend):
-        module, optimizer, compiled = make(backend, lambda: nn.Sequential(NORMS[name](), nn.Tanh(), nn.Linear(5, 3)))
+        module, optimizer, compiled = build(backend, lambda: nn.Sequential(NORMS[name](), nn.Tanh(), nn.Linear(5, 3)))
         kept = train(compiled, optimizer)
         return [*kept, *module.state_dict().values()]
 
@@ -1314,7 +1303,7 @@ class Half(nn.Module):
 
 def test_a_parametrization_added_between_steps(tmp_path):
     def case(backend):
-        module, _, compiled = make(backend)
+        module, _, compiled = build(backend)
 
         @fl.trace
         def step(x):

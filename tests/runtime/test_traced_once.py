@@ -22,6 +22,8 @@ from firstloss.runtime.step import changes
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
 from firstloss.trainer.loggers import ProgressLogger
 
+from .. import small_training
+
 STEPS = 200
 ONCE = 2  # the first call, and the verification at the second
 
@@ -44,15 +46,11 @@ def sgd(parameters):
 
 def build(backend, optimizer=sgd):
     torch.manual_seed(0)
-    with backend.device:
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return model, optimizer(model.parameters()), fl.compile(model, backend)
+    return small_training.build(backend, optimizer=optimizer)
 
 
 def batches(count=STEPS):
-    data = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        yield torch.randn(6, 4, generator=data)
+    return small_training.batches(count)
 
 
 def loop_class():
@@ -388,7 +386,7 @@ def test_averaged_weights(backend, traced):
     """An EMA of the weights, as diffusers and timm keep it."""
     model, optimizer, compiled = build(backend)
     with backend.device:
-        average = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        average = small_training.layers()
     fl.compile(average, backend)
 
     @fl.trace
@@ -534,7 +532,7 @@ while i < steps:
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.layers = small_training.layers()
 
     def forward(self, x):
         y = self.layers(x)

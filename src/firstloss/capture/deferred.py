@@ -24,6 +24,7 @@ from . import truncated as _truncated  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
+from .states import state_of
 
 T = TypeVar("T")
 
@@ -211,4 +212,4 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
-    return any(type(t) is DeferredTensor and t._store.resident is None and not t._store.is_made for t in tensors)
+    return any(type(t) is DeferredTensor and state_of(t._store).pending for t in tensors)

@@ -37,6 +37,7 @@ from ..program.source import here
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
+from .states import state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 from .values import call_with_content, run_to_find_out
 
@@ -156,7 +157,7 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
         what: what needs the values.
         keep: leave the tensors deferred.
     """
-    pending = [store for store in dict.fromkeys(stores) if store.resident is None and not store.is_made]
+    pending = [store for store in dict.fromkeys(stores) if state_of(store).pending]
     whole = list(pending)
     for module in _modules_of(pending):
         named = list(_tensors_below(module))

@@ -29,9 +29,10 @@ from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
 from .special import SPECIAL, contiguous_stride, resize
+from .states import Traced, state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
 from .traits import traits
-from .values import check_kept, read_and_run, run_for_real, run_on_resident, run_to_find_out
+from .values import read_and_run, run_for_real, run_on_resident, run_to_find_out
 
 __all__ = [
     "DeferredStorage",
@@ -79,8 +80,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         distributed.refuse(op)
     if session.trace is None:
         for tensor in call.deferred:
-            if tensor._store.trace is not None:
-                check_kept(tensor)
+            if tensor._store.trace is not None and state_of(tensor._store) is Traced:
+                Traced.content(tensor)  # an error
         if not call.deferred and (call.real or call.on_meta):
             reads_file = session.depth and op in _LOADING and any(in_file(t) is not None for t in call.real)
             if not reads_file:

@@ -16,6 +16,7 @@ from .file_value import is_in_file
 from .known import known
 from .scalars import number_of
 from .shapes import infer
+from .states import state_of
 from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat, share_memory
 from .traits import traits
 from .validations import validated
@@ -115,7 +116,7 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     call = Call(op, traits(op), args, kwargs)
-    pending = any(t._store.resident is None and not t._store.is_made and not is_in_file(t) for t in call.deferred)
+    pending = any(state_of(t._store).pending and not is_in_file(t) for t in call.deferred)
     if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
         return _keep_recipe(args[0], kwargs)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):

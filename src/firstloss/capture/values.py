@@ -8,8 +8,8 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
-from ..errors import CaptureError, TraceError
-from ..program.graph import Ref, is_contiguous
+from ..errors import CaptureError
+from ..program.graph import Ref
 from ..program.source import here
 from . import session
 from .call import Call
@@ -17,6 +17,7 @@ from .constants import constant, constant_tensor
 from .file_value import FileValue
 from .known import known
 from .shapes import infer, is_unusual
+from .states import OnBackend, state_of
 from .tensor import DeferredTensor, Hooks, geometry_of, note_memory, reseat
 
 aten = torch.ops.aten
@@ -31,34 +32,7 @@ def value_of(tensor: DeferredTensor) -> Tensor:
             session.trace.refuse_read(aten._local_scalar_dense.default)
         assert real is not None
         return real
-    store = tensor._store
-    if store.resident is not None:
-        return look_resident(tensor).clone()
-    check_kept(tensor)
-    if store.is_made:
-        return content(tensor).clone()
-    ref = tensor._ref()
-    with DisableTorchDispatch():
-        if ref.value.known and ref.dtype == ref.value.dtype and is_contiguous(ref.size, ref.stride):
-            out = torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)  # no more than it is read of a file
-            ref.value.read_into(ref.offset, out.view(-1))
-            return out
-        return replay.compute([ref])[0]
-
-
-def check_kept(tensor: DeferredTensor) -> None:
-    """A tensor that a traced step made, and that was neither returned nor kept as state, has no value."""
-    store = tensor._store
-    if store.trace is not None and store.resident is None and not store.value.known:
-        raise TraceError(
-            f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
-            "Return it from the step, or keep it in a module's buffer or an optimizer's state."
-        )
-
-
-def look_resident(tensor: DeferredTensor) -> Tensor:
-    """The real content of a tensor that lives on a backend, as a view of one copy on the host."""
-    return tensor._ref().view(tensor._store.resident.host())
+    return state_of(tensor._store).value(tensor)
 
 
 def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
@@ -185,16 +159,7 @@ def content(tensor: Tensor) -> Tensor:
     """The values of `tensor`, not to be written: where it can, without a copy."""
     if type(tensor) is not DeferredTensor:
         return tensor
-    if tensor._store.resident is not None:
-        return look_resident(tensor)
-    check_kept(tensor)
-    ref = tensor._ref()
-    if tensor._store.is_made:
-        assert tensor._store.made is not None
-        with DisableTorchDispatch():
-            return ref.view(tensor._store.made[1])
-    with DisableTorchDispatch():
-        return ref.view(ref.value.real) if ref.value.real is not None else replay.compute([ref])[0]
+    return state_of(tensor._store).content(tensor)
 
 
 def _call(call: Call, args: Any, kwargs: dict) -> Any:
@@ -207,15 +172,16 @@ def _call(call: Call, args: Any, kwargs: dict) -> Any:
 
 
 def _real_arguments(call: Call) -> tuple[Any, dict[str, Any]]:
-    refs: list[Ref] = [t._ref() for t in call.deferred if t._store.resident is None and not t._store.is_made]
+    refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._store).pending]
     with DisableTorchDispatch():
-        real = iter(replay.compute(refs)) if refs else iter(())
+        real = iter(replay.compute(refs)) if refs else iter(())  # together: they may have much in common
 
         def made(arg: Any) -> Any:
             if type(arg) is DeferredTensor:
-                if arg._store.is_made:
-                    return value_of(arg)
-                return look_resident(arg) if arg._store.resident is not None else next(real)
+                state = state_of(arg._store)
+                if state.pending:
+                    return next(real)
+                return state.content(arg) if state is OnBackend else state.value(arg)
             if type(arg) in (list, tuple):
                 return [made(a) for a in arg]
             return arg
