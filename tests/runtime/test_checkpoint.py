@@ -245,3 +245,13 @@ def test_the_object_is_readable_json(tmp_path):
     fl.save({"step": 3, "w": torch.zeros(2)}, tmp_path / "it")
     content = json.loads((tmp_path / "it" / "checkpoint.json").read_text())
     assert content["object"] == {"step": 3, "w": {"$tensor": "w"}}
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt", ".bin"])
+def test_a_link_to_a_file_is_written_through(ending, tmp_path):
+    real, link = tmp_path / f"real{ending}", tmp_path / f"link{ending}"
+    fl.save({"w": torch.zeros(2)}, real)
+    link.symlink_to(real)
+    fl.save({"w": torch.ones(2)}, link)
+    assert link.is_symlink() and torch.equal(fl.load(real)["w"], torch.ones(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([real.name, link.name])

@@ -2,7 +2,7 @@
 
 Since torch 2.12 it draws by rejection. Where the bounds are so wide that no normal can fall outside (most vision
 transformers: a standard deviation of 0.02 between -2 and 2), it is a `normal_`. Where they are not, it becomes one
-node, and what is drawn after it counts from a place that is found later (`late.py`, `rejection.py`).
+node, and what is drawn after it counts from a place that is found later (`engine/rejection.py`).
 """
 
 from __future__ import annotations

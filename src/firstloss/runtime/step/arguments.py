@@ -3,7 +3,7 @@
 Data is read anew at each call: while the step is traced, a tensor without a value stands for it. What is done to that
 (written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each
 call. An argument that the step meets in another way as well, such as one of its weights, goes in as itself, and the
-executable is for that one alone.
+compiled step is for that one alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Arguments:
                     self.leaves.append(leaf.grad)
 
     def key(self) -> tuple:
-        """What an executable for these arguments depends on beside their kind."""
+        """What a compiled step for these arguments depends on beside their kind."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._one_in_two_places()

@@ -20,7 +20,7 @@ Inputs = dict[Value, Home]
 
 
 class Gradients:
-    """Of the weights of one executable: at later calls no Python of the step's runs that would read or set them."""
+    """Of the weights of one traced step: at later calls no Python of the step's runs that would read or set them."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         """To be made before the step is traced."""
