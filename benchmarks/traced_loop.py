@@ -73,7 +73,7 @@ def called(fields, batch, backend, whole):
         _, step = training(fields, batch, backend)
     finally:
         segments._SAVED = least
-    compiled = step._cache.latest.latest()
+    compiled = step._cache.latest
     homes = compiled.traced.homes
     seed = jax.numpy.zeros(2, jax.numpy.uint32)
     with x64():

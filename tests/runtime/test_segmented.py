@@ -133,7 +133,7 @@ def train(case, folder, steps=3):
     torch.manual_seed(1)
     results = [run(batches()) for _ in range(steps)]
     torch.set_rng_state(generator_state)
-    executable = run._cache.latest.latest()
+    executable = run._cache.latest
     state = {**model.state_dict(), **{f"{n}.{k}": v for n, s in enumerate(optim.state.values()) for k, v in s.items()}}
     return executable, results, state
 

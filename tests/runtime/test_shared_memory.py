@@ -791,7 +791,7 @@ def test_a_step_in_segments(backend, monkeypatch, lasting):
         return run, seen
 
     (run, ours), (_, theirs) = program(backend), program(None)
-    assert isinstance(run.step._cache.latest.latest().executable, SegmentedStep)
+    assert isinstance(run.step._cache.latest.executable, SegmentedStep)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close(a, b, f"value {i}")
 

@@ -185,7 +185,7 @@ class Left:
             home = self._given.outside(value._store)
             if home is not None and not value.is_conj() and value.dtype == home.dtype:
                 key = id(home)
-                return self._view(value, lambda env: env.stand_in.get(key, home), _same_memory)
+                return self._view(value, lambda env: env.stand_in.get(key, home), same_memory)
             number = self.number(value)
             return lambda env: env.fresh(number)
         key = id(value)
@@ -307,7 +307,7 @@ class Left:
         return _constant(value)
 
 
-def _same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
+def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
     """Another tensor in the same storage."""
     if type(tensor) is DeferredTensor:
         return DeferredTensor.wrap(tensor._store, *geometry)

@@ -16,6 +16,7 @@ import torch
 from ...capture.step import dense_stride
 from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
+from ..guards.left import same_memory
 from ..structures import attributes_taken_apart, containers
 
 _OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
@@ -180,10 +181,7 @@ def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
             own = tensor.stride()
             stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
             offset = sum(n * s for n, s in zip(begin, own, strict=True))
-    offset += int(tensor.storage_offset())
-    if type(tensor) is DeferredTensor:
-        return DeferredTensor.wrap(tensor._store, size, stride, offset, dtype)
-    return tensor.as_strided(size, stride, offset)
+    return same_memory(tensor, (size, stride, offset + int(tensor.storage_offset()), dtype))
 
 
 def _places(

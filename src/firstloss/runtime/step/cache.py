@@ -29,12 +29,11 @@ class StepCache:
 
     Attributes:
         kinds: the compiled steps by kind of call.
-        latest: the kind of the last call.
     """
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self.kinds: dict[_Key, Versions] = {}
-        self.latest: Versions | None = None
+        self._latest: Versions | None = None  # of the last call
         self._name = name
         self._refuse = refuse
         self._check = check
@@ -84,11 +83,16 @@ class StepCache:
                 alike = [] if fits else [v for (other, _), v in self.kinds.items() if other == setting]
                 (pause if fits else put_off)(undo)
                 compiled = versions.step(request, alike)
-                self.latest = versions
+                self._latest = versions
             if not backend.is_e2e_execution:
                 return compiled.leave_unexecuted(arguments)
             # It tells the loop under way, so that that can fetch the next batch meanwhile.
             return compiled(arguments)
+
+    @property
+    def latest(self) -> CompiledStep | None:
+        """The one called last."""
+        return None if self._latest is None else self._latest.latest()
 
     def steps(self) -> list[CompiledStep]:
         """All of them."""

@@ -108,9 +108,10 @@ class TracedStep:
 
     def program(self) -> Program:
         """The Program executed last."""
-        if self._cache is None or self._cache.latest is None:
+        latest = None if self._cache is None else self._cache.latest
+        if latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
-        return self._cache.latest.latest().traced.program
+        return latest.traced.program
 
 
 def _check_step(step: Any) -> None:
