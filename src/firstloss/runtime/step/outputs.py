@@ -31,6 +31,36 @@ class Outgoing(NamedTuple):
     attributes: dict[str, Any]
 
 
+class _Part(NamedTuple):
+    """A traced tensor that the step returns or leaves, which may be gone."""
+
+    store: int  # the id of its storage
+    ref: Ref
+    geometry: Geometry
+    leaf: bool
+    requires_grad: bool
+    attributes: dict[str, Any]
+    where: Any  # on a mesh
+
+    @staticmethod
+    def of(tensor: DeferredTensor, mesh: Mesh | None) -> _Part:
+        attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
+        return _Part(
+            store=id(tensor._store),
+            ref=tensor._ref(),
+            geometry=geometry_of(tensor),
+            leaf=tensor.requires_grad and tensor.is_leaf,
+            requires_grad=tensor.requires_grad,
+            attributes=attributes,
+            where=None if mesh is None else mesh.of_store(tensor._store),
+        )
+
+    def outgoing(self, output: str, whole: bool) -> Outgoing:
+        size, _, _, dtype = self.geometry
+        computed = self.requires_grad and not self.leaf
+        return Outgoing(output, self.geometry if whole else None, size, dtype, self.leaf, computed, self.attributes)
+
+
 class Outputs:
     """What comes out for Python, beside the state that the step changes.
 
@@ -63,45 +93,55 @@ class Outputs:
         self.out: list[str] = []
         self.made: list[str] = []
         self.where: dict[str, Any] = {}
+        self.held: dict[str, DeferredStorage] = {}
+        self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `_outgoing`
         outputs: dict[str, Ref] = {}
-        self._outgoing = self._views(left, returned, outputs, mesh)
+        parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
         self.why_not = left.why_not and cannot_be_made_anew(left.why_not)
         left.release()
-        self.held: dict[str, DeferredStorage] = {}
         expected = {id(t._store) for t in reachable if is_traced(t, tracing)}
-        for store in self._survivors(expected, viewers):
-            name = f"made{len(self.made)}"
-            self.made.append(name)
-            if mesh is not None:
-                self.where[name] = mesh.of_store(store)
-            outputs[name] = Ref.of(store.value)
-            self.held[name] = store
+        survivors = {id(store): store for store in self._survivors(expected, viewers)}
+        unseen = {key: store for key, store in survivors.items() if key not in expected}
+        self._outgoing = self._views(parts, returned, outputs, mesh, unseen)
+        for store in survivors.values():
+            if store not in self._unseen.values():
+                name = f"made{len(self.made)}"
+                self.made.append(name)
+                if mesh is not None:
+                    self.where[name] = mesh.of_store(store)
+                outputs[name] = Ref.of(store.value)
+                self.held[name] = store
+        self.held |= self._unseen
         self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
 
-    def _views(self, left: Left, returned: int, outputs: dict[str, Ref], mesh: Mesh | None) -> list[Outgoing]:
-        """Outputs for the tensors of `left`: those of one storage are views of one output."""
+    def _views(
+        self,
+        parts: list[_Part],
+        returned: int,
+        outputs: dict[str, Ref],
+        mesh: Mesh | None,
+        unseen: dict[int, DeferredStorage],
+    ) -> list[Outgoing]:
+        """Outputs for tensors: those of one storage are views of one output."""
         sharing: dict[int, list[int]] = {}
-        for number in range(len(left.tensors)):
-            sharing.setdefault(id(left.tensors[number]._store), []).append(number)
+        for number, part in enumerate(parts):
+            sharing.setdefault(part.store, []).append(number)
         found: dict[int, Outgoing] = {}
-        for numbers in sharing.values():
+        for key, numbers in sharing.items():
             names, kind = (self.out, "out") if numbers[0] < returned else (self.made, "made")
             name = f"{kind}{len(names)}"
             names.append(name)
-            tensors = [left.tensors[number] for number in numbers]
+            first = parts[numbers[0]]
             # What is only left stays as it lies (a gradient may be a product transposed), unless it is part of it.
-            whole = len(tensors) > 1 or kind == "made" and tensors[0]._ref().covers
+            whole = len(numbers) > 1 or kind == "made" and first.ref.covers or key in unseen
+            if key in unseen:
+                self._unseen[name] = unseen[key]
             if mesh is not None and kind == "made":
-                self.where[name] = mesh.of_store(tensors[0]._store) if whole else mesh.whole
-            outputs[name] = Ref.of(tensors[0]._store.value) if whole else tensors[0]._ref()
+                self.where[name] = first.where if whole else mesh.whole
+            outputs[name] = Ref.of(first.ref.value) if whole else first.ref
             for number in numbers:
-                tensor = left.tensors[number]
-                size, _, _, dtype = geometry = geometry_of(tensor)
-                leaf = tensor.requires_grad and tensor.is_leaf
-                attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
-                computed = tensor.requires_grad and not leaf
-                found[number] = Outgoing(name, geometry if whole else None, size, dtype, leaf, computed, attributes)
-        return [found[number] for number in range(len(left.tensors))]
+                found[number] = parts[number].outgoing(name, whole)
+        return [found[number] for number in range(len(parts))]
 
     def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
         """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
@@ -131,7 +171,7 @@ class Outputs:
             step: the step's name.
         """
         tensors: dict[int, torch.Tensor] = {}
-        stores: dict[str, DeferredStorage] = {}
+        stores = dict(self._unseen)
 
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
