@@ -182,7 +182,7 @@ class Optimizers:
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             if group.get("fused"):
                 fused += group["params"]
-            for key, value in (("capturable", True), ("foreach", True), ("fused", False)):
+            for key, value in (("capturable", True), ("foreach", not _keeps_gradients(group)), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):
                     self.groups.set(group, key, value)
         for group in optimizer.param_groups:
@@ -212,6 +212,14 @@ class Optimizers:
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)
         self.state.keep(optimizer)
+
+
+def _keeps_gradients(group: dict[str, Any]) -> bool:
+    """Whether PyTorch's loop over the weights leaves their gradients alone, and its operations on lists do not: SGD
+    with Nesterov's momentum and nothing else adds the momentum to them, in place."""
+    decay = group.get("weight_decay")
+    copied = group.get("maximize") or isinstance(decay, (int, float)) and decay != 0
+    return bool(group.get("nesterov") and not copied and not group["foreach"])
 
 
 @replaces("torch.amp.GradScaler.scale")
