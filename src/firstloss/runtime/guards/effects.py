@@ -29,9 +29,10 @@ from .bindings import (
 from .containers import put_items, put_table
 from .kinds import Kind, items_of, kind_of, table_of
 from .left import Env, Left
+from .objects import MISSING, slot_value
 from .reads import Reads
 from .same import same, same_items
-from .snapshot import MISSING, Snapshot, slot_value
+from .snapshot import Snapshot
 
 
 class Effects:

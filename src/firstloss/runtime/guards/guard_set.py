@@ -14,7 +14,7 @@ from .describe import with_article
 from .executed import Lines
 from .guards import Change, ListGuard, same
 from .native import native
-from .snapshot import MISSING
+from .objects import MISSING
 from .values import Values
 
 

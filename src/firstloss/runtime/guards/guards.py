@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .kinds import items_of, table_of
+from .objects import MISSING
 from .pytorch import undisguised
 from .same import same, same_items
-from .snapshot import MISSING
 
 
 class Change(NamedTuple):

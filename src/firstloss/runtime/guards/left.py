@@ -14,7 +14,7 @@ from ...capture.tensor import DeferredTensor, Hooks, geometry_of
 from .containers import empty_like, put_items, put_table
 from .kinds import Kind, items_of, kind_of, slots, table_of
 from .not_yet import NotYet
-from .snapshot import MISSING, own_attributes, slot_value
+from .objects import MISSING, own_attributes, slot_value
 
 
 class Env:

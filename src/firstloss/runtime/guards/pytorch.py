@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .snapshot import class_table
+from .objects import class_table
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)

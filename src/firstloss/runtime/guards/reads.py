@@ -26,9 +26,10 @@ from .executed import Executed
 from .guard_set import GuardSet
 from .guards import CellGuard
 from .kinds import Kind, is_closed, is_installed, kind_of
+from .objects import MISSING, cell_content, own_attributes, slot_value
 from .pytorch import namespaces
 from .recording import Recording, is_closed_code
-from .snapshot import MISSING, Snapshot, apart_in_optimizers, cell_content, own_attributes, slot_value
+from .snapshot import Snapshot, apart_in_optimizers
 from .values import Values
 
 

@@ -19,7 +19,8 @@ from .describe import describe_attribute, describe_global
 from .executed import Executed
 from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
 from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of
-from .snapshot import MISSING, Snapshot, Table, class_table, definition, own_attributes
+from .objects import MISSING, class_table, definition, own_attributes
+from .snapshot import Snapshot, Table
 from .updates import Updates
 
 
