@@ -64,6 +64,6 @@ def test_gradients_are_what_eager_pytorch_leaves(cls, options, tmp_path, monkeyp
 
     expected = list(run(fl.backend("CPU")))
     found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
-    # Some optimizers compute corrections from float32 counts, in Python or in tensors: up to 2e-8 apart after two steps.
+    # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps.
     # An update that lands in a gradient is of the gradient's own size.
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
