@@ -74,10 +74,10 @@ def called(fields, batch, backend, whole):
     finally:
         segments._SAVED = least
     compiled = step._cache.latest
-    homes = compiled.traced.homes
+    owners = compiled.traced.owners
     seed = jax.numpy.zeros(2, jax.numpy.uint32)
     with x64():
-        arrays = [tuple(compiled.inputs.array(v, [batch]) for v in vs) for vs in (homes.changed, homes.read)]
+        arrays = [tuple(compiled.inputs.array(v, [batch]) for v in vs) for vs in (owners.changed, owners.read)]
 
     def run():
         with x64():

@@ -30,8 +30,8 @@ class Interpreted:
 
     def __init__(self, traced: TracedProgram) -> None:
         self._program = traced.program
-        self._inputs = [*traced.homes.changed, *traced.homes.read]
-        self._new = [f"new{i}" for i in range(len(traced.homes.changed))]
+        self._inputs = [*traced.owners.changed, *traced.owners.read]
+        self._new = [f"new{i}" for i in range(len(traced.owners.changed))]
         self._made = list(traced.outputs.made)
         self._names = traced.results
 
@@ -61,5 +61,5 @@ def instead_of_compiling() -> None:
 def interpreted(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any:
     if traced.draws or backend.mesh is not None:
         return _compile(traced, inputs, backend)
-    inputs.lie((*traced.homes.changed, *traced.homes.read))
+    inputs.shardings((*traced.owners.changed, *traced.owners.read))
     return Interpreted(traced)

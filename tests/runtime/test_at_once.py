@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture.tensor import DeferredTensor
-from firstloss.runtime.device import cell
+from firstloss.runtime.device import buffer
 
 
 def on_host(tensors):
@@ -163,7 +163,7 @@ def test_one_edit_at_a_time_is_on_the_host(backend):
             layer.weight += 1
             layer.weight[0] = 5
     assert on_host([layer.weight for layer in model]) == 64
-    assert cell._last_edited() is model[2].weight._store.resident
+    assert buffer._last_edited() is model[2].weight._store.resident
     assert all(layer.weight[0].tolist() == [5.0] * 4 for layer in model)
     torch._foreach_mul_([layer.weight.data for layer in model], 2)
     assert all(layer.weight[0].tolist() == [10.0] * 4 for layer in model)

@@ -23,7 +23,7 @@ def making():
 
 def behind(backend, *shape):
     state = fl.deferred_init(torch.zeros, *shape)
-    backend.claim([state], behind=True)
+    backend.move_to_device([state], behind=True)
     return state
 
 

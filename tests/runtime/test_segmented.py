@@ -197,7 +197,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     executable, _, _ = train("adamw", tmp_path, steps=1)
-    state = [executable.inputs.array(value, []) for value in executable.traced.homes.changed]
+    state = [executable.inputs.array(value, []) for value in executable.traced.owners.changed]
     executable(Arguments(((tokens(),), {}), [*tokens()], None))
     kept = [tuple(array.shape) for array in state if not array.is_deleted()]
     assert kept == []

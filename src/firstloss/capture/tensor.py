@@ -73,7 +73,7 @@ class DeferredStorage:
         self.first = value  # what it held first, but for memory that was never written
         self.tensors: list[weakref.ref] = []
         self.fills = 0  # whole fills so far: all but the last are dead
-        self.resident: Any = None  # on a backend: its cell, which owns the value from then on
+        self.resident: Any = None  # on a backend: its device buffer, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
         self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
         self.lazy: list[weakref.ref[DeferredStorage]] = []  # those that are so of this one
@@ -298,7 +298,7 @@ def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, 
         return Hooks.value_of(tensor)
     if tensor._store.resident is None:
         return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
-    if writable and not tensor._store.resident.at_home:
+    if writable and not tensor._store.resident.in_host_memory:
         raise ElsewhereError(
             f"{here()}: the memory of this tensor is on another device, or in parts on a mesh, so nobody can be given "
             "it to write to. Take a copy: tensor.detach().clone(); and bring edits back with tensor.copy_(...)."
@@ -309,7 +309,7 @@ def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, 
 
 def _elsewhere(tensor: DeferredTensor) -> bool:
     """Whether it lives on a backend, in memory that is not this host's."""
-    return session.trace is None and tensor._store.resident is not None and not tensor._store.resident.at_home
+    return session.trace is None and tensor._store.resident is not None and not tensor._store.resident.in_host_memory
 
 
 def mine(tensor: DeferredTensor, alone: bool = False) -> Tensor:

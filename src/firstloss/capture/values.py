@@ -135,8 +135,8 @@ def run_on_resident(call: Call) -> Any:
     try:
         result = _call(call, *_real_arguments(call))
     except BaseException:
-        for cell in fresh:
-            cell.leave()
+        for buffer in fresh:
+            buffer.leave()
         raise
     for t in written:
         t._store.resident.edited()

@@ -160,7 +160,7 @@ class Backend:
         """
         self.keys.load_state_dict(state.get("random", {}))
 
-    def claim(self, tensors: Iterable[torch.Tensor], behind: bool = False) -> None:
+    def move_to_device(self, tensors: Iterable[torch.Tensor], behind: bool = False) -> None:
         """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background.
 
         Args:
@@ -168,7 +168,7 @@ class Backend:
         """
         from .device import placement
 
-        placement.claim(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)
+        placement.move_to_device(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

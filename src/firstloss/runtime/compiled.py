@@ -158,7 +158,7 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
                     f"the {kind} {name} has the layout {str(tensor.layout).removeprefix('torch.')}, and tensors on the "
                     f'backend are dense. Make it one, with to_dense(), before compile; or use backend "CPU".'
                 )
-        backend.claim(tensor for _, tensor, _ in named)
+        backend.move_to_device(tensor for _, tensor, _ in named)
     else:
         model.to(backend.torch_device)
     if not any(m is model for m in backend.models):

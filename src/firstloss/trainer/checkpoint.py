@@ -246,7 +246,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.optimizer.load_state_dict(state["optimizer"])
     if fl.use_cs():  # what was loaded belongs on the device, as the state that a step makes does
         entries = trainer.optimizer.state.values()
-        trainer.backend.claim([x for entry in entries for x in entry.values() if isinstance(x, torch.Tensor)])
+        trainer.backend.move_to_device([x for entry in entries for x in entry.values() if isinstance(x, torch.Tensor)])
     if len(state["schedulers"]) != len(trainer.schedulers):
         raise TrainerError(
             f"the checkpoint has {len(state['schedulers'])} schedulers, and the run {len(trainer.schedulers)}. Resume "

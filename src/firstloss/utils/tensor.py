@@ -54,5 +54,5 @@ def _placed(make: Callable[[], Tensor]) -> Tensor:
 
     with deferred():
         tensor = make()
-    backend.claim([tensor])
+    backend.move_to_device([tensor])
     return tensor

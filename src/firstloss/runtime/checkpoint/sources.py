@@ -106,5 +106,5 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if type(tensor) is not DeferredTensor:
             return tensor.detach().cpu()
-        cell = tensor._store.resident
-        return tensor._ref().view(cell.read()) if cell is not None else content(tensor)
+        buffer = tensor._store.resident
+        return tensor._ref().view(buffer.read()) if buffer is not None else content(tensor)

@@ -63,11 +63,11 @@ class _Moving:
         here, self._here = self._here, []
         own = [place for place in here if (tensor := place.tensor()) is not None and _held_alone(tensor)]
         self._shared += [place for place in here if place not in own]
-        self._backend.claim(_alive(own))
+        self._backend.move_to_device(_alive(own))
 
     def move_all(self) -> None:
         """Construction is over."""
-        self._backend.claim(_alive([*self._shared, *self._here]))
+        self._backend.move_to_device(_alive([*self._shared, *self._here]))
 
 
 class _Place(NamedTuple):

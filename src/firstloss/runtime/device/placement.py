@@ -32,7 +32,7 @@ from ...program.graph import Ref, Value, dense_count
 from ..jaxlib import empties, empty, on_cpu, to_device
 from ..mesh import placement as mesh_placement
 from ..mesh.mesh import Mesh, put
-from .cell import Cell, is_direct
+from .buffer import DeviceBuffer, is_direct
 from .host_memory import MappedWeights, is_countable, is_held
 
 _SWITCH_SECONDS = 0.0003
@@ -88,7 +88,7 @@ def begin_behind() -> None:
             making.begin()
 
 
-def claim(
+def move_to_device(
     tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False, only_asked_for: bool = False
 ) -> None:
     """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
@@ -138,7 +138,7 @@ def _materialize_in_background(
 
     making = _Making(make)
     for store in stores:
-        store.resident = Cell(store.value, pending=making, sharding=shardings[store.value])
+        store.resident = DeviceBuffer(store.value, pending=making, sharding=shardings[store.value])
         store.resident.fresh = not _is_copied(store.value)
     if only_asked_for:
         return
@@ -201,12 +201,12 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
             if lasting or is_held(base):  # by an array of numpy's, or by a tensor that is not moved
-                store.resident = Cell.of_memory(value, base, lasting)
+                store.resident = DeviceBuffer.of_memory(value, base, lasting)
                 note_memory(store)
                 continue
         sharding = None if mesh is None else mesh.of_store(store)
         array = to_device(base) if sharding is None else put(base, sharding)
-        store.resident = Cell(value, array=array, sharding=sharding)
+        store.resident = DeviceBuffer(value, array=array, sharding=sharding)
         del base
 
 
@@ -232,10 +232,10 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
     store = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
-        store.resident = Cell.of_memory(value, base, not is_countable(base))
+        store.resident = DeviceBuffer.of_memory(value, base, not is_countable(base))
         note_memory(store)
     else:
-        store.resident = Cell(value, array=to_device(base))
+        store.resident = DeviceBuffer(value, array=to_device(base))
     return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
 
 

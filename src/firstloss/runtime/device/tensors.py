@@ -10,7 +10,7 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import dense_stride
 from ...lower.dtypes import to_torch
 from ...program.graph import Value
-from .cell import Cell
+from .buffer import DeviceBuffer
 from .lazy import LazyArray
 
 
@@ -25,7 +25,7 @@ def store_of(array: Any, like: Value) -> DeferredStorage:
     """A storage of the backend, laid out as `like`, that holds `array`."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
     store = DeferredStorage(value)
-    store.resident = Cell(value, sharding=mesh_sharding(array))
+    store.resident = DeviceBuffer(value, sharding=mesh_sharding(array))
     store.resident.set(array)
     return store
 

@@ -155,7 +155,7 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
     return bool(tensor.__dict__) and not tensor.__dict__.keys() <= _OUR_ATTRIBUTES
 
 
-def home_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
+def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
     if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
         return tensor._store

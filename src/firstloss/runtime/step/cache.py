@@ -12,7 +12,7 @@ from ...capture import session
 from ...uncollected import pause, put_off
 from ...undo import Undo
 from ..backend import Backend
-from .arguments import Arguments, Itself, home_of
+from .arguments import Arguments, Itself, owner_of
 from .changes import Request, Versions
 from .compiled_step import CompiledStep
 from .modes import modes
@@ -50,14 +50,14 @@ class StepCache:
             kind: of the arguments: their shapes and dtypes.
         """
         if self._shared:
-            arguments.itself.update(i for i, leaf in arguments.data() if id(home_of(leaf)) in self._shared)
+            arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
         while True:
             try:
                 return self._call(Request(step, arguments, backend), kind)
             except Shared as shared:
                 for i in shared.leaves:
-                    home = home_of(arguments.leaves[i])
-                    self._shared[id(home)] = home
+                    owner = owner_of(arguments.leaves[i])
+                    self._shared[id(owner)] = owner
                 arguments.itself.update(shared.leaves)
 
     def _call(self, request: Request, kind: tuple) -> Any:

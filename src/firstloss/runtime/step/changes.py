@@ -69,7 +69,7 @@ class Request(NamedTuple):
                 tracing.abandon(traced, around)
                 raise
             traced.modes.undo()  # what the step leaves is left when it has been run
-        inputs = Inputs(backend, traced.homes, traced.optimizers.groups.inputs)
+        inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
@@ -90,7 +90,7 @@ class Known:
 
     def changes(self) -> list[Change]:
         """What has changed since it was traced, of what it reads."""
-        return self.guards.changes(self.step.traced.homes.move)
+        return self.guards.changes(self.step.traced.owners.move)
 
     @property
     def traced_each_time(self) -> str | None:

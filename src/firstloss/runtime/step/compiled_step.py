@@ -18,7 +18,7 @@ from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
 from ..device import dispatch
-from ..device.cell import Cell
+from ..device.buffer import DeviceBuffer
 from ..device.host_memory import HostMemory
 from ..device.lazy import LazyArray
 from ..device.tensors import mesh_sharding
@@ -28,8 +28,8 @@ from ..jaxlib import use_x64
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import loop as loops
 from .arguments import Arguments
-from .homes import Home
-from .inputs import Inputs, keep
+from .inputs import Inputs, write_back
+from .owners import Owner
 from .segmented import SegmentedStep
 from .traced import TracedProgram
 from .tracing import Shared
@@ -38,11 +38,11 @@ from .tracing import Shared
 class Call:
     """One call of a step: its arguments, and what it returns and binds once the step has been run."""
 
-    __slots__ = ("arguments", "homes", "result", "bindings", "schedules", "memory")
+    __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
 
-    def __init__(self, arguments: Arguments, homes: Iterable[Home]) -> None:
+    def __init__(self, arguments: Arguments, owners: Iterable[Owner]) -> None:
         self.arguments = arguments
-        self.homes = homes  # of the state that it changes
+        self.owners = owners  # of the state that it changes
         self.result: Any = None
         self.bindings: list[Bind] | None = None
         self.schedules: list[Bind] = []  # what asks for its results
@@ -98,11 +98,11 @@ class CompiledStep:
         Raises:
             Shared: if some of the arguments have to go in as themselves.
         """
-        traced, homes, backend = self.traced, self.traced.homes, self._backend
-        shared = homes.shared(arguments)
+        traced, owners, backend = self.traced, self.traced.owners, self._backend
+        shared = owners.shared(arguments)
         if shared:
             raise Shared(shared)
-        if not arguments.padded.isdisjoint(homes.edited):
+        if not arguments.padded.isdisjoint(owners.edited):
             raise TraceError(
                 f"{here()}: {traced.name} edits its argument in place, of which it was given a padded copy: the "
                 "caller's tensor would not see it. Edit a clone of it, or return it."
@@ -111,33 +111,33 @@ class CompiledStep:
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             dispatch.settled()
-            if traced.gradients.follow(homes.inputs, homes.changed, homes.stand_in):
-                homes.moved()
+            if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
+                owners.moved()
             wait = self._ran or not hasattr(self.executable, "ran")  # those wait themselves for what is to come
-            state_homes = homes.of_call(leaves)
-            state, cells = self.inputs.state(state_homes, leaves, wait)
-            rest = self.inputs.arrays(homes.read, leaves, wait)
+            state_owners = owners.of_call(leaves)
+            state, buffers = self.inputs.state(state_owners, leaves, wait)
+            rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None
             seed = key if key is not None else _no_seed(backend.mesh is None)
             begin = timeline.current().now()
             run = dispatch.begin(self.executable, state, rest, seed)
 
-            call = Call(arguments, state_homes.values())
+            call = Call(arguments, state_owners.values())
 
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
-                self._commit(call, cells, key, *outputs)
+                self._commit(call, buffers, key, *outputs)
 
             def lose(error: BaseException) -> None:
-                for cell in cells:
-                    if cell is not None:
-                        cell.lose(error)
+                for buffer in buffers:
+                    if buffer is not None:
+                        buffer.lose(error)
 
             step = dispatch.Transaction(run, state, commit, lose)
             first = not self._ran or not getattr(self.executable, "ran", True)
             gradients = traced.gradients.now() if first else None
             results = step.execute_or_settle()[2]
             if first:
-                self._first(run, state, cells, key, gradients)
+                self._first(run, state, buffers, key, gradients)
             if not self._ran:
                 jax.block_until_ready(results)
                 timeline.current().add("first step", begin)
@@ -158,7 +158,7 @@ class CompiledStep:
     def _commit(
         self,
         call: Call,
-        cells: Sequence[Cell | None],
+        buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         new: Sequence[Any],
         made: Sequence[Any],
@@ -171,10 +171,10 @@ class CompiledStep:
             if store.resident.handed_out is not None:
                 call.memory[store] = store.resident.handed_out
                 store.resident.leave_memory()
-        keep(call.homes, cells, new)
+        write_back(call.owners, buffers, new)
         for name, store in traced.outputs.held.items():
             if store.resident is None:
-                store.resident, store.trace = Cell(store.value, sharding=mesh_sharding(arrays[name])), None
+                store.resident, store.trace = DeviceBuffer(store.value, sharding=mesh_sharding(arrays[name])), None
             store.resident.set(arrays[name])
         if call.bindings is None:
             env = self._env(call.arguments, arrays)
@@ -188,33 +188,38 @@ class CompiledStep:
         self._backend.stepped = True
         if key is not None:
             self._backend.keys.taken(key)
-        self.inputs.settle(cells, (*new, *made, *results))
+        self.inputs.settle(buffers, (*new, *made, *results))
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> Env:
         traced = self.traced
         fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
-        return Env(fresh, arguments.leaves, arguments.containers, traced.homes.stand_in)
+        return Env(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
 
     def _first(
-        self, run: Any, state: Sequence[Any], cells: Sequence[Cell | None], key: np.ndarray | None, gradients: Any
+        self,
+        run: Any,
+        state: Sequence[Any],
+        buffers: Sequence[DeviceBuffer | None],
+        key: np.ndarray | None,
+        gradients: Any,
     ) -> None:
         """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
         later = getattr(run, "later", None)
         if later is None:
             return
-        arrays = [None if cell is None else cell.newest for cell in cells]
+        arrays = [None if buffer is None else buffer.newest for buffer in buffers]
 
         def failed(error: BaseException) -> None:
             with dispatch.lock:
                 later.failed = lambda error: None
                 lost = any(isinstance(array, jax.Array) and array.is_deleted() for array in state)
-                for cell, old, new in zip(cells, state, arrays, strict=True):
-                    if cell is None:
+                for buffer, old, new in zip(buffers, state, arrays, strict=True):
+                    if buffer is None:
                         continue
                     if lost:
-                        cell.lose(error)
-                    elif cell.newest is new:
-                        cell.set(old)
+                        buffer.lose(error)
+                    elif buffer.newest is new:
+                        buffer.set(old)
                 self.traced.gradients.back_to(gradients)
                 if key is not None:
                     self._backend.keys.untaken(key)
@@ -235,9 +240,9 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
     """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
 
     def bind() -> None:
-        cell = kept._store.resident
-        if cell.handed_out is None:
-            cell.take_memory(memory)
+        buffer = kept._store.resident
+        if buffer.handed_out is None:
+            buffer.take_memory(memory)
             note_memory(kept._store)
 
     return bind

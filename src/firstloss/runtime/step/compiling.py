@@ -42,9 +42,9 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any
             "firstloss.register_lowering, or run on backend 'CPU'."
         )
     program, draws, mesh = traced.program, traced.draws, backend.mesh
-    changed, read = list(traced.homes.changed), traced.homes.read
+    changed, read = list(traced.owners.changed), traced.owners.read
     made, names = traced.outputs.made, traced.results
-    where = inputs.lie((*changed, *read))
+    where = inputs.shardings((*changed, *read))
     with timeline.span("lower"):
         # On a mesh the partitioner has to see all of it.
         whole = mesh is not None or backend.validate_only
@@ -102,7 +102,7 @@ def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -
     if backend.compile_only or backend.validate_only:
         return None
     found = FirstLoss(traced.program, names)
-    homes = [traced.homes.inputs[value] for value in found.inputs]
-    weights = [home for home in homes if isinstance(home, DeferredStorage)]
-    fresh = all(home.resident is None or home.resident.fresh for home in weights)
+    owners = [traced.owners.inputs[value] for value in found.inputs]
+    weights = [owner for owner in owners if isinstance(owner, DeferredStorage)]
+    fresh = all(owner.resident is None or owner.resident.fresh for owner in weights)
     return found if weights and fresh and found.possible else None

@@ -14,9 +14,9 @@ from ...program.graph import Ref, Value
 from ..guards.bindings import Bind
 from ..guards.effects import Effects
 from ..guards.left import Env, Left, Make
-from .homes import Home, storage_or_itself
+from .owners import Owner, storage_or_itself
 
-Inputs = dict[Value, Home]
+Inputs = dict[Value, Owner]
 
 
 class Gradients:
@@ -31,15 +31,17 @@ class Gradients:
 
     def traced(self, inputs: Inputs, effects: Effects, left: Left) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
-        real = {storage_key(home): home for home in inputs.values() if _is_real(home)}
+        real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
         for parameter, gradient in self._before.items():
             if _is_real(gradient):
-                home = real.get(storage_key(gradient))
-                whose.setdefault(id(home), []).append((parameter, None if home is gradient else geometry_of(gradient)))
+                owner = real.get(storage_key(gradient))
+                whose.setdefault(id(owner), []).append(
+                    (parameter, None if owner is gradient else geometry_of(gradient))
+                )
             elif gradient is not None:
                 whose.setdefault(id(storage_or_itself(gradient)), []).append((parameter, _view(gradient)))
-        self._read = {value: whose[id(home)] for value, home in inputs.items() if id(home) in whose}
+        self._read = {value: whose[id(owner)] for value, owner in inputs.items() if id(owner) in whose}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
                 self._left.append(parameter)

@@ -146,7 +146,9 @@ class Outputs:
     def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
         """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
         tracing = self._tracing
-        placeholders = {id(home._store) for home in tracing.inputs.values() if type(home) is DeferredTensor} | viewers
+        placeholders = {
+            id(owner._store) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
+        } | viewers
 
         def alive() -> list[DeferredStorage]:
             stores = [store for made in tracing.made if (store := made()) is not None]

@@ -25,7 +25,7 @@ def load_in_place(optimizer: torch.optim.Optimizer) -> None:
     with DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
         if backend.mesh is not None:
             backend.mesh.follow(optimizer.state, [optimizer])
-        backend.claim(state)
+        backend.move_to_device(state)
     if optimizer in _watched:
         return
     _watched.add(optimizer)

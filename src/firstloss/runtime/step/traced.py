@@ -14,10 +14,10 @@ from ...program.graph import Program
 from ..guards.effects import Effects
 from ..guards.left import Make
 from .gradients import Gradients
-from .homes import Homes, differ
 from .modes import ModesLeft
 from .optimizers import Optimizers
 from .outputs import Outputs
+from .owners import Owners, differ
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class TracedProgram:
     Attributes:
         name: the step's.
         program: what it computes.
-        homes: what goes in.
+        owners: what goes in.
         outputs: what comes out for Python.
         result: makes what the step returns, at each call.
         effects: what it leaves in Python, likewise.
@@ -40,7 +40,7 @@ class TracedProgram:
 
     name: str
     program: Program
-    homes: Homes
+    owners: Owners
     outputs: Outputs
     result: Make
     effects: Effects
@@ -73,7 +73,7 @@ class TracedProgram:
 
     def _signature(self) -> tuple:
         """What goes in and comes out, beside the Program."""
-        return (*self.homes.order(), self.outputs.out, self.outputs.made, self.for_closures)
+        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
 
     def reads_other_tensors(self, other: TracedProgram) -> bool:
         """Whether `other`, which does the same, reads other tensors from off the backend: it was given another batch by
@@ -82,11 +82,11 @@ class TracedProgram:
         return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
 
     def _from_outside(self) -> list[DeferredStorage | torch.Tensor | None]:
-        return self.homes.from_outside({*self.optimizers.groups.inputs, *self.gradients.read})
+        return self.owners.from_outside({*self.optimizers.groups.inputs, *self.gradients.read})
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors` goes in, or its gradient."""
-        return self.homes.reads(tensors)
+        return self.owners.reads(tensors)
 
     def outdated(self) -> bool:
         """Whether a number baked in, a weight's memory or the value of a tensor that its Python has read has been

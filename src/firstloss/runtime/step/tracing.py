@@ -23,10 +23,10 @@ from ..guards.effects import Effects
 from ..guards.left import Env, Left
 from .arguments import Arguments
 from .gradients import Gradients
-from .homes import Homes
 from .modes import ModesLeft
 from .optimizers import Optimizers
 from .outputs import Outputs
+from .owners import Owners
 from .surroundings import Surroundings
 from .traced import TracedProgram
 from .traced_arguments import TracedArguments
@@ -97,10 +97,10 @@ class _Trace:
         self.trace.new_memory.settle()
         traced = self._settle(given, result, raised)
         self.optimizers.settled()
-        shared = traced.homes.shared(arguments)
+        shared = traced.owners.shared(arguments)
         if shared:
             raise Shared(shared)
-        traced.homes.forget_arguments()
+        traced.owners.forget_arguments()
         return traced
 
     def _run(
@@ -129,8 +129,8 @@ class _Trace:
         backend = self._backend
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
-        backend.claim(self.optimizers.schedule_state)
-        backend.claim(self.optimizers.state.new, behind=True)
+        backend.move_to_device(self.optimizers.schedule_state)
+        backend.move_to_device(self.optimizers.state.new, behind=True)
         return given, result, raised
 
     def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
@@ -142,9 +142,9 @@ class _Trace:
         returned = len(left.tensors)
         weights = {id(p) for p in backend.parameters()}
         effects = self.effects = self._around.effects(left, weights)
-        homes = Homes(trace, given.inputs)
+        owners = Owners(trace, given.inputs)
         self.gradients.traced(trace.inputs, effects, left)
-        self.optimizers.traced(effects, left, homes.move)
+        self.optimizers.traced(effects, left, owners.move)
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
@@ -155,7 +155,7 @@ class _Trace:
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.rejoin()
-        homes.settle_changed(backend.claim)
+        owners.settle_changed(backend.move_to_device)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
@@ -167,11 +167,11 @@ class _Trace:
             for kept in (*trace.changes.values(), *(refs[name].value for name in outputs.made)):
                 cbfloat16.refuse_state(kept)
             program = cbfloat16.in_place_of_float16(program)
-        homes.settle_read(program.nodes, refs.values())
+        owners.settle_read(program.nodes, refs.values())
         return TracedProgram(
             name=self.name,
             program=program,
-            homes=homes,
+            owners=owners,
             outputs=outputs,
             result=made,
             effects=effects,

@@ -37,7 +37,7 @@ class ModelEMA(Callback):
         if self.averages.keys() != weights.keys():
             self.averages = {name: p.detach().clone() for name, p in weights.items()}
         if trainer.backend.is_xla:
-            trainer.backend.claim(self.averages.values())
+            trainer.backend.move_to_device(self.averages.values())
         else:
             self.averages = {name: t.to(trainer.backend.torch_device) for name, t in self.averages.items()}
 

@@ -13,21 +13,21 @@ from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Node, Ref, Value
-from .arguments import Arguments, home_of
+from .arguments import Arguments, owner_of
 
-Home = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
+Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
 
 
-def storage_or_itself(tensor: torch.Tensor) -> Home:
+def storage_or_itself(tensor: torch.Tensor) -> Owner:
     """The storage of a tensor of the backend's; else itself."""
     return tensor._store if type(tensor) is DeferredTensor else tensor
 
 
-class Homes:
-    """The homes of a traced step's inputs.
+class Owners:
+    """The owners of a traced step's inputs.
 
     Attributes:
-        inputs: by input, its home; for arguments, those of each call.
+        inputs: by input, its owner; for arguments, those of each call.
         arguments: by the input that stands for it, the number of an argument's leaf.
         changed: the state that the step changes, by input: memory is updated in place.
         read: the inputs that it only reads.
@@ -39,24 +39,24 @@ class Homes:
         self._tracing = tracing
         self.inputs = tracing.inputs
         self.arguments = arguments
-        self.changed: dict[Value, Home] = {}
+        self.changed: dict[Value, Owner] = {}
         self.read: list[Value] = []
         self.edited: list[int] = []
         self.stand_in: dict[int, torch.Tensor] = {}
-        self._stores: set[int] | None = None  # the ids of the inputs' homes, but for arguments
+        self._stores: set[int] | None = None  # the ids of the inputs' owners, but for arguments
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
         self._writes_outside = False
 
-    def settle_changed(self, claim: Callable[[list[torch.Tensor]], None]) -> None:
+    def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None]) -> None:
         """The step has been traced: what it has changed is known."""
         changes = self._tracing.changes
         for value in changes:
             found = self.inputs[value]
             if value not in self.arguments and isinstance(found, torch.Tensor) and _nobody_elses(found):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
-                claim([found])
+                move_to_device([found])
                 found = self.inputs[value] = found._store  # type: ignore[attr-defined]
-            self.changed[value] = found._store if type(found) is DeferredTensor else found  # moved since, by claim
+            self.changed[value] = found._store if type(found) is DeferredTensor else found
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_outside = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
@@ -78,11 +78,11 @@ class Homes:
         order = {value: i for i, value in enumerate(self.inputs)}
         return [order[v] for v in self.changed], [order[v] for v in self.read]
 
-    def of_call(self, leaves: list[Any]) -> Mapping[Value, Home]:
+    def of_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
         """The state that a call changes: of the arguments, its own."""
         if not self.edited:
             return self.changed
-        return {v: home_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
+        return {v: owner_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
 
     def moved(self) -> None:
         """Others stand in `inputs` now."""
@@ -96,7 +96,7 @@ class Homes:
         stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(found) in theirs or id(found) in stores for found in self.inputs.values())
 
-    def from_outside(self, given: Container[Value]) -> list[Home | None]:
+    def from_outside(self, given: Container[Value]) -> list[Owner | None]:
         """What goes in, first what is changed; None for what each call is `given` anew."""
         values = (*self.changed, *self.read)
         return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
@@ -129,12 +129,12 @@ class Homes:
     def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Of each pair, the second tensor stands now where the first did, and is like it: whether the step can go on
         with that one."""
-        homes = {id(found): value for value, found in self.inputs.items()}
+        owners = {id(found): value for value, found in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
             if id(self._origin(old)) in self._tracing.read or old is new:
                 return False
-            value = homes.get(id(storage_or_itself(old)))
+            value = owners.get(id(storage_or_itself(old)))
             if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
                 return False
             if value is None:
@@ -147,7 +147,7 @@ class Homes:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
-            if id(storage_or_itself(new)) in homes and homes[id(storage_or_itself(new))] is not value:
+            if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
                     return False
             moved.append((value, new))
@@ -171,7 +171,7 @@ class Homes:
         return tensor if known is None else known[0]
 
 
-def differ(a: Home, b: Home) -> bool:
+def differ(a: Owner, b: Owner) -> bool:
     """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
     if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False

@@ -35,11 +35,11 @@ def is_direct(value: Value) -> bool:
 
 
 _edits = threading.Lock()  # of who brings an edit to the device
-_last_edited: weakref.ref[Cell] | None = None  # by the host
+_last_edited: weakref.ref[DeviceBuffer] | None = None  # by the host
 
 
 class Piece(NamedTuple):
-    """A box of a cell's content that one process saves."""
+    """A box of a buffer's content that one process saves."""
 
     owner: int  # its process
     begin: tuple[int, ...]
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     read: Callable[[], torch.Tensor]  # the content, on the host
 
 
-class Cell:
+class DeviceBuffer:
     """Owns the content of one storage on the device.
 
     The array is replaced by each step that changes it. The host sees it through `host()`; after `edit()` what the host
@@ -98,26 +98,26 @@ class Cell:
     # -- the memory itself, past PyTorch's dispatcher --
 
     @classmethod
-    def of_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> Cell:
-        """A cell whose content lives in `memory` of the host, laid out as `value` is, that somebody else holds too.
+    def of_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
+        """A buffer whose content lives in `memory` of the host, laid out as `value` is, that somebody else holds too.
 
         Args:
             lasting: who holds it cannot be counted.
         """
-        cell = cls(value)
-        cell._memory = HostMemory(memory, lasting, is_direct(value))
-        return cell
+        buffer = cls(value)
+        buffer._memory = HostMemory(memory, lasting, is_direct(value))
+        return buffer
 
     def memory(self, lasting: bool) -> torch.Tensor:
         """Memory on the host, laid out as `value` is, that is the content's own from now on: what is written there
         counts at the next step, and shows what each step makes of it. On another device or a mesh a read-only copy of
-        what the content is now, which lives as long as this cell.
+        what the content is now, which lives as long as this buffer.
 
         Args:
-            lasting: it is known by its address, and stays the content's as long as this cell lives; else, as long as
+            lasting: it is known by its address, and stays the content's as long as this buffer lives; else, as long as
                 somebody holds a tensor of it.
         """
-        if not self.at_home:
+        if not self.in_host_memory:
             if self._copy is None:
                 self._copy = ReadOnlyCopy(self.value)
             return self._copy.showing(self.read())
@@ -137,7 +137,7 @@ class Cell:
         return self._array
 
     @property
-    def at_home(self) -> bool:
+    def in_host_memory(self) -> bool:
         """Whether the memory is the host's, so that it can be handed out."""
         return self.sharding is None and on_cpu()
 
@@ -188,7 +188,13 @@ class Cell:
         """
         value = self.value
         fits = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-        if not self.at_home or not fits or tensor.stride() != value.stride or tensor.is_conj() or tensor.is_neg():
+        if (
+            not self.in_host_memory
+            or not fits
+            or tensor.stride() != value.stride
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return False
         with DisableTorchDispatch(), torch.no_grad():
             memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
@@ -202,7 +208,7 @@ class Cell:
         self._memory = None
 
     def take_memory(self, memory: HostMemory) -> None:
-        """Live in memory that another cell has left, from now on."""
+        """Live in memory that another buffer has left, from now on."""
         memory.arriving = self._array
         self._live_in(memory)
         memory.content()
@@ -220,7 +226,7 @@ class Cell:
         dispatch.settled()
         if (memory := self._memory) is not None:
             return self._put(memory.content())
-        while True:  # another thread may do the same: what is asked of the cell is asked once
+        while True:  # another thread may do the same: what is asked of the buffer is asked once
             array, pending = self._array, self._pending
             if self._edited:
                 with _edits:
@@ -287,7 +293,7 @@ class Cell:
         self.set(LazyArray(lost))
 
     def replace_from(self, file: FileValue) -> None:
-        """Of a cell on a mesh: hold what lies in a file from now on; each device's part is read alone."""
+        """Of a buffer on a mesh: hold what lies in a file from now on; each device's part is read alone."""
         assert self.sharding is not None
         self.set(mesh_placement.make({file: self.sharding})[file])
 
@@ -375,15 +381,15 @@ class Cell:
             _last_edited = weakref.ref(self)
 
 
-def renew(cells: Iterable[Cell | None], arrays: Iterable[Any]) -> None:
-    """What a step has made of `cells`: as `set`, for a thousand of which few have been touched since the last step."""
-    for cell, array in zip(cells, arrays, strict=True):
-        if cell is None:
+def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
+    """What a step has made of `buffers`: as `set`, for a thousand of which few were touched since the last step."""
+    for buffer, array in zip(buffers, arrays, strict=True):
+        if buffer is None:
             continue
-        if type(array) is LazyArray or cell.current is None:  # lazy first: another thread may read the cell meanwhile
-            cell.set(array)
+        if type(array) is LazyArray or buffer.current is None:  # lazy first: another thread may read it meanwhile
+            buffer.set(array)
         else:
-            cell.current = cell._array = array
+            buffer.current = buffer._array = array
 
 
 def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torch.Tensor:
