@@ -1,8 +1,9 @@
 """A step on its way: from handing over the old state to keeping the new one, all of it or nothing.
 
 A compiled step is given the memory of the weights and of the optimizer's state, and writes the new ones there. Between
-that and the moment when the last device buffer knows its new array, the old state is gone and the new one has no
-owner. Python raises KeyboardInterrupt, or whatever a signal's handler raises, between any two of its instructions, there too. So
+that and the moment when the last device buffer knows its new array, the old state is gone and the new one has no owner.
+Python raises KeyboardInterrupt, or whatever a signal's handler raises, between any two of its instructions, there too.
+So
 
 - a compiled function is called and its results are stored within one instruction (the assignment to a slice of what an
   iterator written in C gives): either it has not been called, or its results are there;
