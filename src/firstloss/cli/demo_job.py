@@ -1,15 +1,16 @@
 """The training job of `firstloss demo`: a Llama-style model on the source of Python's standard library, as bytes.
 
 `train` is the example to copy; the rest feeds it and tells the parent process what happened. The same job runs
-- `firstloss`: the constructor captured, the weights made while the step compiles;
-- `eager`: the same backend, but each weight made at construction and moved, and only then trace, compile and step;
-- `pytorch`: plain eager PyTorch without Firstloss, for the losses to agree with.
-Each in a process of its own, so that none finds imports or caches that another has warmed.
+- `firstloss`: the constructor captured, the first loss computed as soon as the weights are there, and the step compiled
+  behind it;
+- `pytorch`: plain PyTorch, without Firstloss.
+Each in a process of its own, so that neither finds imports or caches that the other has warmed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -23,8 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import firstloss as fl
 from firstloss import timeline
 
-WAYS = ("firstloss", "eager", "pytorch")
+WAYS = ("firstloss", "pytorch")
 SIZES = {
+    "500m": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
     "100m": {
         "hidden_size": 1024,
         "intermediate_size": 2816,
@@ -42,15 +50,14 @@ SIZES = {
 }
 
 
-def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str, lazy: bool) -> Iterator[float]:
+def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str) -> Iterator[float]:
     """Train a Llama from its constructor on, with Firstloss; yields each step's loss."""
     backend = fl.backend("XLA", artifact_dir=artifacts)
-    backend.device.config.lazy_initialization = lazy
 
     torch.manual_seed(0)
     with backend.device:
         model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     compiled = fl.compile(model, backend)
 
     @fl.trace
@@ -69,13 +76,15 @@ def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str, lazy
 def train_plainly(config: LlamaConfig, batches: list[torch.Tensor]) -> Iterator[float]:
     """The same in plain PyTorch; yields each step's loss."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for batch in batches:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with timeline.span("construct"):
+        model = LlamaForCausalLM(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for number, batch in enumerate(batches):
+        with timeline.span("first step") if number == 0 else contextlib.nullcontext():
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         yield loss.item()
 
 
@@ -107,9 +116,9 @@ def make_batches(text: bytes, steps: int, size: int, length: int) -> list[torch.
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=(*WAYS, "warm"))
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", choices=SIZES, default="500m")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--artifacts", default="artifacts")
     args = parser.parse_args()
@@ -125,7 +134,7 @@ def main() -> None:
     if args.way == "pytorch":
         losses = train_plainly(config, batches)
     else:
-        losses = train(config, batches, args.artifacts, lazy=args.way == "firstloss")
+        losses = train(config, batches, args.artifacts)
     for number, loss in enumerate(losses):
         if number == 0 and timeline.current().first_loss is None:  # the backend marks its own
             timeline.mark(timeline.FIRST_LOSS)

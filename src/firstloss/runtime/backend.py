@@ -14,7 +14,6 @@ from ..capture import session
 from ..capture.deferred import deferred
 from ..errors import BackendError
 from ..settings import Settings, check_name
-from ..uncollected import uncollected
 from .device.at_once import moved_at_once
 from .device.keys import Keys
 

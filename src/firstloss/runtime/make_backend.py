@@ -10,6 +10,7 @@ import torch
 from .. import heap, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
+from ..uncollected import uncollected
 from .backend import EAGER, Backend, current_backend, make_current
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def backend(
     kind = name.upper()
     if kind in _XLA_NAMES:
         heap.map_arrays()
-        with timeline.span("import"):  # JAX and all that is built on it, so that the first step need not wait for it
+        # JAX and all that is built on it, so that the first step need not wait for it. Modules live on: a collection
+        # that looked through them, and through all of PyTorch and transformers, would take as long as the import.
+        with timeline.span("import"), uncollected():
             require_jax(f"firstloss.backend({name!r})")
             from . import compiled  # noqa: F401
             from .jaxlib import use_compilation_cache
