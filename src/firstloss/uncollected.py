@@ -56,8 +56,14 @@ def put_off(undo: Undo) -> None:
         gc.disable()
 
 
+_others_freeze = False  # somebody has frozen objects, which are to stay so; counting them takes as long as collecting
+
+
 def _collect_again() -> None:
-    if not gc.isenabled() and not gc.get_freeze_count():  # else somebody has frozen objects, which are to stay so
-        gc.freeze()  # moves all objects out of the generations, and
-        gc.unfreeze()  # puts them into the oldest
+    global _others_freeze
+    if not gc.isenabled():
+        _others_freeze = _others_freeze or gc.get_freeze_count() > 0
+        if not _others_freeze:
+            gc.freeze()  # moves all objects out of the generations, and
+            gc.unfreeze()  # puts them into the oldest
     gc.enable()

@@ -148,6 +148,7 @@ def _serve(kind: str) -> None:
             outcome = Outcome("foreign", f"{type(error).__name__} of the checker: {error}"[:300])
         answers.write(json.dumps(asdict(outcome)) + "\n")
         answers.flush()
+        gc.freeze()  # nor is what a program has left in caches
 
 
 if __name__ == "__main__":

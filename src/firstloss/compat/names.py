@@ -73,18 +73,26 @@ def lookup(path: str) -> Any:
         ImportError, AttributeError: if there is nothing.
     """
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        module = ".".join(parts[:count])
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    imported = next((module for module in prefixes if module in sys.modules), None)
+    if imported is not None:  # asking the importer for each of a dozen names would take a good part of a trace
         try:
-            found = sys.modules.get(module) or importlib.import_module(module)
+            return _walk(sys.modules[imported], path[len(imported) + 1 :])
+        except AttributeError:  # or a module that nobody has imported yet
+            pass
+    for module in prefixes:
+        try:
+            found = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if count == 1 or not module.startswith(str(error.name)):
+            if module == parts[0] or not module.startswith(str(error.name)):
                 raise
             continue
-        for part in parts[count:]:
-            found = getattr(found, part)
-        return found
+        return _walk(found, path[len(module) + 1 :])
     raise AssertionError(path)
+
+
+def _walk(found: Any, attributes: str) -> Any:
+    return operator.attrgetter(attributes)(found) if attributes else found
 
 
 def _message(name: Name) -> str:
