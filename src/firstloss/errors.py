@@ -67,6 +67,10 @@ class GraphChangeWarning(UserWarning):
     """A traced step does something else than before, or has met a new kind of batch: it is traced or compiled anew."""
 
 
+class EagerStepWarning(UserWarning):
+    """A traced step runs eagerly on the "GPU" backend, where it was to be replayed as a CUDA graph."""
+
+
 class ShapeError(TraceError, ValueError):
     """A traced step was given a batch of other shapes than it is meant to take."""
 

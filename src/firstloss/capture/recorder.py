@@ -181,12 +181,12 @@ def _record(call: Call) -> Any:
     outputs: list[Value] = []
     for target, ref in zip(targets, writes, strict=True):
         outputs.append(_write(storage_of(target), ref, node))
-    made: list[DeferredTensor | None] = []
+    made: list[DeferredTensor | int | None] = []
     if geometry is not None and not all(r is not None for r in how.returns):
         device = call.device()
         for one in geometry[sum(r is not None for r in how.returns) :]:
-            if one is None:
-                made.append(None)
+            if one is None or type(one) is int:
+                made.append(one)
                 continue
             size, stride, offset, dtype = one
             if offset or trace is not None and dense_count(size, stride) is None:
@@ -283,7 +283,7 @@ def _with_dtype(call: Call, default: torch.dtype) -> Call:
     return Call(call.op, call.traits, tuple(cast(a) for a in call.args), call.kwargs)
 
 
-def _results(call: Call, made: list[DeferredTensor | None]) -> Any:
+def _results(call: Call, made: list[DeferredTensor | int | None]) -> Any:
     returns = call.traits.returns
     if not returns:
         return None

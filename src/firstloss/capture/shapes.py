@@ -29,7 +29,7 @@ class NeedsValues(Exception):
 class Outcome(NamedTuple):
     """The geometry of each tensor returned, and the default dtype where the result's is that."""
 
-    geometry: list[Any]  # None in it: a gradient that was not asked for
+    geometry: list[Any]  # None in it: a gradient that was not asked for; a number is one
     default: torch.dtype | None
 
 
@@ -125,6 +125,12 @@ _UNTOLD_ON_CPU: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
     _aten._embedding_bag_forward_only.default: _embedding_bag,
 }
 
+# Beside tensors these return numbers that follow from shapes alone: how long the longest sequence is.
+_NUMBERS_OF_SHAPES = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
 _known: dict[tuple, Outcome] = {}
 
 
@@ -209,12 +215,15 @@ def _on_meta(call: Call) -> list[Any]:
         result = ()
     elif not isinstance(result, (list, tuple)):
         raise NeedsValues(f"{call.op} returns a {type(result).__name__}")
-    out: list[Geometry | None] = []
+    out: list[Geometry | int | None] = []
     for t in result:
         if isinstance(t, (list, tuple)):
             raise CaptureError(f"{here()}: {call.op} returns lists within lists, which capture does not support")
         if t is None:  # a gradient that was not asked for
             out.append(None)
+            continue
+        if type(t) is int and call.op in _NUMBERS_OF_SHAPES:
+            out.append(t)
             continue
         if not isinstance(t, Tensor):
             raise NeedsValues(f"{call.op} returns a {type(t).__name__}")

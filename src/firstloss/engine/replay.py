@@ -6,7 +6,7 @@ would have done it: so whatever aliasing does in eager it does here. What was no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -87,9 +87,14 @@ class Replay:
             self.buffers[value] = self.buffers[ref.value]
         made = node.outputs[len(node.writes) :]
         if made:
-            tensors = [result] if isinstance(result, torch.Tensor) else [r for r in result if r is not None]
-            for value, tensor in zip(made, tensors[len(tensors) - len(made) :], strict=True):
-                self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
+            several = (result,) if isinstance(result, torch.Tensor) else result
+            tensors = [r for r in several if isinstance(r, torch.Tensor)]
+            self._keep(node, made, tensors[max(len(tensors) - len(made), 0) :])
+
+    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
+        """Keep what `node` has newly made."""
+        for value, tensor in zip(made, tensors, strict=True):
+            self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
 
     def _draw(self, node: Node, draw: Draw, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What a random operation returns at its place in the stream."""

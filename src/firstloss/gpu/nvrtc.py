@@ -8,6 +8,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import BackendError
 
@@ -73,21 +74,22 @@ def compile(source: str, name: str, architecture: str, options: tuple[str, ...] 
     try:
         every = [f"--gpu-architecture={architecture}", *options]
         status = nvrtc.nvrtcCompileProgram(program, len(every), (ctypes.c_char_p * len(every))(*map(str.encode, every)))
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+        log = (
+            _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            .rstrip(b"\0")
+            .decode(errors="replace")
+        )
         _check(status, log)
         kind = "PTX" if ptx else "CUBIN"
-        return _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
+        found = _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
+        return found.rstrip(b"\0") if ptx else found
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, program: ctypes.c_void_p) -> bytes:
+def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
     _check(read(program, buffer))
-    return buffer.raw[: size.value].rstrip(b"\0") if size.value and read is not _cubin_of() else buffer.raw
-
-
-def _cubin_of() -> ctypes._NamedFuncPointer:
-    return library().nvrtcGetCUBIN
+    return buffer.raw[: size.value]

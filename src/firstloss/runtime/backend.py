@@ -134,6 +134,11 @@ class Backend:
         return self.name == "GPU"
 
     @property
+    def replays(self) -> bool:
+        """Whether it replays traced steps as CUDA graphs: PyTorch's kernels without Python between them."""
+        return self.is_gpu
+
+    @property
     def is_e2e_execution(self) -> bool:
         """Whether steps are executed: neither `compile_only` nor `validate_only`."""
         return not (self.compile_only or self.validate_only)
@@ -165,6 +170,8 @@ class Backend:
         Args:
             behind: the first loss does not need them, as it does not an optimizer's state.
         """
+        if not self.is_xla:  # what eager PyTorch works on stays where it is
+            return
         from .device import placement
 
         placement.move_to_device(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)

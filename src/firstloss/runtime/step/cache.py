@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,11 @@ from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
 from .changes import Request, Versions
-from .compiled_step import CompiledStep
 from .modes import modes
 from .tracing import Shared
+
+if TYPE_CHECKING:
+    from .compiled_step import CompiledStep
 
 _MOST_FOR_CERTAIN = 32
 
@@ -66,28 +68,37 @@ class StepCache:
         Raises:
             Shared: if some of the arguments have to go in as themselves.
         """
+        with Undo() as undo, undo:
+            compiled = self.find(request, kind, undo)
+            if not request.backend.is_e2e_execution:
+                return compiled.leave_unexecuted(request.arguments)
+            # It tells the loop under way, so that that can fetch the next batch meanwhile.
+            return compiled(request.arguments)
+
+    def find(self, request: Request, kind: tuple, undo: Undo) -> CompiledStep:
+        """Find or make the compiled step.
+
+        Raises:
+            Shared: if some of the arguments have to go in as themselves.
+        """
         backend, arguments = request.backend, request.arguments
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes())
-        with Undo() as undo, undo:
-            # Models of other threads are in reach as well, and their gradients come and go while these trace.
-            with session.tracing:
-                versions = self._fitting(setting, self._parameters(backend))
-                fits = versions is not None
-                if versions is None:  # it may be that parameters were replaced
-                    self._seen = None
-                    key = setting, self._parameters(backend)
-                    versions = self._fitting(*key) or self.kinds.setdefault(
-                        key, Versions(self._name, self._refuse, self._check)
-                    )
-                    self._forget_some()
-                alike = [] if fits else [v for (other, _), v in self.kinds.items() if other == setting]
-                (pause if fits else put_off)(undo)
-                compiled = versions.step(request, alike)
-                self._latest = versions
-            if not backend.is_e2e_execution:
-                return compiled.leave_unexecuted(arguments)
-            # It tells the loop under way, so that that can fetch the next batch meanwhile.
-            return compiled(arguments)
+        # Models of other threads are in reach as well, and their gradients come and go while these trace.
+        with session.tracing:
+            versions = self._fitting(setting, self._parameters(backend))
+            fits = versions is not None
+            if versions is None:  # it may be that parameters were replaced
+                self._seen = None
+                key = setting, self._parameters(backend)
+                versions = self._fitting(*key) or self.kinds.setdefault(
+                    key, Versions(self._name, self._refuse, self._check)
+                )
+                self._forget_some()
+            alike = [] if fits else [v for (other, _), v in self.kinds.items() if other == setting]
+            (pause if fits else put_off)(undo)
+            compiled = versions.step(request, alike)
+            self._latest = versions
+        return compiled
 
     @property
     def latest(self) -> CompiledStep | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,13 +27,14 @@ from ...program.compare import parting
 from ..backend import Backend
 from ..guards.guards import Change
 from ..guards.recording import functions_of
-from . import compiling, tracing
+from . import tracing
 from .arguments import Arguments
-from .compiled_step import CompiledStep
-from .inputs import Inputs
 from .reports import ADVICE, Reports, reasons
 from .surroundings import Surroundings
 from .traced import TracedProgram
+
+if TYPE_CHECKING:
+    from .compiled_step import CompiledStep
 
 # Of the time that passes, this part at most is spent on checking for changes that cannot be seen.
 _CHECKING = 0.01
@@ -60,6 +61,10 @@ class Request(NamedTuple):
             around: the Python around the step.
             find: finds an earlier one that does the same, whose executable will do; or raises.
         """
+        from . import compiling  # here, because they bring JAX
+        from .compiled_step import CompiledStep
+        from .inputs import Inputs
+
         backend = self.backend
         with timeline.span("trace"):
             traced = tracing.trace_step(self.step, self.arguments, backend, around)

@@ -53,7 +53,9 @@ class Optimizers:
         first_step_only: an optimizer's first step is another computation than the ones after it, and was traced.
     """
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, keep_fused: bool = False) -> None:
+        """`keep_fused`: where PyTorch's fused kernels were asked for, they are what the step calls."""
+        self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
         self.groups = ParameterGroups(trace, self.seen)
         self.state = OptimizerStates(trace, self.seen)
@@ -139,8 +141,8 @@ class Optimizers:
     def _widen(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps are counted in float32, and bias corrections computed in float64, as eager PyTorch does it: in float32
         1 - 0.999 is off by 6e-5 of itself."""
-        if not is_known(optimizer):
-            return
+        if not is_known(optimizer) or any(group.get("fused") for group in optimizer.param_groups):
+            return  # (fused kernels count in float32, and correct in float64)
         found = [(e, e.get("step")) for e in optimizer.state.values()]
         counts = [(e, c) for e, c in found if isinstance(c, torch.Tensor) and c.dtype is torch.float32 and not c.dim()]
         if counts:
@@ -181,6 +183,8 @@ class Optimizers:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
             # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             if group.get("fused"):
+                if self._keep_fused:
+                    continue
                 fused += group["params"]
             for key, value in (("capturable", True), ("foreach", not _keeps_gradients(group)), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):

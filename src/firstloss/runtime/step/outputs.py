@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,10 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
 from ...capture.tensor import Geometry, geometry_of
 from ...program.graph import Ref
-from ..device.lazy import LazyArray
-from ..device.tensors import resident, store_of
 from ..guards.left import Left
-from ..mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from ..mesh.mesh import Mesh
 
 
 class Outgoing(NamedTuple):
@@ -69,6 +69,7 @@ class Outputs:
         out: names of those that the first loss may be among.
         made: of those that nobody waits for.
         where: on a mesh, where those lie.
+        outgoing: the tensors by number, as `Env.fresh` is asked for them.
         held: by name, storages that somebody holds in a place that was not found.
         why_not: what cannot be made anew at each call, if something cannot.
     """
@@ -94,7 +95,7 @@ class Outputs:
         self.made: list[str] = []
         self.where: dict[str, Any] = {}
         self.held: dict[str, DeferredStorage] = {}
-        self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `_outgoing`
+        self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `outgoing`
         outputs: dict[str, Ref] = {}
         parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
         self.why_not = left.why_not and cannot_be_made_anew(left.why_not)
@@ -102,7 +103,7 @@ class Outputs:
         expected = {id(t._store) for t in reachable if is_traced(t, tracing)}
         survivors = {id(store): store for store in self._survivors(expected, viewers)}
         unseen = {key: store for key, store in survivors.items() if key not in expected}
-        self._outgoing = self._views(parts, returned, outputs, mesh, unseen)
+        self.outgoing = self._views(parts, returned, outputs, mesh, unseen)
         for store in survivors.values():
             if store not in self._unseen.values():
                 name = f"made{len(self.made)}"
@@ -172,13 +173,16 @@ class Outputs:
             refs: the Program's outputs.
             step: the step's name.
         """
+        from ..device.lazy import LazyArray  # here, because they bring JAX
+        from ..device.tensors import resident, store_of
+
         tensors: dict[int, torch.Tensor] = {}
         stores = dict(self._unseen)
 
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
             if tensor is None:
-                output, geometry, shape, dtype, leaf, computed, attributes = self._outgoing[number]
+                output, geometry, shape, dtype, leaf, computed, attributes = self.outgoing[number]
                 if geometry is None:
                     array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
                     tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)

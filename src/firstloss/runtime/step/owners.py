@@ -47,12 +47,13 @@ class Owners:
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
         self._writes_outside = False
 
-    def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None]) -> None:
-        """The step has been traced: what it has changed is known."""
+    def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
+        """The step has been traced: what it has changed is known. Without `move_to_device` all stays where it is."""
         changes = self._tracing.changes
         for value in changes:
             found = self.inputs[value]
-            if value not in self.arguments and isinstance(found, torch.Tensor) and _nobody_elses(found):
+            outside = value not in self.arguments
+            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _nobody_elses(found):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 move_to_device([found])
                 found = self.inputs[value] = found._store  # type: ignore[attr-defined]

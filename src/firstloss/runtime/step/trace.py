@@ -17,6 +17,7 @@ from .shapes import Pad, Shapes
 
 if TYPE_CHECKING:
     from .cache import StepCache
+    from .graphed import Trials
 
 
 def trace(
@@ -30,7 +31,8 @@ def trace(
 
     Everything that the step does to tensors, forward, backward and optimizer, becomes one executable; weights and
     optimizer state stay on the device and are updated in place. Calls return as soon as the work is under way; a
-    returned tensor's value is waited for when it is read. On the "CPU" and "GPU" backends the step just runs.
+    returned tensor's value is waited for when it is read. On the "GPU" backend the first call just runs, and from the
+    third on the same kernels are replayed as a CUDA graph; on the "CPU" backend the step just runs.
 
     Use it as `@fl.trace`, or with options as `@fl.trace(shapes="refuse")`.
 
@@ -80,6 +82,7 @@ class TracedStep:
         self._shapes = Shapes(self._name, shapes)
         self._refuse = changes == "refuse"
         self._check = check
+        self._trials: Trials | None = None  # of these on a backend that replays
         self._cache: StepCache | None = None  # of the compiled steps, once there is one
         functools.update_wrapper(self, step)
 
@@ -97,14 +100,24 @@ class TracedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = current_backend()
-        if not backend.is_xla or session.trace is not None:  # within another step it is a part of that one
-            return self._step(*args, **kwargs)
+        if session.trace is not None or not (backend.is_xla or backend.replays):
+            return self._step(*args, **kwargs)  # within another step it is a part of that one
         if self._cache is None:
-            from .cache import StepCache  # here, because it brings JAX
+            from .cache import StepCache
 
             self._cache = StepCache(self._name, self._refuse, self._check)
+        if backend.replays:
+            from .graphed import Trials
+
+            self._trials = self._trials or Trials(self._name, self._cache)
+            given = Shapes(self._name, "recompile").admit(args, kwargs)
+            return self._trials.call(self._step, args, kwargs, given, backend)
         arguments, kind = self._shapes.admit(args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
+
+    def how(self) -> str:
+        """How the "GPU" backend has run the last call: "graph", "replay" without one, or "eager" and why."""
+        return self._trials.how() if self._trials is not None else "eager"
 
     def program(self) -> Program:
         """The Program executed last."""

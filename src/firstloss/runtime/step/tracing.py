@@ -82,7 +82,7 @@ class _Trace:
         self.name = name
         self.effects: Effects | None = None
         self.trace = StepTrace()
-        self.optimizers = Optimizers(self.trace)
+        self.optimizers = Optimizers(self.trace, keep_fused=backend.replays)
         weights = dict.fromkeys([*backend.parameters(), *around.snapshot.weights()])
         self.gradients = Gradients(weights)
         self.modes = ModesLeft()
@@ -155,7 +155,7 @@ class _Trace:
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.rejoin()
-        owners.settle_changed(backend.move_to_device)
+        owners.settle_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):

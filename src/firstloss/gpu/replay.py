@@ -1,0 +1,332 @@
+"""A step's Program run again by PyTorch's own kernels, in the memory of its weights, and recorded as a CUDA graph.
+
+Node after node the kernels of eager PyTorch are called that the step's Python called, with the same arguments, in the
+same order: so the bits are eager PyTorch's. In-place operations write to the weights themselves, so nothing is copied.
+Once recorded, one call launches all of them, and no Python runs between kernels.
+
+What a graph cannot have is found beforehand, in the Program (`Plan.obstacles`): numbers that are read from the device,
+tensors on another device, random numbers that are drawn twice, memory that is read after it has been written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, schema_of
+from ..engine.replay import Replay
+from ..errors import MaterializeError
+from ..program.graph import Node, Program, Ref, Value
+from ..program.kinds import is_unwritten
+from ..program.operations import barrier
+from .lists import schedule
+
+_LIST_BYTES = 1 << 29  # of a list of weights, what is worked on at a time
+_REHEARSED_BYTES = 1 << 26  # of weights and state, at most, that a rehearsal writes to copies of
+
+
+class Plan:
+    """What of a Program is run, and whether it can be recorded.
+
+    Attributes:
+        nodes: in order.
+        turns: the same, with what is read for the last time by each.
+        constants: known Values, that nobody writes to; written: those that somebody does.
+        obstacles: why it cannot be replayed in place, in words; empty if it can.
+    """
+
+    def __init__(
+        self, program: Program, inputs: Iterable[Value], numbers: Iterable[Value], device: torch.device
+    ) -> None:
+        """
+        Args:
+            inputs: the Values that a call gives; `numbers`, those of them that are Python's numbers.
+            device: where all else is.
+        """
+        self.nodes = program.nodes
+        self.outputs = dict(program.outputs)
+        given, plain = set(inputs), set(numbers)
+        read = {ref.value for node in self.nodes for ref in node.refs()} | {ref.value for ref in self.outputs.values()}
+        writes = {ref.value for node in self.nodes for ref in node.writes}
+        known = {value for value in read | writes if value.known and value not in given}
+        self.written, self.constants = known & writes, known - writes
+        frees = _last_reads(self.nodes, self.outputs.values(), given | known)
+        self.turns = schedule(self.nodes, frees, _LIST_BYTES)
+        self.obstacles = [
+            *self._elsewhere(given - plain, device),
+            *self._numbers_read(),
+            *self._overwritten(),
+            *self._draws(device),
+        ]
+
+    def _elsewhere(self, given: set[Value], device: torch.device) -> list[str]:
+        moved = [value for value in given if value.device.type != device.type]
+        kinds = sorted({f"{list(value.shape)} on {value.device.type}" for value in moved})
+        if not kinds:
+            return []
+        some = ", ".join(kinds[:3])
+        return [f"the step uses tensors that are not on {device.type}: {some} (of an optimizer: write fused=True)"]
+
+    def _numbers_read(self) -> list[str]:
+        found = []
+        for node in self.nodes:
+            schema = schema_of(node.op).arguments
+            names = {argument.name for argument in schema if _is_number(argument.type)}
+            given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
+            if any(_has_ref(given[name]) for name in names & given.keys()):
+                found.append(f"{node.op} at {node.source} takes a number that is in a tensor")
+        return found[:3]
+
+    def _overwritten(self) -> list[str]:
+        """Reads of what a Value was before it was written in place."""
+        gone: set[Value] = set()
+        for node in self.nodes:
+            if any(value in gone for value in node.reads()):
+                return [f"{node.op} at {node.source} reads what has been written anew by then"]
+            gone.update(ref.value for ref in node.writes)
+        if any(ref.value in gone for ref in self.outputs.values()):
+            return ["the step returns what it has written anew by then"]
+        return []
+
+    def _draws(self, device: torch.device) -> list[str]:
+        before = -1
+        for node in self.nodes:
+            if node.draw is None:
+                continue
+            words = node.draw.position.words
+            if words <= before:
+                return [f"{node.op} at {node.source} draws the same random numbers a second time"]
+            if any(value.device.type != device.type for value in node.outputs):
+                return [f"{node.op} at {node.source} draws random numbers on another device than {device.type}"]
+            before = words
+        return []
+
+
+def _last_reads(nodes: Sequence[Node], kept: Iterable[Ref], given: set[Value]) -> dict[int, list[Value]]:
+    last: dict[Value, int] = {}
+    for node in nodes:
+        for value in (*node.reads(), *(ref.value for ref in node.writes), *node.outputs):
+            last[value] = node.index
+    for ref in kept:
+        last.pop(ref.value, None)
+    found: dict[int, list[Value]] = {}
+    for value, index in last.items():
+        if value not in given:
+            found.setdefault(index, []).append(value)
+    return found
+
+
+def _is_number(kind: Any) -> bool:
+    text = str(kind)
+    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
+
+
+def _has_ref(argument: Any) -> bool:
+    return type(argument) is Ref or type(argument) in (list, tuple) and any(map(_has_ref, argument))
+
+
+class _Kernels(Replay):
+    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers go on from step to step."""
+
+    def free(self, values: Iterable[Value]) -> None:
+        """Nobody reads these any more."""
+        for value in values:
+            self.buffers.pop(value, None)
+
+    def buffer(self, value: Value) -> torch.Tensor:
+        """As of a recipe; but what has been computed is there, or there is a mistake."""
+        if value not in self.buffers and not value.known and not is_unwritten(value.node):
+            raise MaterializeError(f"{value.node} has not been run, or its memory has been given back")
+        return super().buffer(value)
+
+    def _run_one(self, node: Node) -> None:
+        if node.op is barrier:  # its results are its operands
+            for value, ref in zip(node.outputs, node.args[0], strict=True):
+                self.buffers[value] = ref.view(self.buffer(ref.value)).clone()
+            return
+        if schema_of(node.op).name.startswith("aten::_fused_") and type(node.kwargs.get("lr")) is Ref:
+            self._with_rate(node, node.kwargs["lr"])
+            return
+        super()._run_one(node)
+
+    def _with_rate(self, node: Node, rate: Ref) -> None:
+        """A fused optimizer: on a GPU it reads its rate from a float32 there."""
+        lr = rate.view(self.buffer(rate.value))
+        kwargs = {**{k: self._real(v) for k, v in node.kwargs.items()}, "lr": lr.float() if lr.is_cuda else lr}
+        for value in node.reads():
+            self.buffer(value)
+        node.op(*[self._real(a) for a in node.args], **kwargs)
+        for ref, value in zip(node.writes, node.outputs, strict=False):
+            self.buffers[value] = self.buffers[ref.value]
+
+    def _draw(self, node: Node, draw: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return node.op(*args, **kwargs)
+
+    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
+        """Of attention, the seeds and masks for its own backward pass may be other ones than its meta kernel says, and
+        fewer; what they are is between the two kernels."""
+        if not schema_of(node.op).name.startswith("aten::_scaled_dot_product"):
+            return super()._keep(node, made, tensors)
+        for value, tensor in zip(made, tensors, strict=False):
+            if value.dtype.is_floating_point and value.numel:
+                super()._keep(node, [value], [tensor])
+            else:
+                self.buffers[value] = tensor
+
+
+class Replayed:
+    """A step's Program on the memory of one set of weights.
+
+    Attributes:
+        how: "replay" or "graph": how the last call was run.
+        failed: why it was not recorded, if that was tried.
+    """
+
+    def __init__(self, plan: Plan, inputs: Sequence[Value], state: Mapping[Value, Ref], device: torch.device) -> None:
+        """
+        Args:
+            inputs: in the order in which an executable that computes the same has its own.
+            state: of each input that the step changes, its new content.
+        """
+        assert not plan.obstacles, plan.obstacles
+        self.inputs = tuple(inputs)
+        self._plan = plan
+        self._state = dict(state)
+        self._device = device
+        self.how = "replay"
+        self.failed: str | None = None
+        self.tried = False  # whether it has been rehearsed
+        self._calls = 0
+        self._given: dict[Value, torch.Tensor] = {}  # what stays where it is from call to call
+        self._constants: dict[Value, torch.Tensor] = {}
+        self._graph: Any = None
+        self._static: dict[str, torch.Tensor] = {}
+        self._recorded: tuple = ()
+
+    def __call__(
+        self,
+        homes: Mapping[Value, torch.Tensor],
+        batch: Mapping[Value, torch.Tensor],
+        numbers: Mapping[Value, Callable[[], float]],
+    ) -> dict[str, torch.Tensor]:
+        """Run the step; returns its outputs, in memory that is the caller's.
+
+        Args:
+            homes: weights and state, which are changed in place, and tensors from outside.
+            batch: what each call brings.
+            numbers: what each call reads.
+        """
+        with torch.no_grad(), DisableTorchDispatch():
+            given = self._all(homes, batch, numbers)
+            address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in given.values())
+            if self._is_gpu and self._calls and self.failed is None and self._recorded != address:
+                self._record(given, address)
+            self._calls += 1
+            if self._graph is not None and self._recorded == address:
+                self.how = "graph"
+                self._graph.replay()
+                return {name: tensor.clone() for name, tensor in self._static.items()}
+            self.how = "replay"
+            return self._execute(given)
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def rehearse(
+        self,
+        homes: Mapping[Value, torch.Tensor],
+        batch: Mapping[Value, torch.Tensor],
+        numbers: Mapping[Value, Callable[[], float]],
+    ) -> dict[str, torch.Tensor]:
+        """Run what comes before the weights are written, forward and backward pass that is, and change nothing: the
+        outputs that are there by then. Whatever the kernels do not take is an error here."""
+        self.tried = True
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.no_grad(), DisableTorchDispatch(), torch.random.fork_rng(devices=devices):
+            given = self._all(homes, batch, numbers)
+            kernels, copied, spent = self._begin(given), 0, set(given)
+            for node, frees in self._plan.turns:
+                for ref in node.writes:
+                    if ref.value in spent:
+                        copied += ref.value.nbytes
+                        if copied <= _REHEARSED_BYTES:
+                            kernels.buffers[ref.value] = kernels.buffer(ref.value).clone()
+                        spent.discard(ref.value)
+                if copied > _REHEARSED_BYTES:
+                    break
+                kernels.run((node,))
+                kernels.free(frees)
+            found = {name: ref for name, ref in self._plan.outputs.items() if ref.value in kernels.buffers}
+            self._calls += 1
+            return {name: ref.view(kernels.buffers[ref.value]).clone() for name, ref in found.items()}
+
+    def _all(
+        self,
+        homes: Mapping[Value, torch.Tensor],
+        batch: Mapping[Value, torch.Tensor],
+        numbers: Mapping[Value, Callable[[], float]],
+    ) -> dict[Value, torch.Tensor]:
+        given = dict(homes)
+        for value, tensor in batch.items():
+            given[value] = self._stays(value).copy_(tensor, non_blocking=True)
+        for value, read in numbers.items():
+            given[value] = self._stays(value).fill_(read())
+        if not self._constants:
+            for value in (*self._plan.constants, *self._plan.written):
+                self._constants[value] = value.content().detach().clone()
+        return given
+
+    def _begin(self, given: Mapping[Value, torch.Tensor]) -> _Kernels:
+        kernels = _Kernels()
+        kernels.buffers.update(given)
+        for value, content in self._constants.items():
+            kernels.buffers[value] = content.clone() if value in self._plan.written else content
+        return kernels
+
+    def _stays(self, value: Value) -> torch.Tensor:
+        """Memory that the recorded kernels read an argument from."""
+        memory = self._given.get(value)
+        if memory is None:
+            memory = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
+            self._given[value] = memory
+        return memory
+
+    def _execute(self, given: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kernels = self._begin(given)
+        for node, frees in self._plan.turns:
+            kernels.run((node,))
+            kernels.free(frees)
+        ours = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
+        moved = []
+        for value, new in self._state.items():
+            home, made = given[value], kernels.buffer(new.value)
+            if made.data_ptr() != home.data_ptr() or made.stride() != home.stride():
+                shown = new.view(made)
+                moved.append((home, shown.clone() if made.untyped_storage().data_ptr() in ours else shown))
+        for home, made in moved:
+            home.copy_(made)
+        outputs = {}
+        for name, ref in self._plan.outputs.items():
+            made = ref.view(kernels.buffer(ref.value))
+            inside = made.untyped_storage().data_ptr() in ours or ref.value in self._constants
+            outputs[name] = made.clone() if inside else made
+        return outputs
+
+    def _record(self, given: Mapping[Value, torch.Tensor], address: tuple) -> None:
+        """Record the kernels, which runs none of them. What cannot be recorded is replayed."""
+        self._graph, self._static, self._recorded = None, {}, ()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._static = self._execute(given)
+        except Exception as error:  # an operation that waits for the device, or is not for graphs
+            self.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._static = {}
+            torch.cuda.synchronize(self._device)
+            return
+        self._graph, self._recorded = graph, address

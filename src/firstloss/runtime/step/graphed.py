@@ -1,0 +1,226 @@
+"""A traced step on the "GPU" backend: eager at first, then its Program replayed as a CUDA graph.
+
+The first call of a step runs as it is written: that is the first loss, and no Firstloss is between it and eager
+PyTorch. At the second the step is traced, its Program is rehearsed by the same kernels (`gpu/replay.py`), and what that
+returns is compared with the eager step's; from the third on they are a graph. What cannot be traced or recorded runs
+eagerly, and one line says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ... import timeline
+from ...capture.lost_history import returned
+from ...errors import EagerStepWarning, TraceError
+from ...gpu.replay import Plan, Replayed
+from ...program.graph import Value
+from ...undo import Undo
+from ..backend import Backend
+from ..guards.left import Env
+from ..structures import flatten
+from . import tracing
+from .arguments import Arguments
+from .cache import StepCache
+from .changes import Request
+from .modes import modes
+from .surroundings import Surroundings
+from .traced import TracedProgram
+from .tracing import Shared
+
+# What a step returns, replayed and eager, of half precision perhaps: one place of bfloat16.
+_AGREE = 2.0**-7
+
+
+class GraphedStep:
+    """A step for one kind of call, on weights that are real tensors: what `CompiledStep` is on the XLA backend."""
+
+    def __init__(self, traced: TracedProgram, executable: Replayed) -> None:
+        self.traced = traced
+        self.executable = executable
+
+    def outdated(self) -> bool:
+        """Whether something that was taken for granted has been changed since."""
+        return self.traced.optimizers.first_step_only or self.traced.outdated()
+
+    @property
+    def how(self) -> str:
+        """How the last call was run."""
+        failed = self.executable.failed
+        return self.executable.how if failed is None else f"replay, not recorded: {failed}"
+
+    def rehearsed(self, arguments: Arguments) -> Callable[[Any], None]:
+        """Run the step as far as it changes nothing, before it is run eagerly; returns what compares that with what
+        the eager step has returned, and raises a TraceError if it is something else. (The same kernels were called:
+        what may differ is what a kernel adds in another order each time.)"""
+        made = self.executable.rehearse(*self._given(arguments))
+        complete = all(name in made for name in self.traced.outputs.out)
+
+        def compare(result: Any) -> None:
+            if not complete:
+                return
+            ours = self.traced.result(self._env(made, arguments))
+            with torch.no_grad():
+                for a, b in zip(_tensors(ours), _tensors(result), strict=False):
+                    if a.shape != b.shape or not torch.allclose(a, b, rtol=_AGREE, atol=_AGREE, equal_nan=True):
+                        raise TraceError(f"replayed, a tensor {list(a.shape)} that it returns is not eager PyTorch's")
+
+        return compare
+
+    def __call__(self, arguments: Arguments) -> Any:
+        traced, owners, leaves = self.traced, self.traced.owners, arguments.leaves
+        with Undo() as undo, undo:
+            made = self.executable(*self._given(arguments))
+            with torch.no_grad():
+                for i, value in enumerate(owners.changed):
+                    if value in owners.arguments:
+                        leaves[owners.arguments[value]].copy_(made[f"new{i}"])
+            env = self._env(made, arguments)
+            result = traced.result(env)
+            afterwards = [make(env) for make in traced.optimizers.schedulers.afterwards]
+            for bind in (*traced.effects.bindings(env), *afterwards):
+                bind()
+            traced.modes.leave()
+        return result
+
+    def _given(self, arguments: Arguments) -> tuple[dict, dict, dict]:
+        """What the replay is given: weights and what else is there, the batch, and numbers."""
+        traced, owners = self.traced, self.traced.owners
+        shared = owners.shared(arguments)
+        if shared:
+            raise Shared(shared)
+        if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
+            owners.moved()
+        numbers = traced.optimizers.groups.inputs
+        kept: dict[Value, torch.Tensor] = {}
+        batch: dict[Value, torch.Tensor] = {}
+        reads: dict[Value, Callable[[], float]] = {}
+        for value, theirs in zip((*owners.changed, *owners.read), self.executable.inputs, strict=True):
+            if value in owners.arguments:
+                batch[theirs] = arguments.leaves[owners.arguments[value]].detach()
+            elif value in numbers:
+                reads[theirs] = numbers[value].read
+            else:
+                kept[theirs] = owners.inputs[value]  # type: ignore[assignment] # real ones
+        return kept, batch, reads
+
+    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> Env:
+        tensors: dict[int, torch.Tensor] = {}
+
+        def fresh(number: int) -> torch.Tensor:
+            if number not in tensors:
+                output, geometry, _, _, leaf, computed, attributes = self.traced.outputs.outgoing[number]
+                tensor = made[output]
+                if geometry is not None:
+                    size, stride, offset, _ = geometry
+                    tensor = tensor.as_strided(size, stride, offset)
+                tensor.__dict__.update(attributes)
+                if leaf:
+                    tensor.requires_grad_(True)
+                elif computed:
+                    returned(tensor, self.traced.name)
+                tensors[number] = tensor
+            return tensors[number]
+
+        return Env(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class GraphRequest(Request):
+    """A call of a step that is to be replayed."""
+
+    def compiled(self, around: Surroundings, find: Callable[[TracedProgram], Any]) -> Any:
+        """Trace the step, and plan how it is replayed.
+
+        Raises:
+            TraceError: if it cannot be.
+        """
+        with timeline.span("trace"):
+            traced = tracing.trace_step(self.step, self.arguments, self.backend, around)
+            try:
+                same = find(traced)
+                executable = _planned(traced, self.backend) if same is None else same.executable
+            except BaseException:
+                tracing.abandon(traced, around)
+                raise
+            traced.modes.undo()
+        return GraphedStep(traced, executable)
+
+
+def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
+    why_not = traced.why_not
+    if traced.raised is not None:
+        why_not = "it raised an error"
+    elif traced.trace.closures:
+        why_not = "it calls step closures"
+    elif traced.optimizers.state.new:
+        why_not = "its optimizer makes new state"
+    if why_not is not None:
+        raise TraceError(why_not)
+    inputs = (*traced.owners.changed, *traced.owners.read)
+    plan = Plan(traced.program, inputs, traced.optimizers.groups.inputs, backend.torch_device)
+    if plan.obstacles:
+        raise TraceError("; ".join(plan.obstacles))
+    state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}
+    return Replayed(plan, inputs, state, backend.torch_device)
+
+
+class Trials:
+    """Of one traced step: which kinds of calls are replayed, and which run eagerly: new ones, and some for good."""
+
+    def __init__(self, name: str, cache: StepCache) -> None:
+        self._name = name
+        self._cache = cache
+        self._calls: dict[Any, int] = {}
+        self._eager: dict[Any, str] = {}
+        self._last: tuple[Any, GraphedStep | None] = None, None  # the kind of the last call, and what has run it
+
+    def call(self, step: Callable[..., Any], args: tuple, kwargs: dict, given: tuple[Arguments, tuple], on: Any) -> Any:
+        """Call the step on `args` and `kwargs`, which are `given` as arguments and their kind, on a backend."""
+        arguments, kind = given
+        key = id(on), arguments.spec, kind, modes()
+        self._last = key, None
+        count = self._calls[key] = self._calls.get(key, 0) + 1
+        if count == 1 or key in self._eager:  # an optimizer makes its state in a first step
+            return step(*args, **kwargs)
+        compare = None
+        try:
+            with Undo() as undo, undo:
+                found: Any = self._cache.find(GraphRequest(step, arguments, on), kind, undo)
+            if not found.executable.tried:
+                compare = found.rehearsed(arguments)
+        except Shared:
+            self._give_up(key, "it edits an argument that it meets in another way as well")
+            return step(*args, **kwargs)
+        except Exception as error:  # nothing has been changed: whatever is wrong, eager PyTorch says so itself
+            self._give_up(key, str(error) or type(error).__name__)
+            return step(*args, **kwargs)
+        if compare is None:
+            self._last = key, found
+            return found(arguments)
+        result = step(*args, **kwargs)
+        try:
+            compare(result)
+        except TraceError as error:
+            self._give_up(key, str(error))
+        return result
+
+    def _give_up(self, kind: Any, why: str) -> None:
+        """Run it eagerly from now on, and say so once."""
+        self._eager[kind] = why
+        text = f"{self._name} runs eagerly on this backend, and not as a CUDA graph: {why}"
+        warnings.warn(text, EagerStepWarning, stacklevel=4)
+
+    def how(self) -> str:
+        """How the last call was run."""
+        kind, found = self._last
+        if found is not None:
+            return found.how
+        return f"eager: {self._eager[kind]}" if kind in self._eager else "eager"
