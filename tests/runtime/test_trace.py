@@ -333,3 +333,16 @@ def test_a_weight_that_is_returned_is_that_weight(backend, model):
         _, weight, row = step(X, Y)
         assert weight is model.weight
         assert torch.equal(row.to("cpu"), model.weight.detach().to("cpu")[0])
+
+
+def test_a_function_may_have_attributes_that_are_called_as_ours(backend):
+    def step(x):
+        return x * 2
+
+    ours = {name for name in vars(fl.trace(lambda x: x)) if not name.startswith("__")}
+    for name in ours:
+        setattr(step, name, object())
+    step.note = "theirs"
+    traced = fl.trace(step)
+    assert {"_step", "_cache"} <= ours and traced.note == "theirs"
+    assert traced(torch.ones(2)).tolist() == [2, 2]

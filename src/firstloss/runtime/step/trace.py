@@ -72,10 +72,12 @@ class TracedStep:
         changes: str = "recompile",
         check: bool | str = True,
     ) -> None:
-        self._kind = type(step) if isinstance(step, (staticmethod, classmethod)) else None
+        kind = type(step) if isinstance(step, (staticmethod, classmethod)) else None
         if isinstance(step, (staticmethod, classmethod)):
             step = step.__func__
         _check_step(step)
+        functools.update_wrapper(self, step)  # first: attributes of the function may be called as ours
+        self._kind = kind
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
         self._policy = shapes
@@ -84,7 +86,6 @@ class TracedStep:
         self._check = check
         self._trials: Trials | None = None  # of these on a backend that replays
         self._cache: StepCache | None = None  # of the compiled steps, once there is one
-        functools.update_wrapper(self, step)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """In a class, a step is a method; of a class method or a static one, what that would be."""
@@ -105,7 +106,9 @@ class TracedStep:
         if self._cache is None:
             from .cache import StepCache
 
-            self._cache = StepCache(self._name, self._refuse, self._check)
+            with session.tracing:  # another thread may call it first, too
+                if self._cache is None:
+                    self._cache = StepCache(self._name, self._refuse, self._check)
         if backend.replays:
             from .graphed import Trials
 
