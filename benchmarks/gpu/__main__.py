@@ -121,6 +121,7 @@ def in_process(part: Part, tiny: bool, folder: Path) -> dict[str, Any]:
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FIRSTLOSS_BEGAN": str(time.time())}
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has its share of the GPU's memory
     log = folder / f"{part.name.replace(' ', '_')}.log"
     began = time.perf_counter()
     with log.open("w") as out:

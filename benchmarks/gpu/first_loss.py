@@ -35,7 +35,6 @@ def train(side: str, size: str, limit: float, tiny: bool) -> dict[str, Any]:
     tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     call: Any
     if side == "xla":
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has its share of the memory
         call = _traced("XLA", config, tokens, targets)
     elif side == "graph":
         call = _traced("GPU", config, tokens.to(gpu), targets.to(gpu))

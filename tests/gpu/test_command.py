@@ -56,6 +56,7 @@ def test_the_table_says_what_was_met():
     parts["one hash"] = {"ok": False, "error": "it | broke"}
     text = table({"parts": parts, "commit": "abc", "at": "now", "tiny": False})
     assert "* one hash: it / broke" in text and "not met" in text
+    assert "not met" not in table({"parts": parts, "commit": "abc", "at": "now", "tiny": True})
 
 
 def test_results_go_into_the_docs(tmp_path, monkeypatch):

@@ -106,3 +106,18 @@ def test_few_normals_are_left_to_pytorch():
     with fl.deferred():
         deferred = torch.empty(15).normal_()
     assert not made([deferred])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no driver"), AttributeError("cuLaunchKernel"), fl.errors.BackendError("x")]
+)
+def test_a_probe_that_fails_leaves_the_work_to_pytorch(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(probe, "refused", {})
+    monkeypatch.setattr(probe, "CudaLauncher", fail)
+    assert not probe.cpu_bits.__wrapped__(0, "normal", torch.float32)
+    assert list(probe.refused.values()) == [str(error)]
+    assert probe.cuda_layout_of.__wrapped__(0, "normal", torch.float32) is None
+    assert len(probe.refused) == 3
