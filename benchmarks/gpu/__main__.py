@@ -13,6 +13,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,16 +114,20 @@ def _tests(limit: float) -> dict[str, Any]:
     return {"report": done.stdout.splitlines()[-25:], "errors": done.stderr[-2000:], "ok": done.returncode == 0}
 
 
+def _file(part: Part, kind: str) -> str:
+    return f"{part.name.replace(' ', '_')}.{kind}"
+
+
 def in_process(part: Part, tiny: bool, folder: Path) -> dict[str, Any]:
     """Run a part in a process group of its own; what it left of a result, an error, or that it ran past its limit."""
-    result = folder / f"{part.name.replace(' ', '_')}.json"
+    result = folder / _file(part, "json")
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part.name, "--into", str(result)]
     command += ["--tiny"] if tiny else []
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FIRSTLOSS_BEGAN": str(time.time())}
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has its share of the GPU's memory
-    log = folder / f"{part.name.replace(' ', '_')}.log"
+    log = folder / _file(part, "log")
     began = time.perf_counter()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -183,7 +188,8 @@ def main() -> int:
 
     tiny = args.tiny or not torch.cuda.is_available()
     out = Path(args.out)
-    (out / "parts").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    parts = Path(tempfile.mkdtemp())
     results: dict[str, Any] = {
         "commit": commit(),
         "tiny": tiny,
@@ -202,9 +208,13 @@ def main() -> int:
             continue
         part = part._replace(limit=int(min(part.limit, left)))
         print(f"{part.name} ...", flush=True)
-        found = results["parts"][part.name] = in_process(part, tiny, out / "parts")
+        found = results["parts"][part.name] = in_process(part, tiny, parts)
         words = "ok" if found["ok"] else f"FAILED: {str(found.get('error', found))[-400:]}"
         print(f"  {words} ({found['took']:.1f} s)", flush=True)
+        with (out / "gpu.log").open(
+            "a"
+        ) as log:  # all in few files, which are easily brought back from the GPU's machine
+            log.write(f"== {part.name}\n{(parts / _file(part, 'log')).read_text()}\n")
         (out / "gpu.json").write_text(json.dumps(results, indent=1))
         (out / "gpu.md").write_text(table(results))
     print(table(results))
