@@ -169,12 +169,13 @@ def main() -> int:
     parser.add_argument(
         "--half", type=int, choices=(1, 2), help="the first or the second half, of under 10 minutes each"
     )
-    parser.add_argument("--seconds", type=float, default=1190.0, help="begin no part that might end after this")
+    parser.add_argument("--seconds", type=float, help="begin no part that might end after this")
     parser.add_argument("--only", action="append", help="a part whose name begins so (may be repeated)")
     parser.add_argument("--docs", metavar="JSON", nargs="+", help="write the table of earlier results to docs/gpu.md")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.seconds = args.seconds or (1190.0 if args.half is None else 570.0)
     if args.docs:
         return write_docs([Path(path) for path in args.docs])
     if args.part:
