@@ -69,13 +69,12 @@ def compare(eager: Any, traced: Any, module: str, tolerance: float = 1) -> None:
     """
     walk = _Walk(module, tolerance)
     walk.run(eager, traced)
-    _edit_each(walk.tensors, walk.arrays, tolerance)
+    _edit_each(walk.tensors, walk.arrays)
 
 
-def _edit_each(
-    tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: list[tuple[str, Any, Any]], tolerance: float
-) -> None:
+def _edit_each(tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: list[tuple[str, Any, Any]]) -> None:
     """Edit all in place, in one order: where tensors share memory, one sees the edits of the other."""
+    seen = [(path, pair, [_content(one) for one in pair]) for path, *pair in (*tensors, *arrays)]
     for i, (_, *pair) in enumerate(tensors):
         if _editable(pair[0]):
             for tensor in pair:
@@ -86,13 +85,30 @@ def _edit_each(
                 continue  # of a device's memory a copy that cannot be edited is no silent difference
             for twin in twins:
                 twin += 3
-    for path, a, b in tensors:
-        if difference := _tensors_differ(a, b, tolerance):
-            raise Difference(path, f"after each tensor has been edited in place, {difference}")
-    for path, a, b in arrays:
-        twins = (torch.from_numpy(np.asarray(array, dtype=np.float64)) for array in (a, b))
-        if not _close(*twins, tolerance):
-            raise Difference(path, "after each tensor has been edited in place: another array")
+    for path, pair, before in seen:
+        a, b = ((_content(one) - was) for one, was in zip(pair, before, strict=True))
+        # What was added are whole numbers; beside a large number some of that is rounded away.
+        if not bool((a.sub(b).abs() <= 0.25 + 0.01 * before[0].abs()).logical_or(a.isnan()).all()):
+            raise Difference(
+                path, f"after each tensor has been edited in place, eager +{_shown(a)}, traced +{_shown(b)}"
+            )
+
+
+def _precision(held: Any) -> float:
+    if isinstance(held, torch.Tensor):
+        return torch.finfo(held.dtype).eps if held.is_floating_point() or held.is_complex() else 0
+    return float(np.finfo(held.dtype).eps) if held.dtype.kind in "fc" else 0
+
+
+def _content(held: Any) -> torch.Tensor:
+    """A copy of what is in a tensor or an array, by which it can be told what was added to it."""
+    with torch.no_grad():
+        if isinstance(held, torch.Tensor):
+            found = torch.as_tensor(held.detach().clone())
+            found = found.to_dense() if found.is_sparse else found
+        else:
+            found = torch.from_numpy(np.array(held, dtype=np.complex128 if held.dtype.kind == "c" else np.float64))
+        return torch.view_as_real(found).double() if found.is_complex() else found.double()
 
 
 def _editable(tensor: torch.Tensor) -> bool:
@@ -225,7 +241,7 @@ class _Walk:
             yield ".__kwdefaults__", a.__kwdefaults__, b.__kwdefaults__
             yield ".__dict__", a.__dict__, b.__dict__
             for name, x, y in zip(a.__code__.co_freevars, a.__closure__ or (), b.__closure__ or (), strict=False):
-                yield f".{name}", _content(x), _content(y)
+                yield f".{name}", _in_cell(x), _in_cell(y)
         elif isinstance(a, types.MethodType):
             yield ".__self__", a.__self__, b.__self__
             yield ".__func__", a.__func__, b.__func__
@@ -324,7 +340,7 @@ def _state(held: Any) -> dict[str, Any]:
     return state
 
 
-def _content(cell: Any) -> Any:
+def _in_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
