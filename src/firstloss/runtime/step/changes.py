@@ -13,6 +13,7 @@ A compiled step repeats what its Python did when it was traced. Two things watch
 
 from __future__ import annotations
 
+import functools
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -105,6 +106,15 @@ class Known:
         for held, what in self.guards.unwatchable.values():
             kind = type(held).__qualname__
             return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"
+        return self._too_large
+
+    @functools.cached_property
+    def _too_large(self) -> str | None:
+        """What the user's own code reads that is too large to be compared at each call."""
+        for name, what in self.guards.unwatched:
+            line = self.guards.lines.where_read(name, own=True)
+            if line is not None:
+                return f"{line} reads {what}, which is too much to look through at each call"
         return None
 
     def own(self, changes: list[Change]) -> list[Change]:
@@ -214,7 +224,7 @@ class Versions:
             self._known[self._known.index(twin[0])] = known
         else:
             self._known.insert(0, known)
-        self._reports.unwatched(known.guards, known.traced_each_time, known.seconds)
+        self._reports.each_time(known.traced_each_time, known.seconds)
         return known
 
     @staticmethod
@@ -247,7 +257,7 @@ class Versions:
             return fresh
         fresh.uses = known.uses
         self._known[self._known.index(known)] = fresh
-        self._reports.unwatched(fresh.guards, fresh.traced_each_time, fresh.seconds)
+        self._reports.each_time(fresh.traced_each_time, fresh.seconds)
         return fresh
 
     def _traced(self, request: Request, find: Callable[[TracedProgram], CompiledStep | None]) -> Known:

@@ -45,20 +45,11 @@ class Reports:
             f"same. {ADVICE}"
         )
 
-    def unwatched(self, guards: GuardSet, why: str | None, seconds: float) -> None:
-        """What the step reads that cannot be compared at each call."""
+    def each_time(self, why: str | None, seconds: float) -> None:
+        """Why the step is traced at each call, if it is."""
         if why is not None and why not in self._told:
             self._told.add(why)
             _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
-        for name, what in guards.unwatched:
-            line = guards.lines.where_read(name, own=True)
-            if line is not None and what not in self._told:
-                self._told.add(what)
-                _warn(
-                    f"{line}: {self._name} reads {what}, which is too much to look through at each call. A change in "
-                    "it that decides what the step does is noticed only when the step is traced again to see, in less "
-                    "than 1% of the time. Keep what decides in something smaller, or pass it as an argument."
-                )
 
 
 def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
