@@ -223,7 +223,11 @@ class Values:
         if id(function.__dict__) in self._snapshot.tables:
             self.some(function.__dict__, describe_attribute(function))
         self.read(id(function), lambda: definition(function), before, what, name)
-        for default in (*(before[1] or ()), *(value for _, value in before[2] or ())):
+        positional, defaults = before[0].co_varnames[: before[0].co_argcount], before[1] or ()
+        for name, default in (
+            *zip(positional[len(positional) - len(defaults) :], defaults, strict=True),
+            *(before[2] or ()),
+        ):
             self.value(default, f"a default argument of {function.__qualname__}", name)
 
     # -- classes --

@@ -111,10 +111,11 @@ class Known:
     @functools.cached_property
     def _too_large(self) -> str | None:
         """What the user's own code reads that is too large to be compared at each call."""
+        lines = self.guards.lines
         for name, what in self.guards.unwatched:
-            line = self.guards.lines.where_read(name, own=True)
-            if line is not None:
-                return f"{line} reads {what}, which is too much to look through at each call"
+            line = lines.where_read(name, own=True)
+            if line is not None or lines.where_read(name) is None:  # found nowhere: by a name that is worked out
+                return f"{line or 'it'} reads {what}, which is too much to look through at each call"
         return None
 
     def own(self, changes: list[Change]) -> list[Change]:
