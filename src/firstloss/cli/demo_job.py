@@ -57,7 +57,7 @@ def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str) -> I
     torch.manual_seed(0)
     with backend.device:
         model = LlamaForCausalLM(config)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     compiled = fl.compile(model, backend)
 
     @fl.trace
@@ -78,7 +78,7 @@ def train_plainly(config: LlamaConfig, batches: list[torch.Tensor]) -> Iterator[
     torch.manual_seed(0)
     with timeline.span("construct"):
         model = LlamaForCausalLM(config)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     for number, batch in enumerate(batches):
         with timeline.span("first step") if number == 0 else contextlib.nullcontext():
             loss = model(input_ids=batch, labels=batch).loss
