@@ -25,7 +25,7 @@ from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
 from .guard_set import GuardSet
 from .guards import CellGuard
-from .kinds import Kind, is_closed, is_installed, kind_of
+from .kinds import Kind, is_closed, is_installed, is_ours, kind_of
 from .objects import MISSING, cell_content, own_attributes, slot_value
 from .pytorch import namespaces
 from .recording import Recording, is_closed_code
@@ -182,7 +182,7 @@ class Reads:
 
     def _imported(self, module: str, name: str) -> None:
         found = sys.modules.get(module)
-        if found is not None and not is_closed(module) and not is_installed(module):
+        if found is not None and not is_closed(module) and not is_ours(module) and not is_installed(module):
             table = vars(found)
             self._values.name(table, name, self._values.before(table).get(name, MISSING), describe_global(table))
 
