@@ -115,9 +115,9 @@ class Snapshot:
         self._walk([root])
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that gradients are computed for."""
+        """The tensors that gradients are computed for, or were: a frozen weight may still have one."""
         with DisableTorchDispatch():
-            return [t for t in self.tensors.values() if t.requires_grad and t.is_leaf]
+            return [t for t in self.tensors.values() if t.is_leaf and (t.requires_grad or t.grad is not None)]
 
     def holds(self, what: Any) -> bool:
         """Whether an object was there before the step."""
@@ -251,7 +251,7 @@ class Snapshot:
             self._beyond.update(map(id, before), map(id, before.values()))
 
     def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
-        if what.requires_grad and what.is_leaf and what.grad is not None:
+        if what.is_leaf and what.grad is not None:
             todo.append(what.grad)
         table = what.__dict__
         if table and not table.keys() <= _OUR_ATTRIBUTES:

@@ -1,0 +1,109 @@
+"""A weight that was frozen may still have a gradient, and a step may do to it what it does to others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.runtime.step import compiling
+from tests.fuzz.interpret import interpreted
+
+
+def nothing(model):
+    return None
+
+
+def drop(model):
+    model[0].weight.grad = None
+
+
+def edit(model):
+    if model[0].weight.grad is not None:
+        model[0].weight.grad.mul_(0.5)
+
+
+def bind(model):
+    model[0].weight.grad = model[1].weight.detach().t() * 2
+
+
+def zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+def clear(model):
+    model.zero_grad()
+
+
+def keep(model):
+    model.kept = model[0].weight.grad
+
+
+def read(model):
+    grad = model[0].weight.grad
+    return None if grad is None else grad.sum()
+
+
+DOES = [nothing, drop, edit, bind, zero, clear, keep, read]
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["", "returned"])
+@pytest.mark.parametrize("frozen", ["before", "between"])
+@pytest.mark.parametrize("does", DOES, ids=lambda does: does.__name__)
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: the same bits, and quickly
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        compiled = fl.compile(model, backend)
+
+        def freeze():
+            model[0].weight.grad = torch.ones(3, 3)
+            model[0].weight.requires_grad_(False)
+
+        if frozen == "before":
+            freeze()
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            more = does(model)
+            return loss.detach(), more, model[0].weight.grad if returned else None
+
+        for i in range(5):
+            if i == 2 and frozen == "between":
+                freeze()
+            if i == 4:
+                model[0].weight.grad = torch.full((3, 3), 2.0)
+            before = model[0].weight.grad
+            loss, more, gradient = step(torch.full((2, 3), float(i)))
+            now = model[0].weight.grad
+            yield loss, more, now, now is None or before is None or now.data_ptr() == before.data_ptr()
+            if now is not None and i == 3:  # whoever shows its memory sees that
+                now.add_(1)
+                yield gradient, before, getattr(model, "kept", None)
+
+    def seen(backend):
+        return [
+            tuple(part.detach().clone() if isinstance(part, torch.Tensor) else part for part in parts)
+            for parts in run(backend)
+        ]
+
+    expected = seen(fl.backend("CPU"))
+    if does is zero and frozen == "between":  # the gradient set by hand has become the backend's at the second call
+        with pytest.raises(fl.errors.GraphChangedError, match="zero_"):
+            seen(fl.backend("XLA", artifact_dir=tmp_path))
+        return
+    found = seen(fl.backend("XLA", artifact_dir=tmp_path))
+    for a, b in zip(expected, found, strict=True):
+        for x, y in zip(a, b, strict=True):
+            if isinstance(x, torch.Tensor):
+                # Eager PyTorch's kernels on both sides; a mean's sum may be taken in another order.
+                torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+            else:
+                assert x == y and type(x) is type(y)
