@@ -95,7 +95,7 @@ def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypat
         ]
 
     expected = seen(fl.backend("CPU"))
-    if does is zero and frozen == "between":  # the gradient set by hand has become the backend's at the second call
+    if does is zero and frozen == "between":  # docs/traced-steps.md says so
         with pytest.raises(fl.errors.GraphChangedError, match="zero_"):
             seen(fl.backend("XLA", artifact_dir=tmp_path))
         return
