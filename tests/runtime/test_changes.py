@@ -657,3 +657,36 @@ def test_a_comparison_with_a_counter_is_no_change_when_python_turns_it_round(bac
         x = torch.tensor(1.5)
         assert bool(step(x)) == ((n >= 3.0) if n > 1.5 else (n < 4.5))
     assert traces(step) == 1
+
+
+def test_what_is_read_by_a_name_that_is_worked_out_counts_for_weights_in_another_state(tmp_path):
+    """The same graph for weights in another state: what its Python reads is looked for there, too."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+        compiled = fl.compile(model, backend)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        globals()["worked_out"] = torch.zeros(3)
+
+        @fl.trace
+        def step(x):
+            out = compiled(x)
+            loss = out.square().mean() + (globals()["worked" + "_out"] * out.mean(0)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            globals()["worked" + "_out"] = globals()["worked" + "_out"] * 0.5 + 0.5
+            return loss.detach()
+
+        for i in range(8):
+            if i == 4:  # the optimizer does not clear that of the frozen weight
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+            yield step(torch.full((2, 3), float(i)))
+            yield globals()["worked_out"].clone()
+
+    expected = list(run(fl.backend("CPU")))
+    found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order

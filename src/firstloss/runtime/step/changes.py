@@ -89,6 +89,9 @@ class Known:
         self.guards = around.guards
         self.modules = around.snapshot.modules
         self.optimizers = around.snapshot.optimizers
+        # Whether the code that ran is known. If not, what it may read by names that it works out is not: the next call
+        # traces again, noting it.
+        self.noted = around.noted
         self.uses = 0
         self.again = 0  # how often it was traced again for what it has changed itself
         self.seconds = seconds  # that a trace takes
@@ -219,7 +222,7 @@ class Versions:
             known.again = last.again + 1
             if known.again > 1:
                 self._reports.again(last.guards, last.own(why), last.seconds)
-        if twin:
+        if twin and known.noted:
             known.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._known:
             self._known[self._known.index(twin[0])] = known

@@ -16,7 +16,11 @@ from ..guards.snapshot import Snapshot
 
 
 class Surroundings:
-    """Made before a trace, and asked when it has ended."""
+    """Made before a trace, and asked when it has ended.
+
+    Attributes:
+        noted: whether the code that ran was to be noted.
+    """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
         """
@@ -29,6 +33,7 @@ class Surroundings:
         self.snapshot = Snapshot(roots, functions)
         self.recording = Recording(self.snapshot.classes, profile)
         self.guards: GuardSet | None = None
+        self.noted = profile
 
     def effects(self, left: Left, weights: set[int]) -> Effects:
         """What the step has changed in Python; from here on there are guards.
