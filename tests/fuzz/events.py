@@ -99,7 +99,7 @@ MODEL = (
     ("from torch.nn.utils import prune\nprune.l1_unstructured(m.z, 'weight', 4)", "prune.remove(m.z, 'weight')"),
     ("m.to(torch.get_default_dtype())",),
     # (It frees memory that DLPack has lent or that NumPy's arrays show, and they write to it: eager PyTorch crashes.)
-    ("any(k.startswith(('lent', 'wv')) for k in [*locals(), *globals()]) or m.share_memory()",),
+    ("any(k.startswith(('lent', 'wv', 'array')) for k in [*locals(), *globals()]) or m.share_memory()",),
     ("names{n} = [k for k, _ in m.named_parameters()]",),
     ("size{n} = sum(p.numel() for p in m.parameters())",),
     ("norm{n} = float(m.z.weight.norm())",),
