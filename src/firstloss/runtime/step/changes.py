@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -173,7 +173,7 @@ class Versions:
         """Whether one of them reads or writes one of these, or its Python may ask something of them."""
         return any(known.step.traced.reads(parameters) or known.may_ask(parameters) for known in self._known)
 
-    def step(self, request: Request, alike: Iterable[Versions] = ()) -> CompiledStep:
+    def step(self, request: Request, alike: Sequence[Versions] = ()) -> CompiledStep:
         """The compiled step that does what the step's Python would do now; to be called after `fits`.
 
         Args:
@@ -196,7 +196,7 @@ class Versions:
         """The one used last."""
         return self._known[0].step
 
-    def _trace(self, request: Request, alike: Iterable[Versions]) -> Known:
+    def _trace(self, request: Request, alike: Sequence[Versions]) -> Known:
         """Trace the step, since none fits."""
         last = self._known[0] if self._known else None
         outdated = last is not None and last.step.outdated()
@@ -215,7 +215,7 @@ class Versions:
                 )
             return None
 
-        known = self._traced(request, find)
+        known = self._traced(request, find, first=not any(versions._known for versions in alike))
         if known.step.traced.raised is not None:  # it may not be so the next time
             return known
         if last is not None and last.own(why):
@@ -264,9 +264,12 @@ class Versions:
         self._reports.each_time(fresh.traced_each_time, fresh.seconds)
         return fresh
 
-    def _traced(self, request: Request, find: Callable[[TracedProgram], CompiledStep | None]) -> Known:
+    def _traced(
+        self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
+    ) -> Known:
         # The code that runs is noted when there is no hurry: the first loss is there, or nobody checks it later.
-        around = Surroundings(request.roots(), self._functions, bool(self._known) or not self._check)
+        noted = not first or bool(self._known) or not self._check
+        around = Surroundings(request.roots(), self._functions, noted)
         begin = time.perf_counter()
         known = Known(request.compiled(around, find), around, time.perf_counter() - begin)
         if known.guards.unknown:
