@@ -83,7 +83,8 @@ class Worker:
         environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.pool", self._kind]
-        self._errors.truncate(0)
+        self._errors.seek(0)  # where the process begins to write
+        self._errors.truncate()
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
