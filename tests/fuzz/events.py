@@ -61,8 +61,8 @@ MODEL = (
     ("kept{n} = copy.deepcopy(m.state_dict())", "m.load_state_dict(kept{n})"),
     ("kept{n} = {{k: v.clone() for k, v in m.state_dict().items()}}", "m.load_state_dict(kept{n}, strict=False)"),
     (
-        "file{n} = io.BytesIO()\ntorch.save(m.state_dict(), file{n})\nfile{n} = file{n}.getvalue()",
-        "m.load_state_dict(torch.load(io.BytesIO(file{n})))",
+        "file{n} = io.BytesIO()\ntorch.save(m.state_dict(), file{n})",  # not its bytes: they have the weights' last places
+        "file{n}.seek(0)\nm.load_state_dict(torch.load(file{n}))",
     ),
     ("kept{n} = m.state_dict()",),
     ("copy{n} = copy.deepcopy(m)",),

@@ -446,7 +446,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
     leaf = _is_leaf(tensor)
     requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
-    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if leaf and requires_grad else []
+    hooks = hook_tables(tensor) if leaf else {}
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", PARAMETER_FLAG)}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
@@ -465,9 +465,19 @@ def become(tensor: Tensor, other: Tensor) -> None:
         had["_store"].tensors.append(weakref.ref(other))
     if grad is not None:
         tensor.grad = Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad
-    for name, registered in hooks:
-        if registered:
-            setattr(tensor, name, registered)  # what is below the Python object has to know them, too
+    put_hook_tables(tensor, hooks)
+
+
+def hook_tables(tensor: Tensor) -> dict[str, Any]:
+    """The tables of the hooks of `tensor`, by attribute; empty ones too: hooks are put into them later."""
+    return {name: table for name in HOOK_TABLES if (table := getattr(tensor, name)) is not None}
+
+
+def put_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
+    """Have autograd run the hooks in `tables`, now and when they change: `tensor` is another below its Python object,
+    where `register_hook` makes a table known only when it makes one."""
+    for name, table in tables.items():
+        setattr(tensor, name, table)
 
 
 # -- Tensor.data -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ... import timeline
 from ...capture.file_value import FileValue
 from ...capture.first_use import close_door
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.tensor import Geometry, Hooks, geometry_of, note_memory, store_at
+from ...capture.tensor import Geometry, Hooks, geometry_of, hook_tables, note_memory, put_hook_tables, store_at
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -247,7 +247,7 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
-    hooks = [(name, getattr(tensor, name)) for name in HOOK_TABLES] if leaf and requires_grad else []
+    hooks = hook_tables(tensor) if leaf else {}
     new: Any
     if leaf:
         new = DeferredTensor.wrap(store, *geometry)
@@ -270,10 +270,8 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     store.tensors.append(weakref.ref(tensor))
     if grad is not None:
         tensor.grad = grad
-    for name, registered in hooks:
-        if registered:
-            setattr(tensor, name, registered)  # what is below the Python object has to know them, too
-    if hooks:
+    put_hook_tables(tensor, hooks)
+    if leaf and requires_grad:
         setattr(new, HOOK_TABLES[1], {})  # a graph that leads there leads on to here, where they run
 
 
