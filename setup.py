@@ -21,7 +21,7 @@ setup(
         Extension(
             f"firstloss.rng.{name}",
             [f"src/firstloss/rng/{name}.c"],
-            depends=[f"src/firstloss/rng/{header}.h" for header in ("_kernels", "_erfinv", "_erfinv_table")],
+            depends=[f"src/firstloss/rng/_{name}.h" for name in ("arithmetic", "kernels", "erfinv", "erfinv_table")],
             extra_compile_args=FLAGS,
             optional=True,
         )

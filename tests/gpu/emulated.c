@@ -1,6 +1,8 @@
 /* The kernels on a CPU: the same source, one lane, warp and block after another. */
 
-#include "arithmetic.h"
+#include "_arithmetic.h"
+
+#include "elements.h"
 #include "mt19937.h"
 #include "philox.h"
 

@@ -29,7 +29,8 @@ def library():
     """The kernels as C. A -march with FMA, or each of them is a call; -ffp-contract=off as in `setup.py`."""
     folder = Path(tempfile.mkdtemp())
     flags = ["-std=gnu11", "-O2", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
-    flags += ["-Wall", "-Werror", "-Wno-unused-function", f"-I{Path(kernels.__file__).parent}"]
+    flags += ["-Wall", "-Werror", "-Wno-unused-function"]
+    flags += [f"-I{Path(kernels.__file__).parents[1] / room}" for room in ("rng", "gpu")]
     subprocess.run([compiler(), *flags, str(HERE / "emulated.c"), "-lm", "-o", str(folder / "k.so")], check=True)
     return ctypes.CDLL(str(folder / "k.so"))
 

@@ -75,7 +75,8 @@ class Launcher(Protocol):
 
 def source(*names: str) -> str:
     """The text of these parts."""
-    return "\n".join((_HERE / f"{name}.h").read_text() for name in ("arithmetic", *names))
+    shared = _HERE.parent / "rng" / "_arithmetic.h"
+    return "\n".join(path.read_text() for path in (shared, *(_HERE / f"{name}.h" for name in ("elements", *names))))
 
 
 # -- the driver -----------------------------------------------------------------------------------------------------

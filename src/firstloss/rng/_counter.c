@@ -6,6 +6,7 @@
  * No Python and no state: called through ctypes, from any number of threads at once.
  */
 
+#define UNFUSED
 #include "_kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
@@ -20,12 +21,12 @@ enum {
     CHUNK = LANES * BLOCKS,
 };
 
-INLINE uint32_t high(uint32_t a, uint32_t b) {
+FN uint32_t high(uint32_t a, uint32_t b) {
     return (uint32_t)((uint64_t)a * b >> 32);
 }
 
 /* The words of BLOCKS blocks from `first` on: word j of block i is words[j][i]. */
-INLINE void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[LANES][BLOCKS]) {
+FN void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[LANES][BLOCKS]) {
     for (int i = 0; i < BLOCKS; i++) {
         uint32_t low = (uint32_t)first + (uint32_t)i;
         uint32_t x0 = low, x1 = (uint32_t)(first >> 32) + (low < (uint32_t)first);
@@ -49,59 +50,22 @@ INLINE void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[
     }
 }
 
-/* 24 bits as a float of [0, 1). */
-INLINE float unit(uint32_t word) {
-    return (float)(int32_t)(word >> 8) * 0x1p-24f;
-}
-
-/* The logarithm of 2^-24 <= x <= 1. (S. L. Moshier, Cephes Mathematical Library 2.2, 1992, single/logf.c) */
-INLINE float log_of(float x) {
-    float e = (float)((int32_t)(as_bits(x) >> 23) - 126);
-    x = as_float((as_bits(x) & 0x007fffffu) | 0x3f000000u); /* now 0.5 <= x < 1 */
-    int small = x < 0.707106781186547524f;
-    float again = small ? x : 0.0f;
-    x = (x - 1.0f) + again;
-    e = e - (small ? 1.0f : 0.0f);
-    float z = x * x;
-    float y = 7.0376836292e-2f;
-    y = y * x + -1.1514610310e-1f;
-    y = y * x + 1.1676998740e-1f;
-    y = y * x + -1.2420140846e-1f;
-    y = y * x + 1.4249322787e-1f;
-    y = y * x + -1.6668057665e-1f;
-    y = y * x + 2.0000714765e-1f;
-    y = y * x + -2.4999993993e-1f;
-    y = y * x + 3.3333331174e-1f;
-    y = y * x * z;
-    y = y + e * -2.12194440e-4f;
-    y = y + z * -0.5f;
-    return (x + y) + e * 0.693359375f;
-}
-
-/* Two normals of two words. (Sine and cosine: Cephes, single/sinf.c) */
-INLINE void pair(uint32_t first, uint32_t second, float *even, float *odd) {
-    float radius = __builtin_sqrtf(-2.0f * log_of(((float)(int32_t)(first >> 8) + 1.0f) * 0x1p-24f));
+/* Two normals of two words. */
+FN void pair(uint32_t first, uint32_t second, float *even, float *odd) {
+    float radius = SQRT(-2.0f * log_of(((float)(int32_t)(first >> 8) + 1.0f) * 0x1p-24f));
     int32_t quarter = (int32_t)(second >> 30);
     float t = (float)((int32_t)(second >> 8 & 0x3fffffu) - 0x200000) * 0x1.921fb6p-22f; /* pi / 2 * 2^-22 */
     float z = t * t;
-    float s = -1.9515295891e-4f;
-    s = s * z + 8.3321608736e-3f;
-    s = s * z + -1.6666654611e-1f;
-    s = s * z * t + t;
-    float c = 2.443315711809948e-5f;
-    c = c * z + -1.388731625493765e-3f;
-    c = c * z + 4.166664568298827e-2f;
-    c = c * z * z + z * -0.5f;
-    c = c + 1.0f;
+    float s = sine_near_zero(t, z), c = cosine_near_zero(z);
     int turned = quarter & 1;
     float cosine = turned ? s : c, sine = turned ? c : s;
-    cosine = as_float(as_bits(cosine) ^ (uint32_t)((quarter + 1) & 2) << 30);
-    sine = as_float(as_bits(sine) ^ (uint32_t)(quarter & 2) << 30);
+    cosine = AS_FLOAT(AS_BITS(cosine) ^ (uint32_t)((quarter + 1) & 2) << 30);
+    sine = AS_FLOAT(AS_BITS(sine) ^ (uint32_t)(quarter & 2) << 30);
     *even = radius * cosine;
     *odd = radius * sine;
 }
 
-INLINE void normals(uint32_t words[LANES][BLOCKS], float *restrict out, float mean, float std) {
+FN void normals(uint32_t words[LANES][BLOCKS], float *restrict out, float mean, float std) {
     for (int i = 0; i < BLOCKS; i++) {
         float a, b, c, d;
         pair(words[0][i], words[1][i], &a, &b);
@@ -113,12 +77,12 @@ INLINE void normals(uint32_t words[LANES][BLOCKS], float *restrict out, float me
     }
 }
 
-INLINE float between(uint32_t word, float low, float span, float end) {
-    float value = unit(word) * span + low;
+FN float between(uint32_t word, float low, float span, float end) {
+    float value = unit(word >> 8, 24) * span + low;
     return value == end ? low : value; /* rounded up to the end that is left out */
 }
 
-INLINE void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float low, float end) {
+FN void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float low, float end) {
     float span = end - low;
     for (int i = 0; i < BLOCKS; i++) {
         out[4 * i] = between(words[0][i], low, span, end);
@@ -131,7 +95,7 @@ INLINE void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float l
 typedef void (*Make)(uint32_t words[LANES][BLOCKS], float *restrict out, float first, float second);
 
 /* Elements `begin` to `begin + count` of a draw. */
-INLINE void fill(
+FN void fill(
     Make make, float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, float first, float second
 ) {
     ALIGNED uint32_t words[LANES][BLOCKS];

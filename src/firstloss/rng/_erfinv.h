@@ -25,7 +25,7 @@
 #define OF(row) _mm512_permutex2var_ps(_mm512_load_ps(row), place, _mm512_load_ps(row + 16))
 
 /* The inverse error functions of 16 numbers; `sure` is of which there is no doubt. */
-FOR_16 INLINE __m512 inverse(__m512 x, __m512 room, __mmask16 *sure) {
+FOR_16 FN __m512 inverse(__m512 x, __m512 room, __mmask16 *sure) {
     const __m512 size = _mm512_abs_ps(x);
     __m512 u = _mm512_sub_ps(_mm512_set1_ps(1.0f), size);
     *sure = _mm512_cmp_ps_mask(u, _mm512_set1_ps(0x1p-8f), _CMP_GE_OQ);

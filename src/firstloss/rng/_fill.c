@@ -5,8 +5,8 @@
  * ATen/native/cpu/avx_mathfun.h. Those are the single precision polynomials of Cephes (S. L. Moshier, Cephes
  * Mathematical Library 2.2, 1992, single/logf.c and single/sinf.c) in the order of operations that J. Pommier's
  * sse_mathfun and G. Garberoglio's avx_mathfun gave them. PyTorch's compiler fuses some of the multiplications with
- * the additions that follow, which changes last bits. Which ones was found by experiment; here they are fused where
- * it says fmaf and nowhere else, so this file must be compiled with -ffp-contract=off.
+ * the additions that follow, which changes last bits. Which ones was found by experiment; in `_arithmetic.h` they are
+ * fused where it says FMA and nowhere else, so this file must be compiled with -ffp-contract=off.
  *
  * What makes it fast: ATen makes its words one at a time, and goes over the tensor twice. Here words are made some
  * thousands at a time, in loops that the compiler turns into vectors, and are normals before they leave the first
@@ -46,101 +46,42 @@ struct cursor {
 
 /* The next `count` uniforms, 24 bits each; at most CHUNK. `words` is the block that is drawn from and room for BLOCKS
  * more behind it; afterwards it begins with the block that was drawn from last. */
-INLINE void draw(uint32_t *words, uint32_t *drawn, float *restrict out, int count) {
+FN void draw(uint32_t *words, uint32_t *drawn, float *restrict out, int count) {
     const int first = (int)*drawn;
     const int blocks = (first + count - 1) / N;
 
     /* The recurrence of mt19937.py, laid out straight instead of in a ring: each word needs none of the 227 before it,
      * so that whole vectors of them can be made. */
-    for (int i = 0; i < blocks * N; i++) {
-        uint32_t mixed = (words[i] & 0x80000000u) | (words[i + 1] & 0x7fffffffu);
-        words[i + N] = words[i + M] ^ (mixed >> 1) ^ (-(words[i + 1] & 1u) & 0x9908b0dfu);
-    }
-    for (int i = 0; i < count; i++) {
-        uint32_t y = words[first + i];
-        y ^= y >> 11;
-        y ^= (y << 7) & 0x9d2c5680u;
-        y ^= (y << 15) & 0xefc60000u;
-        y ^= y >> 18;
-        out[i] = (float)(int32_t)(y & 0xffffffu) * 0x1p-24f;
-    }
+    for (int i = 0; i < blocks * N; i++)
+        words[i + N] = words[i + M] ^ twist(words[i], words[i + 1]);
+    for (int i = 0; i < count; i++)
+        out[i] = unit(temper(words[first + i]), 24);
     if (blocks > 0)
         memcpy(words, words + blocks * N, N * sizeof *words);
     *drawn = (uint32_t)(first + count - blocks * N);
 }
 
-/* The logarithm of x, which is 1 minus a uniform: 2^-24 <= x <= 1. */
-INLINE float log_of(float x) {
-    float e = (float)((int32_t)(as_bits(x) >> 23) - 126);
-    x = as_float((as_bits(x) & 0x007fffffu) | 0x3f000000u); /* now 0.5 <= x < 1 */
-    int small = x < 0.707106781186547524f;
-    float again = small ? x : 0.0f;
-    x = (x - 1.0f) + again;
-    e = e - (small ? 1.0f : 0.0f);
-    float z = x * x;
-    float y = 7.0376836292e-2f;
-    y = __builtin_fmaf(y, x, -1.1514610310e-1f);
-    y = __builtin_fmaf(y, x, 1.1676998740e-1f);
-    y = __builtin_fmaf(y, x, -1.2420140846e-1f);
-    y = __builtin_fmaf(y, x, 1.4249322787e-1f);
-    y = __builtin_fmaf(y, x, -1.6668057665e-1f);
-    y = __builtin_fmaf(y, x, 2.0000714765e-1f);
-    y = __builtin_fmaf(y, x, -2.4999993993e-1f);
-    y = __builtin_fmaf(y, x, 3.3333331174e-1f);
-    y = y * x;
-    y = __builtin_fmaf(y, z, e * -2.12194440e-4f); /* ln 2 in two parts: here the small one, */
-    y = __builtin_fmaf(z, -0.5f, y);
-    return __builtin_fmaf(e, 0.693359375f, x + y); /* and here the one that few bits hold */
-}
-
-/* The sine and cosine of x, an angle of the circle: 0 <= x <= 2 pi. */
-INLINE void sine_cosine(float x, float *sine, float *cosine) {
-    uint32_t octant = (uint32_t)((int32_t)(x * 1.27323954473516f) + 1) & ~1u; /* 4 / pi; the nearest even one */
-    float y = (float)(int32_t)octant;
-    /* Minus pi / 4 in three parts: what is left of x has lost no bits. */
-    x = __builtin_fmaf(y, -0.78515625f, x);
-    x = __builtin_fmaf(y, -2.4187564849853515625e-4f, x);
-    x = __builtin_fmaf(y, -3.77489497744594108e-8f, x);
-    float z = x * x;
-    float c = 2.443315711809948e-5f;
-    c = __builtin_fmaf(c, z, -1.388731625493765e-3f);
-    c = __builtin_fmaf(c, z, 4.166664568298827e-2f);
-    c = c * z;
-    c = __builtin_fmaf(c, z, z * -0.5f);
-    c = c + 1.0f;
-    float s = -1.9515295891e-4f;
-    s = __builtin_fmaf(s, z, 8.3321608736e-3f);
-    s = __builtin_fmaf(s, z, -1.6666654611e-1f);
-    s = s * z;
-    s = __builtin_fmaf(s, x, x);
-    int turned = (octant & 2u) != 0;
-    *sine = as_float(as_bits(turned ? c : s) ^ (octant & 4u) << 29);
-    *cosine = as_float(as_bits(turned ? s : c) ^ ((octant + 2u) & 4u) << 29);
-}
-
-/* Normals from as many uniforms, in groups of 16: eight for the radii, then eight for the angles of the pairs. (Box
- * and Muller, "A Note on the Generation of Random Normal Deviates", Annals of Mathematical Statistics 29(2), 1958.) */
-INLINE void box_muller(const float *restrict uniforms, float *restrict out, int count, float mean, float std) {
+/* Normals from as many uniforms, in groups of 16: eight for the radii, then eight for the angles of the pairs. */
+FN void normals(const float *restrict uniforms, float *restrict out, int count, float mean, float std) {
     for (int i = 0; i < count; i += 16) {
         for (int j = i; j < i + 8; j++) {
-            float radius = __builtin_sqrtf(-2.0f * log_of(1.0f - uniforms[j]));
-            float sine, cosine;
-            sine_cosine(6.283185307179586f * uniforms[j + 8], &sine, &cosine);
-            out[j] = __builtin_fmaf(radius * cosine, std, mean);
-            out[j + 8] = __builtin_fmaf(radius * sine, std, mean);
+            float cosine, sine;
+            box_muller(uniforms[j], uniforms[j + 8], mean, std, &cosine, &sine);
+            out[j] = cosine;
+            out[j + 8] = sine;
         }
     }
 }
 
 /* Uniforms of [low, high) from those of [0, 1). */
-INLINE void scale(const float *restrict uniforms, float *restrict out, int count, float low, float high) {
+FN void scale(const float *restrict uniforms, float *restrict out, int count, float low, float high) {
     for (int i = 0; i < count; i++) {
-        float value = __builtin_fmaf(uniforms[i], high - low, low);
+        float value = FMA(uniforms[i], high - low, low);
         out[i] = value == high ? low : value; /* rounded up to the end that is left out */
     }
 }
 
-INLINE void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
+FN void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
     ALIGNED uint32_t words[N + CHUNK];
     ALIGNED float uniforms[CHUNK];
     memcpy(words, cursor->words, sizeof cursor->words);
@@ -148,19 +89,19 @@ INLINE void fill_normal(struct cursor *cursor, float *out, int64_t count, float 
     for (int64_t whole = count & ~(int64_t)15; done < whole;) {
         int some = whole - done < CHUNK ? (int)(whole - done) : CHUNK;
         draw(words, &cursor->drawn, uniforms, some);
-        box_muller(uniforms, out + done, some, mean, std);
+        normals(uniforms, out + done, some, mean, std);
         done += some;
     }
     if (done < count) {
         /* ATen draws for the ragged end too, and then makes the last 16 anew. */
         draw(words, &cursor->drawn, uniforms, (int)(count - done));
         draw(words, &cursor->drawn, uniforms, 16);
-        box_muller(uniforms, out + count - 16, 16, mean, std);
+        normals(uniforms, out + count - 16, 16, mean, std);
     }
     memcpy(cursor->words, words, sizeof cursor->words);
 }
 
-INLINE void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low, float high) {
+FN void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low, float high) {
     ALIGNED uint32_t words[N + CHUNK];
     ALIGNED float uniforms[CHUNK];
     memcpy(words, cursor->words, sizeof cursor->words);
@@ -180,7 +121,7 @@ struct columns {
     int parts;
 };
 
-INLINE void fill_columns(
+FN void fill_columns(
     struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
 ) {
     ALIGNED uint32_t words[N + CHUNK];
@@ -193,7 +134,7 @@ INLINE void fill_columns(
         int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
         draw(words, &cursor->drawn, uniforms, some);
         if (normal)
-            box_muller(uniforms, made, some, first, second);
+            normals(uniforms, made, some, first, second);
         else
             scale(uniforms, made, some, first, second);
         for (int taken = 0; taken < some;) {
@@ -247,7 +188,7 @@ FOR_16 static void columns_16(
 
 /* What is left to do to a fill, from one level of cache to memory that nobody reads soon: times, plus, between. Each is
  * rounded by itself; a NaN stays what it is. Stores go round the cache, which would read the memory first. */
-INLINE float finished(float x, float factor, float term, float low, float high) {
+FN float finished(float x, float factor, float term, float low, float high) {
     x = x * factor;
     x = x + term;
     x = x < low ? low : x;
@@ -304,7 +245,7 @@ FOR_16 static int64_t uniform_erfinv_16(
 
 /* The next `count` normals, a multiple of 16, of which only those are made whose indices, in ascending order, are in
  * `where`. */
-INLINE void normals_at(
+FN void normals_at(
     struct cursor *cursor, int64_t count, float mean, float std, const int32_t *where, int64_t wanted, float *out
 ) {
     ALIGNED uint32_t words[N + CHUNK];
@@ -324,10 +265,9 @@ INLINE void normals_at(
             second[here] = i & 8;
         }
         for (int i = 0; i < here; i++) {
-            float radius = __builtin_sqrtf(-2.0f * log_of(1.0f - radii[i]));
-            float sine, cosine;
-            sine_cosine(6.283185307179586f * angles[i], &sine, &cosine);
-            out[given + i] = __builtin_fmaf(radius * (second[i] ? sine : cosine), std, mean);
+            float cosine, sine;
+            box_muller(radii[i], angles[i], mean, std, &cosine, &sine);
+            out[given + i] = second[i] ? sine : cosine;
         }
         given += here;
         done += some;
@@ -370,7 +310,7 @@ FOR_16 static int64_t places_16(const float *from, int count, float low, float h
     for (int64_t done = 0; done < count;) {                                                                            \
         int some = count - done < CHUNK ? (int)(count - done) : CHUNK;                                                 \
         draw(words, &cursor->drawn, uniforms, some);                                                                   \
-        box_muller(uniforms, made, some, mean, std);                                                                   \
+        normals(uniforms, made, some, mean, std);                                                                   \
         found += PLACES(made, some, low, high, where + found, (int32_t)done);                                          \
         done += some;                                                                                                  \
     }                                                                                                                  \

@@ -19,11 +19,6 @@ enum {
     REACH = DIGIT + N - 1, /* words of Y^k w that a digit touches */
 };
 
-static inline uint32_t twist(uint32_t first, uint32_t second) {
-    uint32_t mixed = (first & 0x80000000u) | (second & 0x7fffffffu);
-    return (mixed >> 1) ^ ((second & 1u) * 0x9908b0dfu);
-}
-
 /* The xor of every subset of each group of w, Yw, Y^2 w...: `table` has [groups][1 << group][REACH] words. */
 CLONES static void combine(const uint32_t *window, uint32_t *table, int group) {
     uint32_t words[DIGITS - 1 + REACH];
