@@ -19,6 +19,7 @@ NAMES = {
     "ir": Name("jax._src.lib.mlir.ir", "Names a module's outputs", "writing and running StableHLO files"),
     "compiler": Name("jax._src.compiler", "Compiles a module's text", "running StableHLO files"),
     "mlir": Name("jax._src.interpreters.mlir", "Parses a module's text", "running StableHLO files"),
+    "sdy": Name("jax._src.lib.mlir.dialects.sdy", "Reads how a module's outputs are cut", "running StableHLO files"),
     "xla_client": Name("jax._src.lib.xla_client", "Lists devices for the compiler", "running StableHLO files"),
 }
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ...compat.jax_names import ir
+from ...compat.jax_names import compiler, ir, mlir, sdy, xla_client
 from ...errors import ModuleTextError, ShardingError
 
-_MESH = re.compile(r"sdy\.mesh @mesh = <\[([^\]]*)\]>")
-_AXIS = re.compile(r'"([^"]+)"=(\d+)')
-_OUT = re.compile(r"sdy\.manual_computation\(.*?\) in_shardings=\[.*?\] out_shardings=\[(.*?)\] manual_axes", re.DOTALL)
-_ONE = re.compile(r"<@mesh, \[((?:\{[^}]*\}(?:, )?)*)\]>")
-_ESCAPED = re.compile(r"\\\\|(?:\\[0-9A-F]{2})+")
-_NAME = re.compile(r'jax\.result_info = "((?:[^"\\]|\\.)*)"')
+
+class _Outputs(NamedTuple):
+    """What a module says of its outputs; `specs` names the mesh axes that cut each of their dimensions."""
+
+    axes: dict[str, int]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    specs: list[list[tuple[str, ...] | None]]
+
+    def shardings(self, devices: list[jax.Device]) -> list[Any]:
+        if not self.axes:
+            return [SingleDeviceSharding(devices[0])] * len(self.names)
+        mesh = Mesh(np.array(devices).reshape(tuple(self.axes.values())), tuple(self.axes))
+        return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in self.specs]
 
 
 def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
@@ -35,9 +42,59 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
-    if not text.startswith("module @constructor ") or "func.func public @main(" not in text:
-        raise ModuleTextError(f"{os.fspath(path)} is no module of weights. Write one with `firstloss stablehlo`")
-    axes = {name: int(size) for name, size in _AXIS.findall(found[1])} if (found := _MESH.search(text)) else {}
+    with mlir.make_ir_context():
+        module = _parsed(path, text)
+        outputs = _outputs_of(path, module)
+        own = _enough(path, outputs.axes, devices)
+        shards = _execute(module, own)
+    return {
+        name: jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        for name, shape, sharding, parts in zip(
+            outputs.names, outputs.shapes, outputs.shardings(own), shards, strict=True
+        )
+    }
+
+
+def _parsed(path: str | os.PathLike, text: str) -> Any:
+    if not text.startswith("module @constructor "):
+        raise _no_module(path)
+    try:
+        return ir.Module.parse(text)
+    except ir.MLIRError as error:
+        what = " ".join(str(error).split())
+        raise ModuleTextError(f"{os.fspath(path)} is damaged or cut short: {what:.200}. Write it again") from None
+
+
+def _no_module(path: str | os.PathLike) -> ModuleTextError:
+    return ModuleTextError(f"{os.fspath(path)} is no module of weights. Write one with `firstloss stablehlo`")
+
+
+def _outputs_of(path: str | os.PathLike, module: Any) -> _Outputs:
+    operations = {op.attributes["sym_name"].value: op for op in module.body.operations}
+    main = operations.get("main")
+    if main is None or "res_attrs" not in main.attributes:
+        raise _no_module(path)
+    names = [ir.DictAttr(of)["jax.result_info"].value for of in ir.ArrayAttr(main.attributes["res_attrs"])]
+    shapes = [tuple(result.shape) for result in main.type.results]
+    mesh = operations.get("mesh")
+    if mesh is None:
+        return _Outputs({}, names, shapes, [])
+    axes = {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, sdy.MeshAttr(mesh.attributes["mesh"]).axes)}
+    body = main.body.blocks[0].operations
+    manual = next((op for op in body if op.operation.name == "sdy.manual_computation"), None)
+    if manual is None:
+        raise _no_module(path)
+    shardings = sdy.TensorShardingPerValueAttr(manual.attributes["out_shardings"]).shardings
+    return _Outputs(axes, names, shapes, [_spec(sdy.TensorShardingAttr(sharding)) for sharding in shardings])
+
+
+def _spec(sharding: Any) -> list[tuple[str, ...] | None]:
+    cuts = [sdy.DimensionShardingAttr(cut).axes for cut in sharding.dimension_shardings]
+    return [tuple(sdy.AxisRefAttr(axis).name for axis in axes) or None for axes in cuts]
+
+
+def _enough(path: str | os.PathLike, axes: dict[str, int], devices: Sequence[jax.Device] | None) -> list[jax.Device]:
+    """As many devices as the mesh has, all different."""
     count = int(np.prod(list(axes.values()), dtype=int))
     own = list(jax.devices() if devices is None else devices)
     if len(own) < count:
@@ -49,53 +106,11 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
     own = own[:count]
     if len(set(own)) < count:
         raise ShardingError(f"{os.fspath(path)}: a device is given twice. Give {count} different ones")
-    try:
-        shards = _execute(text, own)
-    except ir.MLIRError as error:
-        what = " ".join(str(error).split())
-        raise ModuleTextError(f"{os.fspath(path)} is damaged or cut short: {what:.200}. Write it again") from None
-    names, shapes = _outputs(text)
-    shardings = _shardings(text, axes, own, len(names))
-    return {
-        name: jax.make_array_from_single_device_arrays(shape, sharding, parts)
-        for name, shape, sharding, parts in zip(names, shapes, shardings, shards, strict=True)
-    }
+    return own
 
 
-def _outputs(text: str) -> tuple[list[str], list[tuple[int, ...]]]:
-    line = text[text.index("func.func public @main") :].partition("\n")[0]
-    _, _, results = line.partition("-> ")
-    shapes = []
-    for kind in re.findall(r"tensor<([^>]*)> \{", results):
-        *sizes, _ = kind.split("x")
-        shapes.append(tuple(int(size) for size in sizes))
-    return [_ESCAPED.sub(_unescaped, name) for name in _NAME.findall(results)], shapes
-
-
-def _unescaped(run: re.Match) -> str:
-    """A backslash, or what MLIR writes as hexadecimal bytes: quotation marks, and all beyond ASCII, as UTF-8."""
-    if run[0] == "\\\\":
-        return "\\"
-    return bytes.fromhex(run[0].replace("\\", "")).decode()
-
-
-def _shardings(text: str, axes: dict[str, int], devices: list[jax.Device], count: int) -> list[Any]:
-    if not axes:
-        return [SingleDeviceSharding(devices[0])] * count
-    mesh = Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-    found = _OUT.search(text)
-    assert found is not None
-    out = []
-    for spec in _ONE.findall(found[1]):
-        entries = [tuple(re.findall(r'"([^"]+)"', entry)) or None for entry in re.findall(r"\{([^}]*)\}", spec)]
-        out.append(NamedSharding(mesh, PartitionSpec(*entries)))
-    return out
-
-
-def _execute(text: str, devices: list[jax.Device]) -> list[list[jax.Array]]:
+def _execute(module: Any, devices: list[jax.Device]) -> list[list[jax.Array]]:
     """For each output the parts of this process' devices."""
-    from ...compat.jax_names import compiler, mlir, xla_client
-
     client = devices[0].client
     options = compiler.get_compile_options(
         num_replicas=1,
@@ -103,10 +118,8 @@ def _execute(text: str, devices: list[jax.Device]) -> list[list[jax.Array]]:
         device_assignment=np.array([[device.id for device in devices]]),
         backend=client,
     )
-    with mlir.make_ir_context():
-        module = ir.Module.parse(text)
-        executable = compiler.backend_compile_and_load(
-            client, module, xla_client.DeviceList(tuple(devices)), options, host_callbacks=[]
-        )
+    executable = compiler.backend_compile_and_load(
+        client, module, xla_client.DeviceList(tuple(devices)), options, host_callbacks=[]
+    )
     results = executable.execute_sharded([])
     return results.disassemble_into_single_device_arrays()
