@@ -1,7 +1,8 @@
 """What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without.
 
-Those of rng are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in place for
-an editable install and puts them into wheels. To build them in a source tree: python setup.py build_ext --inplace
+Those of rng and lower are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in
+place for an editable install and puts them into wheels. To build them in a source tree:
+python setup.py build_ext --inplace
 """
 
 from setuptools import Extension, setup
@@ -28,6 +29,7 @@ setup(
         for name in ("_counter", "_fill", "_jump")
     ]
     + [
+        Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], optional=True),
         Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
     ]
 )

@@ -21,6 +21,7 @@ COMMON = {
     "errors",
     "timeline",
     "timeline_picture",
+    "c_library",
     "files",
     "heap",
     "uncollected",

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss import c_library
 from firstloss.engine import native_check, reader, sampler
 from firstloss.rng import Position, Stream, native
 
@@ -141,7 +142,7 @@ def test_kernels_that_leave_another_state_are_not_trusted(monkeypatch, unchecked
 
 
 def test_without_the_library_nothing_is_trusted(monkeypatch, unchecked):
-    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".nowhere"])
+    monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".nowhere"])
     native._library.cache_clear()
     try:
         assert not native.available() and not native_check.trusted()

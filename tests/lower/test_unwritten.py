@@ -1,18 +1,56 @@
 """Memory that nobody has written."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import jax
 import numpy as np
+import pytest
 import torch
 from jax.sharding import PartitionSpec
 
+from firstloss import c_library
 from firstloss.lower import unwritten
+
+SOURCE = Path(unwritten.__file__).with_name("_unwritten.c")
+# What the handler uses of each structure, and what XLA's header calls it.
+FIELDS = [
+    ("struct extension", "type", "XLA_FFI_Extension_Base", "type"),
+    ("struct version", "major", "XLA_FFI_Api_Version", "major_version"),
+    ("struct version", "minor", "XLA_FFI_Api_Version", "minor_version"),
+    ("struct metadata", "version", "XLA_FFI_Metadata", "api_version"),
+    ("struct metadata_extension", "metadata", "XLA_FFI_Metadata_Extension", "metadata"),
+    ("struct call_frame", "extension", "XLA_FFI_CallFrame", "extension_start"),
+]
 
 
 def compiled(kinds):
     return unwritten._maker(tuple(kinds)).as_text()
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+@pytest.mark.parametrize(("ours", "field", "theirs", "name"), FIELDS)
+def test_the_handlers_structures_are_those_of_xlas_header(ours, field, theirs, name, tmp_path):
+    check = f'_Static_assert(offsetof({ours}, {field}) == offsetof({theirs}, {name}), "another place");'
+    enough = '_Static_assert(METADATA == (int)XLA_FFI_Extension_Metadata, "another type");'
+    text = f'#include "xla/ffi/api/c_api.h"\n#include "{SOURCE}"\n{check}\n{enough}\n'
+    (tmp_path / "check.c").write_text(text)
+    command = ["cc", "-std=c11", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", str(tmp_path / "check.c")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_without_the_library_memory_is_cleared(monkeypatch):
+    monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".nowhere"])
+    monkeypatch.setattr(unwritten, "known_to_xla", unwritten.known_to_xla.__wrapped__)
+    (array,) = unwritten.arrays([((77, 53), np.dtype("float32"))])
+    assert np.array_equal(array, np.zeros((77, 53)))
+
+
 def test_nothing_is_written():
+    if not unwritten.known_to_xla():
+        pytest.skip("the handler is not built: python setup.py build_ext --inplace")
     text = compiled([((4096, 300), np.dtype("float32")), ((1 << 20,), np.dtype("int64"))])
     assert "custom-call" in text and "broadcast" not in text
 

@@ -142,7 +142,6 @@ def test_a_width_that_the_machine_lacks_is_refused():
         native.Cursor(seeded(0).get_state().numpy(), width=32)
 
 
-@pytest.mark.skipif(not native.has_columns(), reason="the kernels were built from older source")
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(["normal", "uniform"]),

@@ -89,7 +89,7 @@ class StreamSampler:
         Returns:
             Whether there is a kernel for it; if not, nothing has been drawn.
         """
-        if self._counter is not None or not native.has_columns():
+        if self._counter is not None or not native.available():
             return False
         if not all(is_native(name, part, first, second) for part in parts):
             return False
@@ -101,7 +101,7 @@ class StreamSampler:
     def has_selection(self, count: int, dtype: torch.dtype) -> bool:
         """Whether the next two are there, for so many normals that are not their fill's end."""
         whole = dtype == torch.float32 and count % native.MIN_NORMAL == 0 and count < 1 << 31
-        return whole and self._counter is None and native.has_selection() and trusted()
+        return whole and self._counter is None and trusted()
 
     def normals_outside(self, count: int, mean: float, std: float, low: float, high: float) -> NDArray[np.int32]:
         """As `fill` with normals, but only says which are not in [low, high]: their indices, in ascending order."""

@@ -2,10 +2,7 @@
 
 `jax.lax.empty` is such an array on a GPU or a TPU; on a CPU it is zeros, written at the speed of memory: for a weight
 that is about to be drawn, as long again as drawing it. A custom call whose handler does nothing leaves its results as
-XLA allocated them.
-
-The handler is Python: XLA calls it once for all results. It has the signature of a handler in XLA's foreign function
-interface (`xla/ffi/api/c_api.h`), of whose structures it needs the first fields.
+XLA allocated them. The handler is in `_unwritten.c`; where that was not compiled, memory is cleared first.
 """
 
 from __future__ import annotations
@@ -22,49 +19,21 @@ import torch
 from jax import lax
 from jax.sharding import NamedSharding, Sharding
 
+from .. import c_library
+
 _NAME = "firstloss_unwritten"
-_METADATA = 1  # the type of the extension with which XLA asks what the handler is
-_API_VERSION = (0, 1)  # the oldest that XLA takes; the fields below have not moved since
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("type", ctypes.c_int),
-        ("next", ctypes.c_void_p),
-        ("metadata", ctypes.c_void_p),
-    ]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("version_size", ctypes.c_size_t),
-        ("version_extension", ctypes.c_void_p),
-        ("major", ctypes.c_int),
-        ("minor", ctypes.c_int),
-    ]
-
-
-class _CallFrame(ctypes.Structure):
-    _fields_ = [("size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension))]
-
-
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
-def _handler(frame: Any) -> None:
-    """Does nothing, which is no error; asked for its version, it says it."""
-    extension = frame.contents.extension
-    if extension and extension.contents.type == _METADATA:
-        metadata = _Metadata.from_address(extension.contents.metadata)
-        metadata.major, metadata.minor = _API_VERSION
 
 
 @functools.cache
 def known_to_xla() -> bool:
     """Whether XLA has the custom call; it is told of it the first time."""
+    library = c_library.load(__file__, "_unwritten", {"firstloss_unwritten": (ctypes.c_void_p, (ctypes.c_void_p,))})
+    if library is None:
+        return False
     jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
     try:
-        jax.ffi.register_ffi_target(_NAME, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)
+        handler = jax.ffi.pycapsule(library.firstloss_unwritten)
+        jax.ffi.register_ffi_target(_NAME, handler, platform="cpu", api_version=1)
     except Exception as error:  # another version of the interface: memory is written once more, and all works
         print(f"firstloss: memory of CPU devices is cleared before it is filled ({error})", file=sys.stderr)
         return False

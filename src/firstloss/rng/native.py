@@ -9,13 +9,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from firstloss import c_library
 from firstloss.rng import state as torch_state
 from firstloss.rng.mt19937 import N
 
@@ -28,88 +27,40 @@ class _Cursor(ctypes.Structure):
     _fields_ = [("words", ctypes.c_uint32 * N), ("drawn", ctypes.c_uint32)]
 
 
+_CURSOR, _MEMORY = ctypes.POINTER(_Cursor), ctypes.c_void_p
+_COUNT, _LANES = ctypes.c_int64, ctypes.c_int
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_DOUBT = (_DOUBLE, _MEMORY, _MEMORY)
+_FUNCTIONS: dict[str, tuple[Any, tuple]] = {
+    "normal": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
+    "uniform": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
+    "columns": (
+        None,
+        (
+            _CURSOR,
+            ctypes.POINTER(_MEMORY),
+            ctypes.POINTER(_COUNT),
+            ctypes.c_int,
+            _COUNT,
+            ctypes.c_int,
+            _DOUBLE,
+            _DOUBLE,
+            _LANES,
+        ),
+    ),
+    "finish": (None, (_MEMORY, _MEMORY, _COUNT, *[_FLOAT] * 4, _LANES)),
+    "normals_outside": (_COUNT, (_CURSOR, _COUNT, *[_DOUBLE] * 4, _MEMORY, _LANES)),
+    "normals_at": (None, (_CURSOR, _COUNT, _DOUBLE, _DOUBLE, _MEMORY, _COUNT, _MEMORY, _LANES)),
+    "erfinv": (_COUNT, (_MEMORY, _COUNT, *_DOUBT)),
+    "uniform_erfinv": (_COUNT, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, *[_FLOAT] * 4, *_DOUBT)),
+    "put": (None, (_MEMORY, _MEMORY, _MEMORY, _COUNT)),
+    "lanes": (ctypes.c_int, ()),
+}
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_fill{suffix}")
-        if path.exists():
-            break
-    else:
-        return None
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError:  # built for another machine
-        return None
-    if not has_all(library, "lanes", "normal", "uniform", "finish"):
-        return None  # built from older source
-    if library.firstloss_lanes() > 0:
-        for kernel in (library.firstloss_normal, library.firstloss_uniform):
-            kernel.argtypes = (
-                ctypes.POINTER(_Cursor),
-                ctypes.c_void_p,
-                ctypes.c_int64,
-                ctypes.c_double,
-                ctypes.c_double,
-                ctypes.c_int,
-            )
-            kernel.restype = None
-        if has_all(library, "columns"):  # else built from older source: columns are copied
-            library.firstloss_columns.argtypes = (
-                ctypes.POINTER(_Cursor),
-                ctypes.POINTER(ctypes.c_void_p),
-                ctypes.POINTER(ctypes.c_int64),
-                ctypes.c_int,
-                ctypes.c_int64,
-                ctypes.c_int,
-                ctypes.c_double,
-                ctypes.c_double,
-                ctypes.c_int,
-            )
-            library.firstloss_columns.restype = None
-        if has_all(library, "erfinv", "uniform_erfinv", "put"):
-            buffers = (ctypes.c_double, ctypes.c_void_p, ctypes.c_void_p)
-            library.firstloss_erfinv.argtypes = (ctypes.c_void_p, ctypes.c_int64, *buffers)
-            library.firstloss_erfinv.restype = ctypes.c_int64
-            library.firstloss_uniform_erfinv.argtypes = (
-                *library.firstloss_uniform.argtypes[:5],
-                *[ctypes.c_float] * 4,
-                *buffers,
-            )
-            library.firstloss_uniform_erfinv.restype = ctypes.c_int64
-            library.firstloss_put.argtypes = (*[ctypes.c_void_p] * 3, ctypes.c_int64)
-            library.firstloss_put.restype = None
-        if has_all(library, "normals_outside", "normals_at"):
-            begin = library.firstloss_normal.argtypes[0], ctypes.c_int64, ctypes.c_double, ctypes.c_double
-            library.firstloss_normals_outside.argtypes = (
-                *begin,
-                ctypes.c_double,
-                ctypes.c_double,
-                ctypes.c_void_p,
-                ctypes.c_int,
-            )
-            library.firstloss_normals_outside.restype = ctypes.c_int64
-            library.firstloss_normals_at.argtypes = (
-                *begin,
-                ctypes.c_void_p,
-                ctypes.c_int64,
-                ctypes.c_void_p,
-                ctypes.c_int,
-            )
-            library.firstloss_normals_at.restype = None
-        library.firstloss_finish.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            *[ctypes.c_float] * 4,
-            ctypes.c_int,
-        )
-        library.firstloss_finish.restype = None
-    return library
-
-
-def has_all(library: ctypes.CDLL, *names: str) -> bool:
-    """Whether the library, which may have been built from older source, has these kernels."""
-    return all(hasattr(library, f"firstloss_{name}") for name in names)
+    return c_library.load(__file__, "_fill", {f"firstloss_{name}": types for name, types in _FUNCTIONS.items()})
 
 
 def lanes() -> int:
@@ -123,22 +74,9 @@ def available() -> bool:
     return lanes() > 0
 
 
-def has_columns() -> bool:
-    """Whether `Cursor.columns` is there."""
-    library = _library()
-    return library is not None and lanes() > 0 and has_all(library, "columns")
-
-
-def has_selection() -> bool:
-    """Whether `Cursor.normals_outside` and `Cursor.normals_at` are there."""
-    library = _library()
-    return library is not None and lanes() > 0 and has_all(library, "normals_outside", "normals_at")
-
-
 def has_erfinv() -> bool:
     """Whether `erfinv` and `Cursor.uniform_erfinv` are there: they are written for 16 numbers at once."""
-    library = _library()
-    return library is not None and lanes() == 16 and has_all(library, "erfinv", "uniform_erfinv", "put")
+    return lanes() == 16
 
 
 def finish(

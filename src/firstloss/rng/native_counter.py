@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from firstloss import c_library
+
 _WORD = (1 << 64) - 1
+
+
+_COUNT, _DOUBLE = ctypes.c_int64, ctypes.c_double
+_FILL = (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 3, _COUNT, _DOUBLE, _DOUBLE))
 
 
 @cache
 def _library() -> Any:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_counter{suffix}")
-        if path.exists():
-            try:
-                library = ctypes.CDLL(str(path))
-            except OSError:  # built for another machine
-                return None
-            word = ctypes.c_uint64
-            for kernel in (library.firstloss_counter_normal, library.firstloss_counter_uniform):
-                kernel.argtypes = (
-                    ctypes.c_void_p,
-                    word,
-                    word,
-                    word,
-                    ctypes.c_int64,
-                    ctypes.c_double,
-                    ctypes.c_double,
-                )
-                kernel.restype = None
-            return library
-    return None
+    kernels = {"firstloss_counter_normal": _FILL, "firstloss_counter_uniform": _FILL}
+    return c_library.load(__file__, "_counter", kernels)
 
 
 def available() -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from firstloss import c_library
 from firstloss.rng.mt19937 import N, Words
 
 _own = threading.local()
@@ -24,20 +23,14 @@ def _scratch(size: int) -> Words:
     return _own.table
 
 
+_ADDRESS = ctypes.c_void_p
+_TYPES = (None, (_ADDRESS, _ADDRESS, ctypes.c_int64, ctypes.c_int, _ADDRESS, _ADDRESS))
+
+
 @cache
 def _kernel() -> Any:
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_jump{suffix}")
-        if path.exists():
-            try:
-                kernel = ctypes.CDLL(str(path)).firstloss_jump
-            except OSError:  # built for another machine
-                return None
-            address = ctypes.c_void_p
-            kernel.argtypes = (address, address, ctypes.c_int64, ctypes.c_int, address, address)
-            kernel.restype = None
-            return kernel
-    return None
+    library = c_library.load(__file__, "_jump", {"firstloss_jump": _TYPES})
+    return None if library is None else library.firstloss_jump
 
 
 def available() -> bool:
