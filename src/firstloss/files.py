@@ -64,6 +64,17 @@ def lock(descriptor: int, folder: str) -> None:
             raise SaveError(f"{folder} is being written by another process") from None
 
 
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """As `lock`, of the folder itself, while the block runs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def sync_folder(folder: str) -> None:
     """Make the rename itself last; systems without folder descriptors have no way to ask for it."""
     try:

@@ -11,6 +11,7 @@ moved out when all of it is there; until then nothing in the target folder looks
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,12 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...engine.reader import Reader, Wholes
 from ...engine.run import default_threads, make_whole
 from ...errors import SaveError
-from ...files import sync_folder
+from ...files import sync_folder, written_aside
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
 from .journal import Journal
-from .safetensors_header import header
+from .safetensors_file import FileLayout, TensorMeta
 from .state_dict import Saved, config_names, tensors_to_save, write_configs
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
@@ -84,8 +85,8 @@ def save_initialized(
             _remove_other_work(target, work)
             with Journal(os.path.join(work, "journal")) as journal:
                 if _COMPLETE not in journal.done:
-                    _write_all(plan, saved, work, journal, progress)
-                    _write_index(plan, saved, work, module)
+                    _write_all(plan, work, journal, progress)
+                    _write_index(plan, work, module)
                     write_configs(module, work)
                     sync_folder(work)
                     journal.add(_COMPLETE)
@@ -97,16 +98,17 @@ def save_initialized(
 
 
 class _File(NamedTuple):
-    """A file of the layout: `places` of tensors behind `head`."""
+    """One of the files: its tensors, in the order of `layout.extents`, lie behind `head`."""
 
     name: str
+    layout: FileLayout
     head: bytes
-    places: list[layout.Extent]
+    tensors: list[Saved]
 
     @property
     def data(self) -> int:
         """Bytes behind the head."""
-        return self.places[-1].end if self.places else 0
+        return self.layout.size
 
     @property
     def size(self) -> int:
@@ -129,18 +131,12 @@ def _plan(saved: list[Saved], limit: int, left_out: dict[str, str]) -> list[_Fil
     groups = layout.split([s.nbytes for s in saved], limit)
     files = []
     for name, group in zip(layout.file_names(len(groups)), groups, strict=True):
-        places = [
-            layout.Extent(group[place.which], place.begin, place.end)
-            for place in layout.layout(
-                [saved[i].nbytes for i in group], [saved[i].ref.dtype.itemsize for i in group], BLOCK
-            )
-        ]
-        mine = {saved[i].name for i in group}
+        tensors = [saved[i] for i in group]
+        mine = {tensor.name for tensor in tensors}
         metadata = {"format": "pt", **{tied: kept for tied, kept in left_out.items() if kept in mine}}
-        entries = [
-            (saved[p.which].name, saved[p.which].ref.dtype, saved[p.which].ref.size, p.begin, p.end) for p in places
-        ]
-        files.append(_File(name, header(entries, metadata, BLOCK), places))
+        metas = [TensorMeta(tensor.name, tensor.ref.dtype, tensor.ref.size, tensor.nbytes) for tensor in tensors]
+        placed = FileLayout(metas, BLOCK)
+        files.append(_File(name, placed, placed.head(metadata), [tensors[which] for which, _, _ in placed.extents]))
     return files
 
 
@@ -153,7 +149,6 @@ def _runs(file: _File) -> list[_Run]:
 
 def _write_all(
     plan: list[_File],
-    saved: list[Saved],
     work: str,
     journal: Journal,
     progress: Callable[[int, int], None] | None,
@@ -179,28 +174,19 @@ def _write_all(
             if progress is not None:
                 progress(written, total)
 
-    writer = _Writer(saved, count)
+    writer = _Writer(count)
     for file in plan:
         if file.name in journal.done and not missing[file.name]:
             continue
-        with closing(DirectFile(os.path.join(work, file.name))) as out:
+        with file.layout.written(os.path.join(work, file.name), functools.partial(bytes, file.head)) as out:
             writer.write(file, missing[file.name], out, journal)
-            _write_head(file, out)
-            out.end_at(file.size)
         journal.add(file.name)
-
-
-def _write_head(file: _File, out: DirectFile) -> None:
-    memory = aligned(len(file.head))
-    memory.numpy()[:] = memoryview(file.head)
-    out.write(memory, 0)
 
 
 class _Writer:
     """Threads that make pieces and write them."""
 
-    def __init__(self, saved: list[Saved], count: Callable[[int], None]) -> None:
-        self._saved = saved
+    def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._stop = threading.Event()
         self._wholes = Wholes(make_whole)
@@ -253,11 +239,11 @@ class _Writer:
 
     def _make(self, file: _File, begin: int, end: int, reader: Reader, buffer: torch.Tensor) -> None:
         """Bytes [begin, end) of a file's data, in `buffer`."""
-        for place in file.places:
+        for place, tensor in zip(file.layout.extents, file.tensors, strict=True):
             low, high = max(place.begin, begin), min(place.end, end)
             if low >= high:
                 continue
-            ref = self._saved[place.which].ref
+            ref = tensor.ref
             part = buffer[low - begin : high - begin].view(ref.dtype)
             first = (low - place.begin) // ref.dtype.itemsize
             flat = ref._replace(size=(part.numel(),), stride=(1,), offset=ref.offset + first)
@@ -267,20 +253,18 @@ class _Writer:
 # -- finishing ---------------------------------------------------------------------------------------------------------
 
 
-def _write_index(plan: list[_File], saved: list[Saved], work: str, module: torch.nn.Module) -> None:
+def _write_index(plan: list[_File], work: str, module: torch.nn.Module) -> None:
     if len(plan) == 1:
         return
     metadata = {"total_size": sum(file.data for file in plan)}
     count: Any = getattr(module, "num_parameters", None)
     if callable(count):  # transformers' models count theirs, and write it here
         metadata["total_parameters"] = count()
-    weight_map = {saved[place.which].name: file.name for file in plan for place in file.places}
+    weight_map = {tensor.name: file.name for file in plan for tensor in file.tensors}
     index = {"metadata": metadata, "weight_map": weight_map}
-    with open(os.path.join(work, _INDEX), "w", encoding="utf-8") as out:
+    with written_aside(os.path.join(work, _INDEX), "w") as out:
         json.dump(index, out, indent=2, sort_keys=True)
         out.write("\n")
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _move_out(plan: list[_File], work: str, target: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.recorder import DeferredTensor
-from ...compat.torch_names import local_tensor_or
 from ...errors import SaveError
 from ...program.graph import Ref, Value, is_contiguous
-from .safetensors_header import DTYPES
+from .savable import check_savable, memory_key
 
 
 class Saved(NamedTuple):
@@ -80,16 +79,13 @@ def _check(name: str, tensor: Any) -> None:
             f"{name} of the state dict is of type {type(tensor).__name__}, and a safetensors file holds tensors only. "
             "Materialize the module and save it with torch.save."
         )
-    if local_tensor_or(tensor, None) is not None:
-        raise SaveError(
-            f"{name} is a DTensor: this process makes a part of it only. Call save_initialized before the module is "
-            "distributed, or materialize it and use torch.distributed.checkpoint."
-        )
-    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise SaveError(
-            f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file cannot "
-            "hold. Convert it before saving."
-        )
+    check_savable(
+        tensor,
+        name,
+        SaveError,
+        "Call save_initialized before the module is distributed, or materialize it and use "
+        "torch.distributed.checkpoint.",
+    )
 
 
 def _declared_ties(module: torch.nn.Module) -> list[re.Pattern[str]]:
@@ -106,20 +102,13 @@ def _ties(state: dict[str, torch.Tensor], declared: list[re.Pattern[str]]) -> di
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():
-            groups.setdefault(_memory(tensor), []).append(name)
+            groups.setdefault(memory_key(tensor), []).append(name)
     left_out = {}
     for names in groups.values():
         own = [name for name in sorted(names) if not any(pattern.search(name) for pattern in declared)]
         kept = next((name for name in names if name in own), sorted(names)[-1])
         left_out.update({name: kept for name in names if name != kept})
     return left_out
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    if type(tensor) is DeferredTensor:
-        return id(tensor._store), tensor.storage_offset(), geometry
-    return tensor.device, tensor.data_ptr(), geometry
 
 
 def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,6 +130,7 @@ def _row_by_row(tensor: torch.Tensor) -> Ref:
             tensor = tensor.contiguous()
     if type(tensor) is DeferredTensor:
         return tensor._ref()
+    tensor = tensor.resolve_conj().resolve_neg()
     shape = tuple(tensor.shape)
     value = Value(shape, tensor.contiguous().stride(), tensor.dtype, tensor.device)
     value.real = tensor

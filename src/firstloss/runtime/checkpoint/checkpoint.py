@@ -23,7 +23,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import lock, placed, sync_folder, written_aside
+from ...files import locked, placed, sync_folder, written_aside
 from ...init.materialize import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -157,7 +157,7 @@ def _folder(target: str, number: str, all_of_us: Processes) -> Iterator[str]:
         yield folder
         all_of_us.wait("named")
         return
-    with _locked(folder):
+    with locked(folder):
         yield folder
         sync_folder(folder)
         if new:
@@ -178,21 +178,10 @@ def _remove_leftovers(target: str) -> None:
     for name in os.listdir(parent):
         if re.fullmatch(rf"\.{re.escape(own)}\.[0-9a-f]{{12}}\.part", name):
             try:
-                with _locked(os.path.join(parent, name)):
+                with locked(os.path.join(parent, name)):
                     shutil.rmtree(os.path.join(parent, name))
             except (SaveError, FileNotFoundError):
                 continue  # somebody is at it
-
-
-@contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Only one process writes in a folder; the lock ends with the process, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _description(path: str) -> dict[str, Any]:

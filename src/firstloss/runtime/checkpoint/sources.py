@@ -8,9 +8,8 @@ import torch
 
 from ...capture.recorder import DeferredTensor
 from ...capture.values import content
-from ...compat.torch_names import local_tensor_or
 from ...errors import UnsavableError
-from ...init.disk.safetensors_header import DTYPES
+from ...init.disk.savable import check_savable, memory_key
 from .file import Part
 from .map import map_tensors
 
@@ -33,14 +32,14 @@ class Sources:
         Raises:
             UnsavableError: for one that a safetensors file cannot hold.
         """
-        _check(tensor, where)
-        memory = _memory(tensor)
+        instead = "Use torch.distributed.checkpoint, or save its full_tensor()."
+        check_savable(tensor, where, UnsavableError, instead)
+        memory = memory_key(tensor)
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, count = where or "tensor", 1
-        while (
-            name in self._tensors or name == "__metadata__"
-        ):  # "a.b" is also the way to "b" in "a"; the other is taken
+        # "a.b" is also the way to "b" in "a"; the other is taken.
+        while name in self._tensors or name == "__metadata__":
             count += 1
             name = f"{where} ({count})"
         self._tensors[name] = tensor
@@ -62,29 +61,6 @@ class Sources:
 def on_host(obj: Any) -> Any:
     """`obj` with its deferred tensors as ordinary ones, which share memory with the device where they can."""
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
-
-
-def _check(tensor: torch.Tensor, where: str) -> None:
-    if local_tensor_or(tensor, None) is not None:
-        raise UnsavableError(
-            f"{where} is a DTensor, of which this process has a part only. Use torch.distributed.checkpoint, or save "
-            "its full_tensor()."
-        )
-    if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise UnsavableError(
-            f"{where} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file "
-            "cannot hold. Convert it before saving."
-        )
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that show the same memory in the same way; None where there is none."""
-    if not tensor.numel():
-        return None
-    geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    if type(tensor) is DeferredTensor:
-        return id(tensor._store), tensor.storage_offset(), geometry
-    return tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg(), geometry
 
 
 def _whole_part(name: str, tensor: torch.Tensor) -> Part:

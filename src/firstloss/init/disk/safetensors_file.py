@@ -1,0 +1,84 @@
+"""Write safetensors files: where each tensor lies, and the head that says so.
+
+Format: https://github.com/huggingface/safetensors#format. The head is its length (8 bytes, little-endian), then JSON,
+which may end in spaces: here as many as let the data begin at a whole block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from .direct_file import BLOCK, DirectFile, aligned
+from .layout import Extent, layout
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TensorMeta(NamedTuple):
+    """What is said of a tensor before it is written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    nbytes: int
+
+
+class FileLayout:
+    """Where the tensors of one file lie.
+
+    Attributes:
+        extents: of the data behind the head; `which` counts `tensors`.
+        size: bytes of data.
+    """
+
+    def __init__(self, tensors: Sequence[TensorMeta], block: int = 1) -> None:
+        """Tensors of whole `block`s of bytes come first: see `layout`."""
+        self._tensors = tensors
+        self.extents: list[Extent] = layout([t.nbytes for t in tensors], [t.dtype.itemsize for t in tensors], block)
+        self.size = self.extents[-1].end if self.extents else 0
+
+    def head(self, metadata: Mapping[str, str]) -> bytes:
+        """The head of the file: whole blocks."""
+        said: dict[str, object] = {"__metadata__": dict(metadata)}
+        for which, begin, end in self.extents:
+            name, dtype, shape, _ = self._tensors[which]
+            said[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(said, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % BLOCK)
+        return len(text).to_bytes(8, "little") + text
+
+    @contextmanager
+    def written(self, path: str, head: Callable[[], bytes]) -> Iterator[DirectFile]:
+        """The file at `path`, into which the block writes the data; then comes `head()`, and all is on disk for good.
+
+        Whatever is there already stays where the block does not write.
+        """
+        with closing(DirectFile(path)) as out:
+            yield out
+            text = head()
+            memory = aligned(len(text))
+            memory.numpy()[:] = memoryview(text)
+            out.write(memory, 0)
+            out.end_at(len(text) + self.size)
