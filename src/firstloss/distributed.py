@@ -43,12 +43,20 @@ class ClusterConfig(Settings):
 
 
 def get_ordinal() -> int:
-    """The number of this process among those that train together, from 0."""
+    """The number of this process among those that train together, from 0.
+
+    Returns:
+        0 where there is one process.
+    """
     return _processes().index
 
 
 def num_tasks() -> int:
-    """How many processes train together."""
+    """How many processes train together.
+
+    Returns:
+        At least 1.
+    """
     return _processes().count
 
 
@@ -57,22 +65,37 @@ def is_master_ordinal(local: bool = False) -> bool:
 
     Args:
         local: the same, among those on this machine (`LOCAL_RANK`).
+
+    Returns:
+        True for one process in all, or for one on each machine if `local`.
     """
     return int(os.environ.get("LOCAL_RANK", 0)) == 0 if local else get_ordinal() == 0
 
 
 def is_streamer() -> bool:
-    """Whether this process reads data: each does."""
+    """Whether this process reads data: each does.
+
+    Returns:
+        True.
+    """
     return True
 
 
 def num_streamers() -> int:
-    """How many processes read data: all of them."""
+    """How many processes read data: all of them.
+
+    Returns:
+        `num_tasks()`.
+    """
     return num_tasks()
 
 
 def get_streaming_rank() -> int:
-    """The number of this process among those that read data: its own among all."""
+    """The number of this process among those that read data: its own among all.
+
+    Returns:
+        `get_ordinal()`.
+    """
     return get_ordinal()
 
 
@@ -85,6 +108,9 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
     Args:
         effective_batch_size: rows of a batch for an update.
         global_rank: of another process than this one; None: this one.
+
+    Returns:
+        Rows: `effective_batch_size` divided by the number of processes.
 
     Raises:
         BackendError: if it is no positive whole number, or the processes cannot share it evenly.
@@ -141,6 +167,12 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a weight, parts of which lie in other processes. All processes have to call it.
 
     Any other tensor is copied.
+
+    Args:
+        tensor: a weight of the backend, of any sharding; any other tensor is copied.
+
+    Returns:
+        A new tensor in host memory, whole.
     """
     from .capture.tensor import DeferredTensor
 

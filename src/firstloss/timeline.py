@@ -29,7 +29,14 @@ _imported = time.perf_counter()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took from `start` to `end` (seconds since the process started) on one track."""
+    """Something that took some time on one track.
+
+    Attributes:
+        name: of the phase.
+        track: the row that it stands in.
+        start: in seconds since the process started.
+        end: in seconds since the process started.
+    """
 
     name: str
     track: str
@@ -43,7 +50,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at one moment (seconds since the process started)."""
+    """Something that happened at one moment.
+
+    Attributes:
+        name: of what happened.
+        at: in seconds since the process started.
+    """
 
     name: str
     at: float
@@ -51,7 +63,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One phase in a table: when it first began and how long it was under way, overlaps counted once."""
+    """One phase in a table.
+
+    Attributes:
+        name: of the phase.
+        begin: when it first began, in seconds since the process started.
+        seconds: how long it was under way, overlaps counted once.
+    """
 
     name: str
     begin: float
@@ -62,6 +80,9 @@ def process_started() -> float:
     """When this process started, on the clock of `time.perf_counter()`.
 
     Linux tells to 10 ms; elsewhere it is the moment at which this module was imported.
+
+    Returns:
+        Seconds.
     """
     now, age = time.perf_counter(), _process_age()
     return _imported if age is None else min(now - age, _imported)
@@ -81,22 +102,37 @@ def _process_age() -> float | None:
 
 
 class Timeline:
-    """Spans and marks of one process. Any thread may record; what is read is a copy."""
+    """Spans and marks of one process. Any thread may record; what is read is a copy.
+
+    Args:
+        start: the zero of the axis on the clock of `time.perf_counter()`; by default the process's start.
+    """
 
     def __init__(self, start: float | None = None) -> None:
-        """`start` is the zero of the axis on the clock of `time.perf_counter()`: by default the process's start."""
         self.start = process_started() if start is None else start
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._marks: list[Mark] = []
 
     def now(self) -> float:
-        """Seconds since `start`."""
+        """Seconds since `start`.
+
+        Returns:
+            A float, from the clock of `time.perf_counter()`.
+        """
         return time.perf_counter() - self.start
 
     @contextmanager
     def span(self, name: str, track: str | None = None) -> Iterator[None]:
-        """Record how long the block takes, also when it raises. `track` is the thread's name if not given."""
+        """Record how long the block takes, also when it raises.
+
+        Args:
+            name: of the phase.
+            track: the row that it stands in; by default the thread's name.
+
+        Yields:
+            None, once; to be used in a `with` statement.
+        """
         start = self.now()
         try:
             yield
@@ -104,7 +140,20 @@ class Timeline:
             self.add(name, start, self.now(), track)
 
     def add(self, name: str, start: float, end: float | None = None, track: str | None = None) -> Span:
-        """Record a span whose times (seconds since `start`) are already known; `end` is now if not given."""
+        """Record a span whose times are already known.
+
+        Args:
+            name: of the phase.
+            start: in seconds since `self.start`.
+            end: the same; by default now.
+            track: the row that it stands in; by default the thread's name.
+
+        Returns:
+            The span.
+
+        Raises:
+            ValueError: if it would end before it starts.
+        """
         span = Span(name, track or _thread_name(), start, self.now() if end is None else end)
         if span.end < span.start:
             raise ValueError(f"span {name!r} would end at {span.end:.6f} s, before it starts at {span.start:.6f} s")
@@ -113,7 +162,15 @@ class Timeline:
         return span
 
     def mark(self, name: str, at: float | None = None) -> Mark:
-        """Record a moment: now, or `at` seconds since `start`."""
+        """Record a moment.
+
+        Args:
+            name: of what happens.
+            at: in seconds since `self.start`; by default now.
+
+        Returns:
+            The mark.
+        """
         mark = Mark(name, self.now() if at is None else at)
         with self._lock:
             self._marks.append(mark)
@@ -136,22 +193,45 @@ class Timeline:
         return next((mark.at for mark in self.marks if mark.name == FIRST_LOSS), None)
 
     def seconds(self, name: str) -> float:
-        """How long phase `name` was under way, overlapping spans (of several threads) counted once."""
+        """How long a phase was under way, overlapping spans (of several threads) counted once.
+
+        Args:
+            name: of the phase.
+
+        Returns:
+            0 for a phase that there is none of.
+        """
         return _union((span.start, span.end) for span in self.spans if span.name == name)
 
     def table(self) -> list[Row]:
-        """One row per phase, in the order of the road; phases that the road does not know follow by time."""
+        """One row per phase.
+
+        Returns:
+            In the order of the road; phases that the road does not know follow by time.
+        """
         begins: dict[str, float] = {}
         for span in self.spans:
             begins.setdefault(span.name, span.start)
         return [Row(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back, in another process too."""
+        """The spans and marks as plain data, for `from_dict`, in another process too.
+
+        Returns:
+            Of dicts, lists, strings and floats.
+        """
         return {"spans": [asdict(span) for span in self.spans], "marks": [asdict(mark) for mark in self.marks]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Timeline:
+        """A timeline of what another one recorded.
+
+        Args:
+            data: what `to_dict` returned.
+
+        Returns:
+            A new timeline.
+        """
         timeline = cls()
         timeline._spans = [Span(**span) for span in data["spans"]]
         timeline._marks = [Mark(**mark) for mark in data["marks"]]
@@ -168,6 +248,12 @@ class Timeline:
         """Write a trace that ui.perfetto.dev and chrome://tracing open: one process per timeline, one row per track.
 
         The file is the JSON object form of the Trace Event Format, times in microseconds.
+
+        Args:
+            path: of the file, which appears when it is whole.
+            name: what this timeline is called there.
+            other: a timeline to show beside it.
+            other_name: what that is called there.
         """
         events = _trace_events(self, 1, name)
         if other is not None:
@@ -185,7 +271,18 @@ class Timeline:
         other_name: str = "eager way",
         title: str | None = None,
     ) -> None:
-        """Draw the phases as bars over time, `other` below on the same axis. Needs matplotlib."""
+        """Draw the phases as bars over time, `other` below on the same axis.
+
+        Args:
+            path: of the file, which appears when it is whole.
+            name: what this timeline is called there.
+            other: a timeline to show beside it.
+            other_name: what that is called there.
+            title: above the picture.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
         from .timeline_picture import draw
 
         groups = [(name, self)] if other is None else [(name, self), (other_name, other)]
@@ -247,23 +344,43 @@ _current = Timeline()
 
 
 def current() -> Timeline:
-    """The timeline that the whole process, all its threads, records into."""
+    """The timeline that the whole process, all its threads, records into.
+
+    Returns:
+        That of the innermost `record`, or the process's own.
+    """
     return _current
 
 
 def span(name: str, track: str | None = None):
-    """`current().span(name, track)`: the block is recorded where it began, whatever `record()` does meanwhile."""
+    """`current().span(name, track)`: the block is recorded where it began, whatever `record()` does meanwhile.
+
+    Args:
+        name: of the phase.
+        track: the row that it stands in; by default the thread's name.
+    """
     return _current.span(name, track)
 
 
 def mark(name: str) -> Mark:
-    """`current().mark(name)`."""
+    """`current().mark(name)`.
+
+    Args:
+        name: of what happens.
+
+    Returns:
+        The mark.
+    """
     return _current.mark(name)
 
 
 @contextmanager
 def record() -> Iterator[Timeline]:
-    """Collect what the block (in any thread) records into a fresh timeline, then put the former one back."""
+    """Collect what the block (in any thread) records into a fresh timeline, then put the former one back.
+
+    Yields:
+        The fresh one.
+    """
     global _current
     former, _current = _current, Timeline()
     try:

@@ -96,11 +96,22 @@ class GradScaler:
         self._gradients: list[Tensor] = []  # that are unscaled, and not clipped yet
 
     def is_enabled(self) -> bool:
-        """Whether it does anything."""
+        """Whether it does anything.
+
+        Returns:
+            False for a fixed scale of 1.
+        """
         return self._scales
 
     def scale(self, losses: T) -> T:
-        """The loss, or losses in a list or tuple, in float32 times the scale."""
+        """Multiply the loss by the scale.
+
+        Args:
+            losses: a loss, or a list or tuple of losses, of any floating-point dtype.
+
+        Returns:
+            The same structure, in float32.
+        """
         self._clear()
         if isinstance(losses, (list, tuple)):
             return type(losses)(self.scale(loss) for loss in losses)
@@ -110,6 +121,9 @@ class GradScaler:
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of the optimizer's weights by the scale, in place.
+
+        Args:
+            optimizer: whose weights' gradients are divided; weights without a gradient are left alone.
 
         Raises:
             PrecisionError: if it has been done in this step already.
@@ -132,6 +146,13 @@ class GradScaler:
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step()` with unscaled gradients; with a dynamic scale, weights and state stay as they are if a
         gradient is infinite or no number.
+
+        Args:
+            optimizer: whose weights are updated. Its gradients are unscaled first unless `unscale_` has done so.
+            *args, **kwargs: passed on to `optimizer.step`.
+
+        Returns:
+            What `optimizer.step` returns; None if it is left out.
 
         Raises:
             PrecisionError: if it has been done since the last `update`.
@@ -191,20 +212,35 @@ class GradScaler:
         self._gradients = []
 
     def get_scale(self) -> Any:
-        """The scale of now; in a traced step, a tensor."""
+        """The scale of now; in a traced step, a tensor.
+
+        Returns:
+            A float; in a traced step, a float32 tensor without dimensions.
+        """
         return self._scale.clone() if torch.compiler.is_compiling() else float(self._scale)
 
     def get_num_skipped_steps(self) -> Any:
-        """How many steps have been left out so far; in a traced step, a tensor."""
+        """How many steps have been left out so far; in a traced step, a tensor.
+
+        Returns:
+            An int; in a traced step, an int64 tensor without dimensions.
+        """
         return self._skipped.clone() if torch.compiler.is_compiling() else int(self._skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The scale and its counts."""
+        """The scale and its counts.
+
+        Returns:
+            Four tensors without dimensions, by name, for `load_state_dict`.
+        """
         return dict(zip(_STATE, (self._scale, self._steps, self._overflows, self._skipped), strict=True))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the scale and the counts of another.
+
+        Args:
+            state_dict: what `state_dict` of another returned; numbers will do.
 
         Raises:
             PrecisionError: if one is missing.

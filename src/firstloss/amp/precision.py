@@ -52,7 +52,11 @@ def _name(dtype: str | torch.dtype) -> str:
 
 
 def get_half_dtype() -> str:
-    """The name of the half precision chosen."""
+    """The name of the half precision chosen.
+
+    Returns:
+        "bfloat16", "float16" or "cbfloat16".
+    """
     return _half
 
 
@@ -77,23 +81,47 @@ def enable_mixed_precision(enable: bool = True) -> bool:
 
 
 def mixed_precision() -> bool:
-    """Whether `enable_mixed_precision` is on."""
+    """Whether `enable_mixed_precision` is on.
+
+    Returns:
+        True from `enable_mixed_precision()` until `enable_mixed_precision(False)`.
+    """
     return _mixed
 
 
 def get_floating_point_dtype(default: torch.dtype = torch.float32) -> torch.dtype:
-    """The torch dtype that models compute in: that of the half precision chosen if `mixed_precision`, else
-    `default`."""
+    """The torch dtype that models compute in.
+
+    Args:
+        default: what they compute in where `mixed_precision` is off.
+
+    Returns:
+        That of the half precision chosen if `mixed_precision`, else `default`.
+    """
     return _DTYPES[_half] if _mixed else default
 
 
 def get_floating_point_dtype_str(default: str = "float32") -> str:
-    """The name of what models compute in: the half precision chosen if `mixed_precision`, else `default`."""
+    """The name of the dtype that models compute in.
+
+    Args:
+        default: what they compute in where `mixed_precision` is off.
+
+    Returns:
+        The half precision chosen if `mixed_precision`, else `default`.
+    """
     return _half if _mixed else default
 
 
 def is_cbfloat16_tensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` would be cbfloat16 in a traced step: that is chosen, and it has float16 in its place."""
+    """Whether a tensor would be cbfloat16 in a traced step.
+
+    Args:
+        tensor: of any dtype and shape.
+
+    Returns:
+        Whether cbfloat16 is chosen, and `tensor` has float16, which stands for it.
+    """
     return _half == "cbfloat16" and tensor.dtype == _DTYPES[_half]
 
 

@@ -52,6 +52,9 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
             that seed, construct on meta, and initialise afterwards: so they draw what they always did. The default
             leaves generators where eager construction would.
 
+    Returns:
+        A context manager; entering it gives None.
+
     Raises:
         CaptureError: if there is no such policy, if the block is inside one of another, or one that preserves the
             generators is inside one that does not; or if the default device is meta.
@@ -118,9 +121,20 @@ def _policy(rng: str | None) -> str:
 
 
 def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call `fn(*args, **kwargs)` without computing; returns what it returns, with deferred tensors in it.
+    """Call `fn(*args, **kwargs)` without computing.
 
     All arguments are `fn`'s. For another policy of random numbers write `with fl.deferred(rng="counter"):`.
+
+    Example:
+        model = fl.deferred_init(Model, config)
+        fl.materialize_module(model)
+
+    Args:
+        fn: a constructor: any callable that makes tensors, such as a Module's class.
+        *args, **kwargs: its arguments.
+
+    Returns:
+        What `fn` returns, with deferred tensors in it.
 
     Raises:
         NothingDeferredError: if what `fn` returns holds no tensor.
@@ -210,6 +224,13 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 
 
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
-    """Whether a tensor, or any parameter or buffer of a module, is still a recipe."""
+    """Whether a tensor, or any parameter or buffer of a module, is still a recipe.
+
+    Args:
+        what: a Module or a tensor.
+
+    Returns:
+        False once all has been materialized.
+    """
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
     return any(type(t) is DeferredTensor and state_of(t._store).pending for t in tensors)

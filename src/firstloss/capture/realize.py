@@ -28,6 +28,12 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
     on sharing.
+
+    Args:
+        tensor: deferred, or real, or a DTensor whose local shard is deferred.
+
+    Returns:
+        The same Python object, which holds real memory now.
     """
     materialize_stores(pending(tensor))
     return tensor

@@ -49,6 +49,7 @@ def materialize_module(
     only some of them are.
 
     Args:
+        module: a Module, some of whose parameters and buffers are deferred; DTensors get their local shard.
         buffers_only: make the buffers and leave the parameters deferred.
         check_fn: make only the tensors that belong directly to submodules for which this returns True.
         device: where the tensors shall live; default the device they were constructed for. They are made on the CPU,
@@ -56,6 +57,9 @@ def materialize_module(
         dtype: what floating-point tensors shall be converted to, after they have been made in their own dtype.
         num_threads: threads to make them with; default all cores of this process.
         progress: called now and then with (bytes made, bytes in all).
+
+    Returns:
+        `module`.
 
     Raises:
         MaterializeError: if nothing can be made on `device`; all stays deferred. If `module` has tensors on the meta

@@ -263,6 +263,12 @@ def init_program(module: torch.nn.Module) -> InitProgram:
     Parameters and buffers that are real already, as those made of numpy arrays are, are constants of it, as they are
     now; weights that live on a backend are left out.
 
+    Args:
+        module: a Module, some of whose parameters and buffers are deferred.
+
+    Returns:
+        The Program of its constructor, with `recipes` by qualified name.
+
     Raises:
         NothingDeferredError: if no parameter, buffer or tensor attribute of `module` is deferred.
     """

@@ -50,8 +50,12 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
     """Say how one weight, deferred or not, is to be cut; returns it. As `torch_xla.distributed.spmd.mark_sharding`.
 
     Args:
+        tensor: the weight.
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`.
         spec: for each dimension None, an axis, or a tuple of axes; dimensions left out at the end are not cut.
+
+    Returns:
+        `tensor`.
 
     Raises:
         ShardingError: if the spec has more dimensions than the tensor, or names an axis that the mesh does not have or
@@ -75,9 +79,13 @@ def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
     """Say by name pattern how the weights of `module` are to be cut; returns it.
 
     Args:
+        module: a Module, deferred or not.
         specs: shell patterns of qualified names (`"*.q_proj.weight"`), each with its spec; the first that matches a
             name holds for it. A pattern may match some weights only through their further names, if they are tied.
         mesh: as for `mark_sharding`.
+
+    Returns:
+        `module`.
 
     Raises:
         ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is marked then.

@@ -31,6 +31,9 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
         op: `torch.ops.namespace.name`, one overload of it, or what `torch.library.custom_op` returned.
         replace: take the place of a lowering that there is already.
 
+    Returns:
+        The decorator, which returns the function that it is given.
+
     Raises:
         TypeError: if `op` is no operation.
         ValueError: if it has a lowering already and `replace` is False.

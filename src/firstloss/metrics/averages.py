@@ -11,7 +11,11 @@ Tensor = torch.Tensor
 
 
 class MeanMetric(Metric):
-    """The weighted mean of values."""
+    """The weighted mean of values.
+
+    Args:
+        name: under which it is reported; by default that of its class.
+    """
 
     mean_value: Tensor
     weight: Tensor
@@ -45,6 +49,9 @@ class AccuracyMetric(Metric):
     """Which part of the predictions is right.
 
     With weights, right ones count as their weight, and what is divided by is how many weights are above 0.
+
+    Args:
+        name: under which it is reported; by default that of its class.
     """
 
     total_correct_predictions: Tensor
@@ -90,7 +97,11 @@ class AccuracyMetric(Metric):
 
 
 class PerplexityMetric(Metric):
-    """e to the mean loss of a token."""
+    """e to the mean loss of a token.
+
+    Args:
+        name: under which it is reported; by default that of its class.
+    """
 
     total_loss: Tensor
     total_num_tokens: Tensor
@@ -127,6 +138,7 @@ class MeanPerClassAccuracyMetric(Metric):
 
     Args:
         num_classes: labels are from 0 to one less.
+        name: under which it is reported; by default that of its class.
     """
 
     correct: Tensor

@@ -79,8 +79,11 @@ class FBetaScoreMetric(_OfConfusion):
     """(1 + beta^2) precision recall / (beta^2 precision + recall); with beta = 1, the F1 score.
 
     Args:
+        num_classes: labels are from 0 to one less; at least 2.
+        beta: how much more recall counts than precision; above 0.
         average_type: "micro": of all predictions together; "macro": the mean over the classes.
         ignore_labels: classes that are not counted.
+        name: under which it is reported; by default that of its class.
 
     Raises:
         MetricError: for arguments that make no sense.
@@ -126,7 +129,9 @@ class MeanIOUMetric(_OfConfusion):
     neither a label nor a prediction has do not count.
 
     Args:
+        num_classes: labels are from 0 to one less; at least 2.
         ignore_classes: classes that are not counted.
+        name: under which it is reported; by default that of its class.
 
     Raises:
         MetricError: for arguments that make no sense.
@@ -158,7 +163,9 @@ class DiceCoefficientMetric(_OfConfusion):
     prediction has do not count.
 
     Args:
+        num_classes: labels are from 0 to one less; at least 2.
         ignore_classes: classes that are not counted.
+        name: under which it is reported; by default that of its class.
 
     Raises:
         MetricError: for arguments that make no sense.

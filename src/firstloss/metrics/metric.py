@@ -56,11 +56,18 @@ class Metric(torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has to define reset()")
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch to the state, in place."""
+        """Add a batch to the state, in place.
+
+        Args:
+            *args, **kwargs: a subclass says which.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to define update(...)")
 
     def compute(self) -> Any:
         """The number of all that has been added.
+
+        Returns:
+            What a subclass says: a tensor without dimensions, for those here.
 
         Raises:
             MetricError: if that is nothing.
@@ -71,6 +78,8 @@ class Metric(torch.nn.Module):
         """Keep `tensor` as the attribute `name`. Done again, the state takes its values.
 
         Args:
+            name: of the attribute.
+            tensor: of any shape and dtype.
             persistent: it is part of `state_dict`.
         """
         known = buffers_of(self).get(name)
@@ -81,7 +90,14 @@ class Metric(torch.nn.Module):
             known.copy_(tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`update`, and then `compute`."""
+        """`update`, and then `compute`.
+
+        Args:
+            *args, **kwargs: as `update` takes them.
+
+        Returns:
+            What `compute` returns.
+        """
         self.update(*args, **kwargs)
         return self.compute()
 
@@ -125,7 +141,11 @@ def _once_there_is_something(compute: Any) -> Any:
 
 
 def get_all_metrics() -> Iterator[tuple[str, Metric]]:
-    """The metrics that there are, by name; "name.0", "name.1" and so on, where several have one."""
+    """The metrics that there are, in the order in which they were made.
+
+    Yields:
+        (name, metric). Where several have one name, it is "name.0", "name.1" and so on.
+    """
     there = [metric for ref in _all if (metric := ref()) is not None]
     for metric in there:
         same = [other for other in there if other.name == metric.name]
@@ -134,5 +154,9 @@ def get_all_metrics() -> Iterator[tuple[str, Metric]]:
 
 
 def compute_all_metrics() -> dict[str, Any]:
-    """What `compute` gives of each metric to which something has been added, by the names of `get_all_metrics`."""
+    """Compute each metric to which something has been added.
+
+    Returns:
+        What `compute` gives, by the names of `get_all_metrics`.
+    """
     return {name: metric.compute() for name, metric in get_all_metrics() if metric.num_updates}

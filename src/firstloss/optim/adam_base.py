@@ -43,6 +43,10 @@ class AdamBase(Optimizer):
     So `eps` is added before the bias is corrected, and not after, as PyTorch does; and it is 1e-6 by default.
 
     Args:
+        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        lr: the learning rate, a number or a tensor.
+        betas: of the running averages of the gradient and of its square.
+        eps: added to the root of the averaged squares.
         weight_decay: decoupled, as AdamW's.
         l2_regularization_rate: added to the gradient, as Adam's `weight_decay` in PyTorch.
         correct_bias: False, as BERT was trained: the averages are used as they are, from zeros on.

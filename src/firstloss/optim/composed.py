@@ -17,9 +17,13 @@ class SequentialLR(Schedule):
     """One schedule after another, each from its own step 0: the first until `milestones[0]`, and so on.
 
     Args:
+        optimizer: that of the schedules.
         schedulers: schedules of `optimizer`, one more than milestones.
         milestones: the steps at which the next schedule takes over, rising.
         last_epoch: the step of the whole before the one to begin at; -1 is the beginning.
+
+    Raises:
+        ScheduleError: for milestones that do not fit, or schedules of another optimizer or of other numbers.
     """
 
     def __init__(
@@ -45,7 +49,12 @@ class SequentialLR(Schedule):
 
 
 class PiecewiseConstantLR(Schedule):
-    """`learning_rates[i]` from the i-th milestone on, counting the beginning as the 0-th; one more than milestones."""
+    """`learning_rates[i]` from the i-th milestone on, counting the beginning as the 0-th; one more than milestones.
+
+    Args:
+        learning_rates: the numbers, one more than milestones.
+        milestones: the steps at which the next number takes over, rising.
+    """
 
     def __init__(
         self,
@@ -72,7 +81,14 @@ class PiecewiseConstantLR(Schedule):
 
 class ChainedLR(Schedule):
     """The first schedule, times what each of the others has become of its initial rate: PyTorch's `ChainedScheduler`,
-    for schedules that multiply."""
+    for schedules that multiply.
+
+    Args:
+        schedulers: schedules of one optimizer, which set the same number in the same groups.
+
+    Raises:
+        ScheduleError: if there is none, or one after the first has no initial rate, or 0.
+    """
 
     def __init__(self, schedulers: Sequence[Schedule], param_group_tags: Tags = None, **where: Any) -> None:
         self.schedulers = list(schedulers)
@@ -136,6 +152,7 @@ class ScalePerParamLR(Schedule):
     As for muP (Yang et al., 2022), or rates that differ by layer. The factors are read when it is made.
 
     Args:
+        optimizer: that of the schedule.
         scheduler: a schedule of `optimizer`; from here on it sets nothing itself.
 
     Attributes:

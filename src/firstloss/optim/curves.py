@@ -26,7 +26,12 @@ def positive(name: str, number: Any) -> Any:
 
 
 class ConstantLR(Schedule):
-    """`learning_rate` at every step. `total_iters` is how long it is meant to last, in a composition; not used here."""
+    """`learning_rate` at every step.
+
+    Args:
+        learning_rate: the number.
+        total_iters: how long it is meant to last, in a composition; not used here.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,10 @@ class PolynomialLR(Schedule):
     """(initial - end) (1 - t / total_iters)^power + end; from `total_iters` on, end.
 
     Args:
+        initial_learning_rate: the number at t = 0.
+        end_learning_rate: the number from `total_iters` on.
+        total_iters: in how many steps it gets there; above 0.
+        power: of the remaining part of the way; 1 is a straight line.
         cycle: instead, start again: `total_iters` is taken times max(1, ceil(t / total_iters)), as Keras'
             `PolynomialDecay` does.
     """
@@ -81,8 +90,14 @@ class PolynomialLR(Schedule):
 
 
 class LinearLR(PolynomialLR):
-    """From initial to end in a straight line of `total_iters` steps, and end from there on; `cycle` as in
-    `PolynomialLR`."""
+    """From initial to end in a straight line of `total_iters` steps, and end from there on.
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        end_learning_rate: the number from `total_iters` on.
+        total_iters: in how many steps it gets there; above 0.
+        cycle: start again, as in `PolynomialLR`.
+    """
 
     def __init__(
         self,
@@ -100,8 +115,14 @@ class LinearLR(PolynomialLR):
 
 
 class ExponentialLR(Schedule):
-    """initial * decay_rate^(t / total_iters); with `staircase`, the exponent is rounded down. PyTorch's has
-    total_iters 1."""
+    """initial * decay_rate^(t / total_iters). PyTorch's has total_iters 1.
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        total_iters: how many steps one `decay_rate` takes; above 0.
+        decay_rate: what is left after `total_iters` steps, as a part of what was there.
+        staircase: round the exponent down.
+    """
 
     def __init__(
         self,
@@ -125,8 +146,15 @@ class ExponentialLR(Schedule):
 
 
 class InverseExponentialTimeDecayLR(Schedule):
-    """initial / (1 + decay_rate * t^step_exponent / total_iters), as Keras' `InverseTimeDecay`, which has exponent 1;
-    with `staircase`, t^step_exponent / total_iters is rounded down."""
+    """initial / (1 + decay_rate * t^step_exponent / total_iters), as Keras' `InverseTimeDecay`, which has exponent 1.
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        step_exponent: of t.
+        total_iters: in units of t^step_exponent; above 0.
+        decay_rate: how steep it is; 0 is constant.
+        staircase: round t^step_exponent / total_iters down.
+    """
 
     def __init__(
         self,
@@ -152,7 +180,13 @@ class InverseExponentialTimeDecayLR(Schedule):
 
 
 class InverseSquareRootDecayLR(Schedule):
-    """initial * scale / sqrt(max(t, warmup_steps))."""
+    """initial * scale / sqrt(max(t, warmup_steps)).
+
+    Args:
+        initial_learning_rate: a factor, as is `scale`.
+        scale: a factor.
+        warmup_steps: until when it is constant; above 0.
+    """
 
     def __init__(
         self,
@@ -173,7 +207,13 @@ class InverseSquareRootDecayLR(Schedule):
 
 
 class CosineDecayLR(Schedule):
-    """Half a cosine from initial to end in `total_iters` steps, and end from there on, as Keras' `CosineDecay`."""
+    """Half a cosine from initial to end in `total_iters` steps, and end from there on, as Keras' `CosineDecay`.
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        end_learning_rate: the number from `total_iters` on.
+        total_iters: in how many steps it gets there; above 0.
+    """
 
     def __init__(
         self,
@@ -196,7 +236,13 @@ class CosineDecayLR(Schedule):
 
 class CosineAnnealingLR(Schedule):
     """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, for ever: SGDR without the restarts (Loshchilov and
-    Hutter, 2017)."""
+    Hutter, 2017).
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        T_max: how many steps half a period takes; above 0.
+        eta_min: the least number, at T_max.
+    """
 
     def __init__(
         self,
@@ -220,8 +266,13 @@ class CosineAnnealingWarmRestartsLR(Schedule):
     """Half a cosine from initial to `eta_min`, again and again (SGDR, Loshchilov and Hutter, 2017).
 
     Args:
+        initial_learning_rate: the number at t = 0 and at each restart.
         T_0: how many steps the first takes.
         T_mult: how many times as long each takes as the one before; a whole number.
+        eta_min: the number just before a restart.
+
+    Raises:
+        ScheduleError: if `T_0` or `T_mult` is not whole, or below 1.
     """
 
     def __init__(
@@ -263,7 +314,13 @@ class CosineAnnealingWarmRestartsLR(Schedule):
 
 
 class StepLR(Schedule):
-    """initial * gamma^floor(t / step_size)."""
+    """initial * gamma^floor(t / step_size).
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        step_size: how many steps lie between two changes; above 0.
+        gamma: the factor of each change.
+    """
 
     def __init__(
         self,
@@ -284,7 +341,13 @@ class StepLR(Schedule):
 
 
 class MultiStepLR(Schedule):
-    """initial * gamma^(how many milestones t has reached)."""
+    """initial * gamma^(how many milestones t has reached).
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        gamma: the factor of each change.
+        milestones: the steps from which on one more change holds.
+    """
 
     def __init__(
         self,
@@ -309,6 +372,11 @@ class LambdaLR(Schedule):
     """initial * lr_lambda(t), the function one of float64 tensors; several are multiplied.
 
     A subclass may define `set_value_lambda(self)` instead, which returns a list of functions.
+
+    Args:
+        initial_learning_rate: a factor.
+        lr_lambda: a function of t, as a float64 tensor of any shape, to numbers of that shape; or several. None where a
+            subclass defines `set_value_lambda`.
     """
 
     def __init__(
@@ -324,7 +392,14 @@ class LambdaLR(Schedule):
         super().__init__(optimizer, param_group_tags=param_group_tags, **where)
 
     def set_value_lambda(self) -> list[Callable[[Tensor], Any]]:
-        """The functions whose product is taken."""
+        """The functions whose product is taken.
+
+        Returns:
+            `lr_lambda`, as a list.
+
+        Raises:
+            ScheduleError: if there is none.
+        """
         if not self._lambdas:
             raise ScheduleError("LambdaLR needs a function: pass lr_lambda=lambda step: ..., of tensors.")
         return self._lambdas
@@ -337,7 +412,12 @@ class LambdaLR(Schedule):
 
 
 class MultiplicativeLR(Schedule):
-    """initial * coefficient^t."""
+    """initial * coefficient^t.
+
+    Args:
+        initial_learning_rate: the number at t = 0.
+        coefficient: the factor of each step.
+    """
 
     def __init__(
         self,

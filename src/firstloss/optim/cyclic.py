@@ -18,12 +18,17 @@ class CyclicLR(Schedule):
     its momentum, for which a second schedule can be made with `param_group_key="momentum"`.
 
     Args:
+        base_lr: the number at the beginning and the end of each cycle.
+        max_lr: the highest number of the first cycle.
         step_size_up, step_size_down: how many steps up and down; down as up, if it is not given.
         mode: "triangular", always as high; "triangular2", half as high in each cycle as in the one before;
             "exp_range", gamma^x as high, where x is the step or, by `scale_mode`, the cycle.
         gamma: of "exp_range" only.
         scale_mode: "cycle" or "iterations". The modes have their own, as in PyTorch: "exp_range" counts iterations, and
             the others cycles; another one is an error.
+
+    Raises:
+        ScheduleError: for a mode that there is none, or arguments of another mode.
     """
 
     def __init__(
@@ -74,9 +79,16 @@ class OneCycleLR(Schedule):
     `total_steps` - 1 on. As PyTorch's `OneCycleLR` without its momentum; PyTorch's `div_factor` is max_lr / initial.
 
     Args:
+        initial_learning_rate: the number at t = 0.
+        max_lr: the highest number.
+        total_steps: of all phases.
         pct_start: which part of the steps goes up.
+        final_div_factor: initial / the last number.
         three_phase: down to initial as fast as up, and then further down.
         anneal_strategy: "cos", half a cosine in each phase, or "linear".
+
+    Raises:
+        ScheduleError: if a phase takes no step, or for another `anneal_strategy`.
     """
 
     def __init__(

@@ -17,6 +17,11 @@ class Lamb(Optimizer):
     w <- w - lr (|w| / |u|) u, where the ratio is 1 if one of the norms is 0.
 
     Args:
+        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        lr: the learning rate, a number or a tensor.
+        betas: of the running averages of the gradient and of its square.
+        eps: added to the root of the averaged squares.
+        weight_decay: times the weight, added to the update.
         adam: leave the ratio out.
 
     Raises:

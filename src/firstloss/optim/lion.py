@@ -17,6 +17,10 @@ class Lion(Optimizer):
     m <- beta2 m + (1 - beta2) g.
 
     Args:
+        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        lr: the learning rate, a number or a tensor.
+        betas: of the update's direction, and of the momentum.
+        weight_decay: decoupled, as AdamW's.
         maximize: go up the gradient.
 
     Raises:

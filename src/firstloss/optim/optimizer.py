@@ -31,6 +31,8 @@ class Optimizer(torch.optim.Optimizer):
     first traced step.
 
     Args:
+        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        defaults: what a group has that does not say otherwise.
         enable_global_step: each weight's state has a "step", for `increment_global_step`.
     """
 
@@ -47,7 +49,13 @@ class Optimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def increment_global_step(self, p: Tensor) -> Tensor:
-        """Count one step of the weight `p`; returns the count, float32 unless float64 is the default dtype.
+        """Count one step of the weight `p`.
+
+        Args:
+            p: one of the optimizer's weights.
+
+        Returns:
+            The count, without dimensions: float32 unless float64 is the default dtype. The optimizer's own tensor.
 
         Raises:
             OptimizerError: if the optimizer was made without `enable_global_step`.
@@ -62,7 +70,11 @@ class Optimizer(torch.optim.Optimizer):
         return step
 
     def visit_state(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` on each entry of each weight's state; what it returns, if not None, takes the entry's place."""
+        """Call `fn` on each entry of each weight's state.
+
+        Args:
+            fn: takes an entry; what it returns, if not None, takes the entry's place.
+        """
         for entries in self.state.values():
             for key, entry in entries.items():
                 new = fn(entry)
@@ -71,6 +83,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def apply(self, f: Any) -> Any:
         """`f(self)`, or `f.apply(self)` for what is no function.
+
+        Args:
+            f: a function of an optimizer, or an object with a method `apply`.
+
+        Returns:
+            What that returns.
 
         Raises:
             OptimizerError: if `f` is neither.
@@ -82,19 +100,40 @@ class Optimizer(torch.optim.Optimizer):
         return f.apply(self)
 
     def register_zero_grad_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call `hook(optimizer, args, kwargs)` before each `zero_grad`; it may return other (args, kwargs)."""
+        """Call `hook(optimizer, args, kwargs)` before each `zero_grad`; it may return other (args, kwargs).
+
+        Args:
+            hook: takes the optimizer, and args and kwargs of `zero_grad`.
+
+        Returns:
+            A handle, whose `remove()` takes the hook away.
+        """
         handle = RemovableHandle(self._before_zero_grad)
         self._before_zero_grad[handle.id] = hook
         return handle
 
     def register_zero_grad_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(optimizer, args, kwargs)` after each `zero_grad`."""
+        """Call `hook(optimizer, args, kwargs)` after each `zero_grad`.
+
+        Args:
+            hook: takes the optimizer, and args and kwargs of `zero_grad`.
+
+        Returns:
+            A handle, whose `remove()` takes the hook away.
+        """
         handle = RemovableHandle(self._after_zero_grad)
         self._after_zero_grad[handle.id] = hook
         return handle
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As `torch.optim.Optimizer.zero_grad`, with the hooks around it."""
+        """As `torch.optim.Optimizer.zero_grad`, with the hooks around it.
+
+        Args:
+            *args, **kwargs: as PyTorch's: `set_to_none`.
+
+        Raises:
+            OptimizerError: if a hook returns something else than None or a pair.
+        """
         own = self.__dict__  # an unpickled optimizer has no hooks
         for hook in tuple(own.get("_before_zero_grad", {}).values()):
             changed = hook(self, args, kwargs)
@@ -128,7 +167,13 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update `weights`, which are of `group`, in place; called without autograd."""
+        """Update `weights`, which are of `group`, in place; called without autograd.
+
+        Args:
+            weights: those of the group that have gradients.
+            gradients: one for each.
+            group: the parameter group, with its numbers.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to define update(weights, gradients, group), or step().")
 
     @torch.no_grad()

@@ -112,7 +112,11 @@ class Schedule:
             self._put()
 
     def get_last_lr(self) -> list[Any]:
-        """The number of now, for each group that is set; in a traced step, as tensors."""
+        """The number of now, for each group that is set; in a traced step, as tensors.
+
+        Returns:
+            Floats; in a traced step, float64 tensors without dimensions.
+        """
         traced = torch.compiler.is_compiling()
         numbers = [self._number(group) for group in self._groups()]
         return [number.clone() if traced else float(number) for number in numbers]
@@ -120,12 +124,19 @@ class Schedule:
     get_last_value = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is; what it is, its constructor says."""
+        """Where the schedule is; what it is, its constructor says.
+
+        Returns:
+            `{"last_epoch": step}`, the step an int64 tensor without dimensions.
+        """
         return {"last_epoch": self.last_epoch}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to where another schedule, of PyTorch's as well, was.
+
+        Args:
+            state_dict: what `state_dict` of a schedule returned, ours or PyTorch's.
 
         Raises:
             ScheduleError: if `state_dict` says no step.
@@ -155,7 +166,11 @@ class Schedule:
         return [self.last_epoch, *self.numbers()]
 
     def numbers(self) -> list[Tensor]:
-        """The tensors that stand in the groups, if tensors do."""
+        """The tensors that stand in the groups, if tensors do.
+
+        Returns:
+            Float64, without dimensions.
+        """
         return [self._value]
 
     # -- for schedules with a number of its own for each group --

@@ -203,6 +203,9 @@ def current_backend(raise_exception: bool = True) -> Backend | None:
     Args:
         raise_exception: False: None if there is none yet.
 
+    Returns:
+        The backend; None if there is none yet and `raise_exception` is False.
+
     Raises:
         BackendError: if there is none yet.
     """
@@ -212,10 +215,18 @@ def current_backend(raise_exception: bool = True) -> Backend | None:
 
 
 def current_torch_device() -> torch.device:
-    """The torch device of the current backend's tensors."""
+    """The torch device of the current backend's tensors.
+
+    Returns:
+        The CPU, where there is no backend yet.
+    """
     return _current.torch_device if _current is not None else torch.device("cpu")
 
 
 def use_cs() -> bool:
-    """Whether the current backend compiles ahead of time."""
+    """Whether the current backend compiles ahead of time.
+
+    Returns:
+        False, where there is no backend yet.
+    """
     return _current is not None and _current.is_xla

@@ -121,11 +121,18 @@ def _with_special(names: frozenset[str]) -> type[CompiledModel]:
 
 
 def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledModel:
-    """Give `model` to `backend` (default the current one) and return a callable like it.
+    """Give a model to a backend.
 
     On the XLA backend its parameters and buffers live on the device from here on: deferred ones are materialized there
     in the background, starting now, while the step is traced and compiled; real ones are moved. They stay the Python
     objects they were, so an optimizer may be made before or after.
+
+    Args:
+        model: a Module, deferred or not.
+        backend: default the current one.
+
+    Returns:
+        A callable that takes and returns what the model does, to be called in steps.
 
     Raises:
         TraceError: if `model` is no module.

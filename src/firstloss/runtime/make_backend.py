@@ -51,6 +51,9 @@ def backend(
             PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
             compiled behind it. "compiled": the compiled step computes that, too. The training is the same.
 
+    Returns:
+        The backend, which is the current one now.
+
     Raises:
         BackendError: for a name that is none of these, or devices that this machine does not have.
         MissingDependencyError: if "XLA" is asked for and JAX is not installed.

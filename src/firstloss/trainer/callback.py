@@ -30,6 +30,28 @@ class Callback:
     Those from `on_before_forward` to `on_after_optimizer_zero_grad` run in the traced step: once, when it is traced,
     and what they compute with tensors is computed at every step. What they give to `trainer.log_metrics` is logged
     with the step.
+
+    Args:
+        trainer: the Trainer: its `state`, `model`, `optimizer` and settings.
+        model: the Module.
+        optimizer: the optimizer.
+        scheduler: the schedule that steps, ours or PyTorch's.
+        loop: the TrainingLoop.
+        train_dataloader: what `fit` was given.
+        val_dataloader: what `fit` was given, or None.
+        batch: what the loader gave.
+        batch_idx: which batch of the epoch it is, from 0.
+        outputs: what the model returned: `{"loss": ...}` and whatever else it has.
+        args, kwargs: what the model is called with.
+        metrics: numbers by name; those of validation begin with "val_".
+        values: numbers of one batch by name.
+        step: how many updates there have been.
+        loss: the first loss.
+        seconds: since the process started.
+        name: of a function of the Trainer's: "accumulate", "update" or "evaluate".
+        path: of a checkpoint.
+        state: what the checkpoint holds.
+        error: why the run ends.
     """
 
     @_hook

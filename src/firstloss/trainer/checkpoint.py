@@ -81,19 +81,52 @@ class Checkpoint(Settings):
                 raise TrainerError(f"Checkpoint: {name}={value!r} is not above 0. Write None to do without.")
 
     def due_after_step(self, step: int) -> bool:
-        """Whether to save after update number `step`."""
+        """Whether to save after update number `step`.
+
+        Args:
+            step: updates so far.
+
+        Returns:
+            Whether it is due.
+        """
         return self.steps is not None and step % self.steps == 0
 
     def due_after_epoch(self, epoch: int) -> bool:
-        """Whether to save after so many epochs."""
+        """Whether to save after so many epochs.
+
+        Args:
+            epoch: whole epochs so far.
+
+        Returns:
+            Whether it is due.
+        """
         return self.epochs is not None and epoch % self.epochs == 0
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether a metric has got better."""
+        """Whether a metric has got better.
+
+        Args:
+            value: the metric now.
+            than: the best so far; None if there is none.
+
+        Returns:
+            By `mode`; True if there is none so far.
+        """
         return than is None or (value < than if self.mode == "min" else value > than)
 
     def is_best(self, metrics: dict[str, float], state: State) -> bool:
-        """Whether validation finds this step's weights to be the best so far; `state.best` then says so."""
+        """Whether validation finds this step's weights to be the best so far; `state.best` then says so.
+
+        Args:
+            metrics: what validation found, by name.
+            state: of the run, in which the best so far is kept.
+
+        Returns:
+            Whether it is; False without `best`.
+
+        Raises:
+            TrainerError: if validation did not find the metric `best`.
+        """
         if self.best is None:
             return False
         if self.best not in metrics:

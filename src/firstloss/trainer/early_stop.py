@@ -20,6 +20,9 @@ class EarlyStop(Callback):
         patience: how many validations in a row may bring nothing better.
         mode: "min" if smaller is better, "max" if larger is.
         min_delta: better by no more than this does not count.
+
+    Raises:
+        TrainerError: for another `mode`; in `fit` without validation, or if that does not find `metric`.
     """
 
     def __init__(self, metric: str = "val_loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
@@ -49,8 +52,18 @@ class EarlyStop(Callback):
             trainer.stop(f"{self.metric} has not got better in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
+        """The best value so far, and for how many validations it has been.
+
+        Returns:
+            Of numbers and None, for a checkpoint.
+        """
         return {"best": None if math.isinf(self.best) else self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.best = math.inf if state["best"] is None else state["best"]
         self.waited = state["waited"]

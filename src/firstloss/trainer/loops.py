@@ -127,7 +127,12 @@ class TrainingLoop(Settings):
             raise TrainerError("TrainingLoop: eval_frequency and eval_every_... both say when to validate. Pass one.")
 
     def begin(self, step: int, loader: Any) -> None:
-        """A run begins at `step`: from there on its steps are counted, where the loop says so."""
+        """A run begins at `step`: from there on its steps are counted, where the loop says so.
+
+        Args:
+            step: how many updates there have been.
+            loader: the training loader, whose length `num_epochs` asks for.
+        """
         end = None
         if self.num_steps is not None:
             end = step + self.num_steps
@@ -144,21 +149,44 @@ class TrainingLoop(Settings):
         return self.__dict__.get("_span", (0, None))[1]
 
     def validation_loop(self) -> ValidationLoop:
-        """How to validate."""
+        """How to validate.
+
+        Returns:
+            `validation`, with `eval_steps` in it.
+        """
         return self.validation if self.eval_steps is None else replace(self.validation, max_batches=self.eval_steps)
 
     def last_step(self) -> int | None:
-        """The step at which the run ends, if that is known."""
+        """The step at which the run ends, if that is known.
+
+        Returns:
+            A number of updates; None if epochs or an early stop decide.
+        """
         ends = [end for end in (self.max_steps, self._end) if end is not None]
         return min(ends, default=None)
 
     def ends_at(self, step: int, epoch: int) -> bool:
-        """Whether a run that has done so much is done."""
+        """Whether a run that has done so much is done.
+
+        Args:
+            step: updates so far.
+            epoch: whole epochs so far.
+
+        Returns:
+            True once either limit is reached.
+        """
         last = self.last_step()
         return (last is not None and step >= last) or (self.max_epochs is not None and epoch >= self.max_epochs)
 
     def validates_after_step(self, step: int) -> bool:
-        """Whether validation is due after update number `step`."""
+        """Whether validation is due after update number `step`.
+
+        Args:
+            step: updates so far.
+
+        Returns:
+            Whether it is.
+        """
         if self.eval_frequency is not None:
             every = self.eval_frequency
             if isinstance(every, float) and every:
@@ -168,7 +196,14 @@ class TrainingLoop(Settings):
         return self.eval_every_steps is not None and step % self.eval_every_steps == 0
 
     def validates_after_epoch(self, epoch: int) -> bool:
-        """Whether validation is due after so many epochs."""
+        """Whether validation is due after so many epochs.
+
+        Args:
+            epoch: whole epochs so far.
+
+        Returns:
+            Whether it is.
+        """
         every = self.eval_every_epochs
         theirs = self.eval_frequency is not None or self.num_steps is not None or self.num_epochs is not None
         if every is None and self.eval_every_steps is None and not theirs:

@@ -63,7 +63,11 @@ class Precision(Settings):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass."""
+        """Around the forward pass.
+
+        Yields:
+            None, once; to be used in a `with` statement.
+        """
         if self.dtype == "float32":
             yield
         else:
@@ -71,16 +75,28 @@ class Precision(Settings):
                 yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()`."""
+        """Instead of `loss.backward()`.
+
+        Args:
+            loss: without dimensions, not scaled.
+        """
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before gradients are clipped."""
+        """Before gradients are clipped.
+
+        Args:
+            optimizer: whose weights' gradients are unscaled.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Instead of `optimizer.step()`."""
+        """Instead of `optimizer.step()`.
+
+        Args:
+            optimizer: whose weights are updated, unless gradients overflow under a dynamic scale.
+        """
         if self.scaler is None:
             optimizer.step()
         else:
@@ -98,13 +114,27 @@ class Precision(Settings):
         return None
 
     def scale(self) -> torch.Tensor | None:
-        """The loss scale, if it is to be logged."""
+        """The loss scale, if it is to be logged.
+
+        Returns:
+            Without dimensions; None if it is not.
+        """
         return None
 
     def state_dict(self) -> dict[str, Any]:
+        """The loss scale and its counts.
+
+        Returns:
+            What `amp.GradScaler.state_dict` returns; `{}` without a loss scale.
+        """
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the loss scale and the counts of another run.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
@@ -116,6 +146,7 @@ class MixedPrecision(Precision):
     Attributes:
         enabled: False: float32.
         fp16_type: "bfloat16", "float16" or "cbfloat16".
+        precision_opt_level: None: it is of Cerebras' compiler.
         loss_scaling_factor: "dynamic", or a number; 1: nothing is scaled.
         initial_loss_scale, steps_per_increase, min_loss_scale, max_loss_scale: of a dynamic one, as `amp.GradScaler`
             takes them.

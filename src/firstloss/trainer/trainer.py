@@ -132,11 +132,25 @@ class Trainer:
         return self._logged(self.state.step + (self._numbers is not None))
 
     def get_callbacks(self, callback_type: type) -> Iterator[Any]:
-        """The callbacks and loggers of a class."""
+        """The callbacks and loggers of a class.
+
+        Args:
+            callback_type: a class, or a base of classes.
+
+        Returns:
+            An iterator, in the order in which they were given.
+        """
         return (callback for callback in self.callbacks.all if isinstance(callback, callback_type))
 
     def get_callback(self, callback_type: type) -> Any:
-        """The first callback or logger of a class; None if there is none."""
+        """The first callback or logger of a class.
+
+        Args:
+            callback_type: a class, or a base of classes.
+
+        Returns:
+            The object; None if there is none.
+        """
         return next(self.get_callbacks(callback_type), None)
 
     # -- what one calls --
@@ -160,6 +174,7 @@ class Trainer:
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
+            TrainerError: without an optimizer or a loop, or if a loader is none, or a setting cannot be done.
         """
         if self.loop is None or self.given[1] is None:
             missing = "an optimizer" if self.given[1] is None else "loop=TrainingLoop(max_steps=...)"
@@ -198,7 +213,7 @@ class Trainer:
         ckpt_path: Path | EllipsisType | None = ...,
         loop: ValidationLoop | None = None,
     ) -> dict[str, float]:
-        """Validate once; returns the metrics, their names beginning with "val_".
+        """Validate once.
 
         Args:
             val_dataloader: what to validate on; a list of DataLoaders is several, whose metrics end in "_0" and so on.
@@ -206,6 +221,9 @@ class Trainer:
                 if this Trainer has made or loaded some; else those of the run folder's last checkpoint. None: those in
                 memory, trained or not.
             loop: how to validate; by default as the Trainer's own loop says.
+
+        Returns:
+            The metrics by name, which begin with "val_".
 
         Raises:
             TrainerError: if there are no weights yet, as the model is a callable and the folder has no checkpoint.
@@ -234,13 +252,16 @@ class Trainer:
         ckpt_paths: Any = ...,
         loop: ValidationLoop | None = None,
     ) -> dict[str | None, dict[str, float]]:
-        """Validate several checkpoints, each on all loaders; returns their metrics by the checkpoint's path.
+        """Validate several checkpoints, each on all loaders.
 
         Args:
             val_dataloaders: one, or a list of them.
             ckpt_paths: as `validate` takes them: one, or a list; with `*`, `?` and `[` all that match, in the order of
                 their steps. By default, the one that `validate` takes by default.
             loop: how to validate; by default as the Trainer's own loop says.
+
+        Returns:
+            What `validate` returns, by the checkpoint's path; None stands for the weights in memory.
 
         Raises:
             TrainerError: if there are no such checkpoints.
@@ -255,16 +276,28 @@ class Trainer:
         }
 
     def save_checkpoint(self) -> str:
-        """`save` by another name."""
+        """`save` by another name.
+
+        Returns:
+            The checkpoint's path.
+        """
         return self.save()
 
     def load_checkpoint(self, ckpt_path: Path) -> None:
-        """Give the model the weights of a checkpoint, or of any other file or folder of weights, now."""
+        """Give the model the weights of a checkpoint, or of any other file or folder of weights, now.
+
+        Args:
+            ckpt_path: a path, or "last" or "best" of the run folder.
+        """
         with self._running("ending after the weights are loaded"):
             self._start(None, self.folder.named(ckpt_path))
 
     def save(self) -> str:
-        """Write a checkpoint of the step that has been done; returns its path."""
+        """Write a checkpoint of the step that has been done.
+
+        Returns:
+            Its path.
+        """
         path = self.folder.at(self.state.step)
         self._pending.settle()
         checkpoints.check_finite(self)
@@ -279,11 +312,19 @@ class Trainer:
         return path
 
     def stop(self, reason: str = "stop was called") -> None:
-        """End training after this step: validate, save, and return from `fit`."""
+        """End training after this step: validate, save, and return from `fit`.
+
+        Args:
+            reason: for the log.
+        """
         self.state.stopped = reason
 
     def log(self, **metrics: float) -> None:
-        """Give numbers to the loggers, under the step that has been done."""
+        """Give numbers to the loggers, under the step that has been done.
+
+        Args:
+            **metrics: numbers, by the names under which they are logged.
+        """
         self.callbacks("on_metrics", self, metrics, self.state.step)
 
     def log_metrics(self, **metrics: Any) -> None:
@@ -291,6 +332,9 @@ class Trainer:
 
         In a hook that runs in the step, and in `on_step_start`, they are logged with the step's own, if that is logged:
         in the step they may be tensors, which nobody waits for. Anywhere else they are logged at once.
+
+        Args:
+            **metrics: numbers, or tensors of one element, by the names under which they are logged.
 
         Raises:
             TrainerError: for what is no number.

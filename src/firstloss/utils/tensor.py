@@ -14,32 +14,82 @@ Tensor = torch.Tensor
 
 def full(shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of `shape` on the current backend, all of it `value`. Without a backend, and in a traced step, as
-    `torch.full`."""
+    `torch.full`.
+
+    Args:
+        shape: the sizes of its dimensions.
+        value: of all elements.
+        dtype: its dtype; None: as `torch.full` infers it from `value`.
+
+    Returns:
+        A new tensor.
+    """
     return _placed(lambda: torch.full(tuple(shape), value, dtype=dtype))
 
 
 def full_like(other: Tensor, value: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`full` of the shape and, unless `dtype` says otherwise, the dtype of `other`."""
+    """`full` of the shape of another tensor.
+
+    Args:
+        other: whose shape, and dtype, is taken.
+        value: of all elements.
+        dtype: its dtype; None: that of `other`.
+
+    Returns:
+        A new tensor.
+    """
     return full(other.shape, value, dtype or other.dtype)
 
 
 def ones(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """`full` of ones, in the default dtype unless `dtype` says otherwise."""
+    """`full` of ones.
+
+    Args:
+        shape: the sizes of its dimensions.
+        dtype: its dtype; None: the default dtype.
+
+    Returns:
+        A new tensor.
+    """
     return full(shape, 1, dtype or torch.get_default_dtype())
 
 
 def ones_like(other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`full_like` of ones."""
+    """`full_like` of ones.
+
+    Args:
+        other: whose shape, and dtype, is taken.
+        dtype: its dtype; None: that of `other`.
+
+    Returns:
+        A new tensor.
+    """
     return full_like(other, 1, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """`full` of zeros, in the default dtype unless `dtype` says otherwise."""
+    """`full` of zeros.
+
+    Args:
+        shape: the sizes of its dimensions.
+        dtype: its dtype; None: the default dtype.
+
+    Returns:
+        A new tensor.
+    """
     return full(shape, 0, dtype or torch.get_default_dtype())
 
 
 def zeros_like(other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`full_like` of zeros."""
+    """`full_like` of zeros.
+
+    Args:
+        other: whose shape, and dtype, is taken.
+        dtype: its dtype; None: that of `other`.
+
+    Returns:
+        A new tensor.
+    """
     return full_like(other, 0, dtype)
 
 

@@ -63,6 +63,7 @@ def save_initialized(
     Other calls start anew. When all is written, weight files of an earlier save are replaced or removed.
 
     Args:
+        module: a Module, some of whose parameters and buffers are deferred.
         directory: made if it does not exist.
         max_shard_size: bytes of a file at most, or a string as "200MB" (decimal) or "2GiB"; a tensor above it gets a
             file of its own.

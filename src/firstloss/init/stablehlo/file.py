@@ -33,8 +33,12 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
     """Run a module that `program.to_stablehlo` or `firstloss stablehlo` wrote: the weights by name.
 
     Args:
+        path: of the file.
         devices: in the mesh's order, as many as it has; default the first ones there are. Of several processes each
             makes the shards of its own devices.
+
+    Returns:
+        `{qualified name: jax.Array}`, each sharded over `devices` as the module says.
 
     Raises:
         ShardingError: if there are fewer devices than the module was written for, or one is given twice.

@@ -87,6 +87,9 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
         map_location: None: as said. A device, as "cpu": all tensors are read now, and lie there; "meta": none is read,
             and they have shapes and dtypes alone.
 
+    Returns:
+        The object that was given to `save`: tensors in the same dicts, lists and tuples.
+
     Raises:
         CheckpointError: for another map_location.
         CheckpointMissingError: if there is no complete checkpoint at `path`.

@@ -18,6 +18,9 @@ def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
 
     Args:
         array: of numbers, of `ml_dtypes.bfloat16` too. A tensor is returned as it is.
+
+    Returns:
+        Of the array's shape and dtype.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -34,6 +37,9 @@ def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
 
     Args:
         tensor: an array is returned as it is.
+
+    Returns:
+        Of the tensor's shape and dtype.
 
     Raises:
         MissingDependencyError: for bfloat16 without `ml_dtypes`, which comes with JAX.

@@ -31,6 +31,15 @@ def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
 
     Tensor arguments arrive as tensors on the host, in memory of their own. Other arguments are kept as they are: inside
     a step, as they were while it was traced. It returns nothing, since nobody could wait for it.
+
+    Args:
+        closure: a function of tensors, in lists, tuples and dicts, and of anything else.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        ClosureError: if `closure` cannot be called.
     """
     return _Closure(closure, checkpoint=False)
 
@@ -39,6 +48,12 @@ def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     """As `step_closure`, but it runs on the executor's checkpoint steps only, and before any further step.
 
     So it may read weights and optimizer state (`model.state_dict()`): they are those that the step has left.
+
+    Args:
+        closure: as for `step_closure`.
+
+    Returns:
+        A function of the same arguments.
 
     Raises:
         ClosureError: when it is called outside of a `DataExecutor`'s loop, which says what a checkpoint step is.

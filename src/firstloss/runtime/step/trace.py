@@ -37,6 +37,7 @@ def trace(
     Use it as `@fl.trace`, or with options as `@fl.trace(shapes="refuse")`.
 
     Args:
+        step: a function or a method of batches: tensors in lists, tuples, dicts and dataclasses, and of other values.
         shapes: what to do about a batch of new shapes. "recompile": compile the step for it as well, with a
             `GraphChangeWarning`; "refuse": a `ShapeError`; `fl.Pad(...)`: pad it to a shape that is there already.
         changes: what to do when the Python values that the step reads have changed so that it would do something else.
@@ -48,6 +49,9 @@ def trace(
 
     Called inside another traced step it is a part of that one. It may be stacked with `staticmethod` and `classmethod`
     in either order.
+
+    Returns:
+        A callable of the same arguments, which returns what `step` does; without `step`, the decorator.
 
     Raises:
         TraceError: for options that are none of these, and for a step that cannot be called, or is a generator or a

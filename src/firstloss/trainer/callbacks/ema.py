@@ -70,9 +70,17 @@ class ModelEMA(Callback):
         self._trained = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, by the weights' names."""
+        """The averages, by the weights' names.
+
+        Returns:
+            For a checkpoint.
+        """
         return {"averages": dict(self.averages)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the averages of a checkpoint; of other weights, there are none."""
+        """Go on with the averages of a checkpoint; of other weights, there are none.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.averages = dict(state.get("averages", {}))

@@ -89,7 +89,14 @@ class CountParams(Callback):
 
     @staticmethod
     def count(model: torch.nn.Module) -> dict[str, Any]:
-        """{"all", "trained", "modules": {name: how many}}."""
+        """{"all", "trained", "modules": {name: how many}}.
+
+        Args:
+            model: the Module.
+
+        Returns:
+            The counts by name.
+        """
         parts: dict[str, int] = {}
         for name, p in model.named_parameters():
             top = name.partition(".")[0]

@@ -18,5 +18,9 @@ __all__ = [
 
 
 def default_loggers() -> list[Callback]:
-    """What a Trainer has that was given no loggers: progress for people, JSON lines for programs."""
+    """What a Trainer has that was given no loggers: progress for people, JSON lines for programs.
+
+    Returns:
+        New loggers.
+    """
     return [ProgressLogger(), JSONLogger()]

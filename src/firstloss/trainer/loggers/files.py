@@ -19,6 +19,9 @@ class JSONLogger(Callback):
     """One JSON object per line: "step" and the metrics of that step.
 
     A run that goes on from a checkpoint takes back the lines of steps that it is about to run again.
+
+    Args:
+        name: of the file in the run folder.
     """
 
     def __init__(self, name: str = "metrics.jsonl") -> None:
@@ -54,6 +57,9 @@ class CSVLogger(Callback):
     """A table with a column per metric; a metric that comes later gets a column of its own.
 
     The file is whole at any moment: it is written anew when a column is added, and appended to otherwise.
+
+    Args:
+        name: of the file in the run folder.
     """
 
     def __init__(self, name: str = "metrics.csv") -> None:

@@ -68,11 +68,19 @@ class WandbLogger(Callback):
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is."""
+        """Which run it is.
+
+        Returns:
+            The run's id, for a checkpoint.
+        """
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run, unless another one was asked for."""
+        """Go on with that run, unless another one was asked for.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.run_id = self.run_id or state["run_id"]
 
 
@@ -121,11 +129,19 @@ class MLflowLogger(Callback):
             self._open = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is."""
+        """Which run it is.
+
+        Returns:
+            The run's id, for a checkpoint.
+        """
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run."""
+        """Go on with that run.
+
+        Args:
+            state: what `state_dict` returned.
+        """
         self.run_id = state["run_id"]
 
 

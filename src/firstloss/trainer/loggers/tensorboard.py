@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Callback):
-    """Writes event files into the run folder: `tensorboard --logdir RUN`."""
+    """Writes event files into the run folder: `tensorboard --logdir RUN`.
+
+    Args:
+        folder: in the run folder.
+    """
 
     def __init__(self, folder: str = "tensorboard") -> None:
         self.folder = folder

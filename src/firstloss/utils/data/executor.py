@@ -169,6 +169,10 @@ def _number(name: str, value: int | None, at_least: int) -> int | None:
 
 
 def current_executor() -> DataExecutor | None:
-    """The DataExecutor whose loop is under way, the innermost one if there are several; None outside."""
+    """The DataExecutor whose loop is under way.
+
+    Returns:
+        The innermost one if there are several; None outside of such a loop.
+    """
     loop = loops.current()
     return None if loop is None else loop.owner

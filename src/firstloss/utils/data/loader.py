@@ -23,11 +23,19 @@ class RestartableDataLoader(Protocol):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, behind the last batch given out."""
+        """The position, behind the last batch given out.
+
+        Returns:
+            Of integers, strings and tensors, for a checkpoint.
+        """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there at the next `iter`."""
+        """Go on from there at the next `iter`.
+
+        Args:
+            state_dict: what `state_dict` returned.
+        """
         ...
 
 
@@ -72,7 +80,14 @@ class DataLoader:
 
     @classmethod
     def of(cls, loader: Any) -> DataLoader:
-        """A DataLoader for `loader`, any iterable; itself if it is one already."""
+        """A DataLoader for any iterable.
+
+        Args:
+            loader: the iterable.
+
+        Returns:
+            `loader` itself if it is one already.
+        """
         if isinstance(loader, DataLoader):
             return loader
         made = cls(lambda: loader)
@@ -105,13 +120,24 @@ class DataLoader:
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: of integers, strings, tensors and what the user's loader gives."""
+        """The position.
+
+        Returns:
+            Of integers, strings, tensors and what the user's loader gives, for a checkpoint.
+        """
         if self._reader is not None:
             return self._reader.position()
         return self._resume if self._resume is not None else {"epoch": self._epoch, "batch": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state` in the next loop."""
+        """Go on from `state` in the next loop.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            LoaderError: if it is no such state.
+        """
         if "epoch" not in state or "batch" not in state:
             raise LoaderError(f"this is not the position of a DataLoader: it has {sorted(state)}.")
         self._resume, self._reader = dict(state), None

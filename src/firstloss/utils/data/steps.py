@@ -30,6 +30,9 @@ def compute_num_steps(
         steps_per_epoch: batches that make an epoch; at most the loader's own.
         grad_accum_steps: batches per update.
 
+    Returns:
+        Updates.
+
     Raises:
         ExecutorError: for numbers that are not positive, contradict each other, or leave nothing to do.
     """
@@ -70,10 +73,14 @@ def epoch_steps(dataloader: Any, steps_per_epoch: int | None, grad_accum_steps: 
 
 
 def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
-    """Rows of a batch: the first dimension of its tensors; None if they differ.
+    """Rows of a batch: the first dimension of its tensors.
 
     Args:
+        data: tensors in lists, tuples, dicts and dataclasses. One without dimensions is one row.
         batch_size: what it should be.
+
+    Returns:
+        None if the tensors differ.
 
     Raises:
         ExecutorError: if there are no tensors, or `batch_size` is another.
