@@ -93,6 +93,17 @@ def test_the_program_names_the_users_lines():
     assert f"{__file__}:" in str(program) and "aten.normal_.default" in str(program)
 
 
+def test_a_weight_made_by_an_operation_that_writes_to_something_else():
+    class Shown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("shown", self.norm(torch.randn(2, 4)).detach())
+
+    recipes = fl.init_program(fl.deferred_init(Shown)).recipes
+    assert recipes["shown"].dead_fills == 0 and "norm.running_mean" in recipes
+
+
 def test_nothing_deferred_is_an_error():
     with pytest.raises(fl.errors.NothingDeferredError, match="Linear has no deferred weight"):
         fl.init_program(nn.Linear(2, 2))

@@ -91,7 +91,7 @@ class Odd(nn.Module):
 
 def strip_sources(text: str) -> str:
     """A Program's text without the lines that its operations come from."""
-    return re.sub(r"  # [^\n]*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"^ *# [^\n]*:\d+\n|  # [^\n]*:\d+$", "", text, flags=re.MULTILINE)
 
 
 def strip_names(text: str) -> str:

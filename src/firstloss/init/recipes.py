@@ -69,6 +69,11 @@ class Recipe:
         return slice_for([self.ref.value])
 
     @property
+    def program(self) -> Program:
+        """These operations alone: `print(recipe.program)` prints Python that makes this weight."""
+        return Program({}, {self.name: self.ref})
+
+    @property
     def draws(self) -> list[Node]:
         """Those of `nodes` that draw random numbers."""
         return [node for node in self.nodes if node.draw is not None]
@@ -254,6 +259,7 @@ class InitProgram:
         return len(self.program)
 
     def __str__(self) -> str:
+        """Python that makes all weights: see `Program`."""
         return str(self.program)
 
 
@@ -339,6 +345,8 @@ def _ends_in_a_fill(value: Value) -> bool:
     while node is not None and node.writes and not value.known:
         if node.overwrites:
             return True
-        value = next(ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value)
-        node = value.node
+        written = [ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value]
+        if not written:  # made anew, by an operation that writes to something else
+            return False
+        node = (value := written[0]).node
     return False

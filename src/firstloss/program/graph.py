@@ -20,6 +20,7 @@ import torch
 from ..compat.torch_names import OpOverload, version_of
 from ..errors import ConstantChangedError
 from ..rng.stream import Position, Stream
+from .python_text import PythonText, scope_of
 from .source import Source
 
 
@@ -112,6 +113,15 @@ class Ref(NamedTuple):
             return True
         value = self.value
         return self.offset == 0 and self.dtype == value.dtype and dense_count(self.size, self.stride) == value.numel
+
+    def as_python(self, name: str) -> str:
+        """An expression for the view of the tensor called `name`, which holds the Value."""
+        if self.whole:
+            return name
+        geometry = f"{self.size}, {self.stride}, {self.offset}"
+        if self.dtype == self.value.dtype:
+            return f"{name}.as_strided({geometry})"
+        return f"view({name}, {geometry}, {self.dtype})"
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The view of `buffer`, which holds the Value, that this describes; writes through it reach the buffer."""
@@ -266,44 +276,13 @@ class Program:
         return len(self.nodes)
 
     def __str__(self) -> str:
-        return format_program(self)
+        """Python that runs: see `scope`."""
+        return str(PythonText(self))
 
+    def scope(self) -> dict[str, Any]:
+        """What the free names of the Program's text stand for, constants and random streams:
 
-def format_program(program: Program) -> str:
-    """The Program as text: a line a node, in the style of an SSA listing, each with the user's source line."""
-    names: dict[Value, str] = {value: f"%{name}" for name, value in program.inputs.items()}
-
-    def name(value: Value) -> str:
-        if value not in names:
-            if value.known:
-                names[value] = f"%const{len(names)}"
-            else:
-                names[value] = f"%{len(names)}"
-        return names[value]
-
-    def show(arg: Any) -> str:
-        if type(arg) is Ref:
-            text = name(arg.value)
-            if not arg.whole:
-                cast = "" if arg.dtype == arg.value.dtype else f" as {_dtype(arg.dtype)}"
-                text += f"[size={arg.size}, stride={arg.stride}, offset={arg.offset}{cast}]"
-            return text
-        if type(arg) in (list, tuple):
-            return "[" + ", ".join(show(a) for a in arg) + "]"
-        return str(arg)
-
-    lines = []
-    for value, label in names.items():
-        lines.append(f"{label} = input: {_dtype(value.dtype)}{list(value.shape)}")
-    for node in program.nodes:
-        args = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
-        outs = ", ".join(name(v) for v in node.outputs)
-        kinds = ", ".join(f"{_dtype(v.dtype)}{list(v.shape)}" for v in node.outputs)
-        draw = f"  @ word {node.draw.position.words}" if node.draw is not None else ""
-        lines.append(f"{outs} = {node.op}({', '.join(args)}): {kinds}{draw}  # {node.source}")
-    lines.append("return " + ", ".join(f"{k}={show(v)}" for k, v in program.outputs.items()))
-    return "\n".join(lines)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        exec(str(program), scope := program.scope())
+        outputs = scope["program"](*inputs)
+        """
+        return scope_of(self)

@@ -130,6 +130,12 @@ def has_counter_rule(op: Any) -> bool:
     return op in _FILLS and _FILLS[op][0] in ("uniform", "normal") and op is not trunc_normal_
 
 
+def fill_pair(op: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[str, tuple[float, float]] | None:
+    """Of an operation that the counter policy draws by itself: "uniform" or "normal", and its two numbers."""
+    numbers = _numbers(op, _by_name(op, args, kwargs)) if has_counter_rule(op) else None
+    return None if numbers is None else (_FILLS[op][0], (float(numbers[0][1]), float(numbers[1][1])))
+
+
 def kind_of(node: Node) -> Kind:
     """What `node` does; worked out when it is first asked for."""
     if node.kind is None:
@@ -144,8 +150,12 @@ def is_unwritten(node: Node | None) -> bool:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """A node's arguments by their schema's names, where they were given."""
-    names = (argument.name for argument in schema_of(node.op).arguments)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return _by_name(node.op, node.args, node.kwargs)
+
+
+def _by_name(op: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in schema_of(op).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _classify(node: Node) -> Kind:
@@ -171,12 +181,16 @@ def _classify(node: Node) -> Kind:
 
 
 def _fill(node: Node, target: Ref) -> Kind:
-    name, parameters = _FILLS[node.op]
-    given = arguments_of(node)
+    numbers = _numbers(node.op, arguments_of(node))
+    return _OPAQUE if numbers is None else Fill(target, _FILLS[node.op][0], numbers)
+
+
+def _numbers(op: Any, given: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+    """The numbers of a fill, by name; None where one of them is a tensor."""
     numbers = []
-    for ours, theirs, default in parameters:
+    for ours, theirs, default in _FILLS[op][1]:
         number = given.get(theirs, default) if theirs is not None else default
         if number is not None and type(number) not in (int, float, bool, complex):
-            return _OPAQUE
+            return None
         numbers.append((ours, number))
-    return Fill(target, name, tuple(numbers))
+    return tuple(numbers)

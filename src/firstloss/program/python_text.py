@@ -1,0 +1,193 @@
+"""A Program as Python that runs: what `print(program)` prints.
+
+    exec(str(program), scope := program.scope())
+    outputs = scope["program"](*inputs)
+
+Each storage is one tensor, views are views of it, and in-place operations happen in place, as eager PyTorch has it. A
+comment has the user's line that each operation comes from, and what it makes.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compat.torch_names import OpOverload, schema_of
+from .source import Source
+
+if TYPE_CHECKING:
+    from ..rng.stream import Stream
+    from .graph import Node, Program, Ref, Value
+
+_HEAD = "import torch\nfrom firstloss.engine.printed import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
+_PLAIN = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+class PythonText:
+    """The text of one Program, and what its free names stand for.
+
+    Attributes:
+        constants: Values that are known before it runs.
+        streams: the random streams that it draws from.
+        objects: other arguments that have no text of their own.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.constants: dict[Value, str] = {}
+        self.streams: dict[Stream, str] = {}
+        self.objects: dict[int, tuple[str, Any]] = {}
+        self._names: dict[Value, str] = {}
+        self._count = 0
+        self._written = {ref.value for node in program.nodes for ref in node.writes}
+        self._inputs = set(program.inputs.values())
+        self._lines: list[str] = []
+        self._source: Source | None = None
+        self.parameters = self._take_inputs(program)
+        for node in program.nodes:
+            self._node(node)
+        results = [f"{name!r}: {self._show(ref)}" for name, ref in program.outputs.items()]
+        self._lines.append(f"return {{{', '.join(results)}}}")
+
+    def __str__(self) -> str:
+        body = "".join(f"    {line}\n" for line in self._lines)
+        return f"{_HEAD}@torch.no_grad()\ndef program({', '.join(self.parameters)}):\n{body}"
+
+    # -- names --
+
+    def _take_inputs(self, program: Program) -> list[str]:
+        views = {ref.value for node in program.nodes for ref in (*node.refs(), *node.writes) if not ref.whole}
+        views |= {ref.value for ref in program.outputs.values() if not ref.whole}
+        taken: set[str] = set()
+        for label, value in program.inputs.items():
+            plain = re.sub(r"\W", "_", label)
+            plain = f"input_{plain}" if not plain.isidentifier() or keyword.iskeyword(plain) else plain
+            name, number = plain, 1
+            while name in taken:
+                number += 1
+                name = f"{plain}_{number}"
+            taken.add(name)
+            self._names[value] = name
+            copied = f".copy_({name})" if value in self._written | views else None
+            self._lines.append(
+                f"# {name}: {_kind(value)}" if copied is None else f"{name} = {_empty(value)}{copied}  # {_kind(value)}"
+            )
+        return list(self._names.values())
+
+    def _new_name(self, value: Value) -> str:
+        name = self._names[value] = f"v{self._count}"
+        self._count += 1
+        return name
+
+    def _name(self, value: Value) -> str:
+        """The name of what holds a Value; of one that no operation makes, it is introduced here."""
+        if value in self._names:
+            return self._names[value]
+        if not value.known:
+            name = self._new_name(value)
+            self._lines.append(f"{name} = {_empty(value)}  # {_kind(value)}, not written")
+            return name
+        constant = self.constants.setdefault(value, f"constant{len(self.constants)}")
+        if value not in self._written:
+            self._names[value] = constant
+            return constant
+        name = self._new_name(value)
+        self._lines.append(f"{name} = {constant}.clone()  # {_kind(value)}")
+        return name
+
+    # -- operations --
+
+    def _node(self, node: Node) -> None:
+        if node.source != self._source:
+            self._source = node.source
+            self._lines.append(f"# {node.source}")
+        numbers = {argument.name for argument in schema_of(node.op).arguments if is_number(argument.type)}
+        names = [argument.name for argument in schema_of(node.op).arguments]
+        names += [""] * (len(node.args) - len(names))
+        texts = [self._show(arg, name in numbers) for arg, name in zip(node.args, names, strict=False)]
+        named = {key: self._show(value, key in numbers) for key, value in node.kwargs.items()}
+        texts += [f"{key}={text}" for key, text in named.items() if not keyword.iskeyword(key)]
+        texts += [f"**{{{key!r}: {text}}}" for key, text in named.items() if keyword.iskeyword(key)]
+        self._lines.append(self._assigned(node, self._call(node, texts)))
+
+    def _call(self, node: Node, texts: list[str]) -> str:
+        op = self._op(node.op)
+        if op == "torch.ops.firstloss.barrier.default":
+            return f"barrier({', '.join(texts)})"
+        if node.draw is None:
+            return f"{op}({', '.join(texts)})"
+        stream = self.streams.setdefault(node.draw.stream, f"stream{len(self.streams)}")
+        words, spare = node.draw.position
+        return f"draw({', '.join([stream, repr(words if spare is None else (words, spare)), op, *texts])})"
+
+    def _assigned(self, node: Node, call: str) -> str:
+        returns = [str(result.type) for result in schema_of(node.op).returns]
+        made = node.outputs[len(node.writes) :]
+        if not made and len(node.writes) == 1 and node.writes[0].whole and returns == ["Tensor"]:
+            return f"{self._new_name(node.outputs[0])} = {call}  # {_kind(node.outputs[0])}"
+        storages = [self._name(ref.value) for ref in node.writes]
+        targets = [self._new_name(value) for value in made]
+        if targets:
+            if returns == ["List[Tensor]"] or returns == ["Tensor"] * len(targets):
+                lone = "," if returns != ["Tensor"] and len(targets) == 1 else ""
+            else:
+                lone, call = "," if len(targets) == 1 else "", f"made({call}, {len(targets)})"
+            call = f"{', '.join(targets)}{lone} = {call}"
+        for storage, value in zip(storages, node.outputs, strict=False):  # written through views: the same memory
+            self._names[value] = storage
+        return f"{call}  # {', '.join(map(_kind, made))}" if made else call
+
+    def _op(self, op: Any) -> str:
+        if not isinstance(op, OpOverload):
+            return self._object(op)
+        namespace, *parts = str(op).split(".")
+        text = "aten" if namespace == "aten" else f"torch.ops.{namespace}"
+        for part in parts:
+            text = f"getattr({text}, {part!r})" if keyword.iskeyword(part) else f"{text}.{part}"
+        return text
+
+    # -- arguments --
+
+    def _show(self, arg: Any, number: bool = False) -> str:
+        if hasattr(arg, "as_python"):  # a Ref
+            text = self._view(arg)
+            return f"{text}.item()" if number else text
+        if type(arg) in (list, tuple):
+            return "[" + ", ".join(self._show(a, number) for a in arg) + "]"
+        if type(arg) is float:
+            return repr(arg) if arg - arg == 0 else f"float({str(arg)!r})"
+        if isinstance(arg, torch.device):
+            return f"torch.device({str(arg)!r})"
+        return repr(arg) if isinstance(arg, _PLAIN) else self._object(arg)
+
+    def _view(self, ref: Ref) -> str:
+        return ref.as_python(self._name(ref.value))
+
+    def _object(self, thing: Any) -> str:
+        return self.objects.setdefault(id(thing), (f"object{len(self.objects)}", thing))[0]
+
+
+def is_number(kind: Any) -> bool:
+    """Whether an argument of this type, of an operation's schema, is a number or a list of numbers."""
+    text = str(kind)
+    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
+
+
+def _kind(value: Value) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _empty(value: Value) -> str:
+    device = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
+    return f"torch.empty_strided({tuple(value.shape)}, {tuple(value.stride)}, dtype={value.dtype}{device})"
+
+
+def scope_of(program: Program) -> dict[str, Any]:
+    """What the free names of a Program's text stand for."""
+    text = PythonText(program)
+    scope: dict[str, Any] = {name: value.empty().copy_(value.content()) for value, name in text.constants.items()}
+    scope.update({name: stream for stream, name in text.streams.items()})
+    scope.update(dict(text.objects.values()))
+    return scope
