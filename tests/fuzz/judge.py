@@ -106,7 +106,7 @@ def _settled() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    environment = dict(os.environ)
+    environment, folder = dict(os.environ), os.getcwd()
     patched = [(cls, name, getattr(cls, name)) for cls, name in _PATCHED]
     hooks = [d for n, d in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(d, dict)]
     optimizer_hooks = [
@@ -118,6 +118,7 @@ def _settled() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        os.chdir(folder)
         torch.set_default_dtype(dtype)
         torch.set_autocast_enabled("cpu", False)
         torch.set_default_device(None)
@@ -129,6 +130,8 @@ def _settled() -> Iterator[None]:
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         os.environ.update(environment)
+        for name in [name for name in sys.modules if name.startswith(f"{MODULE}_")]:
+            del sys.modules[name]
 
 
 class _Noise(TorchDispatchMode):

@@ -876,6 +876,68 @@ def held_objects(d: Draft) -> None:
         d.mid.append(f"loss = loss + 0.1 * ({p.get}.h * out.mean(0)).sum()")
 
 
+def outside(d: Draft) -> None:
+    """A number that lies outside of Python's objects, or that no name leads to: it is read in the step, and another one
+    is put there between steps, and perhaps by the step."""
+    k = d.name("out")
+    d.names.remove(k)
+    file, module, object_ = f"path{k}", f"of{k}", f"kept{k}"
+    # The same in both runs, and empty at first.
+    folder = (
+        f"{k} = os.path.join(tempfile.gettempdir(), 'firstloss-fuzz-%d' % os.getpid(), '{k}')\n"
+        f"shutil.rmtree({k}, ignore_errors=True)\nos.makedirs({k})"
+    )
+    setup, get, put = d.pick(
+        (
+            f"{folder}\n{file} = pathlib.Path({k}) / 'number'",
+            d.pick(f"float({file}.read_text())", f"float(open({file}).read())", f"float(next(open({file})))"),
+            f"{file}.write_text(str({{}}))",
+        ),
+        (
+            f"{folder}\n{file} = os.path.join({k}, 'number.pt')",
+            f"torch.load({file})",
+            f"torch.save(torch.tensor(float({{}})), {file})",
+        ),
+        (
+            f"{folder}\n{file} = pathlib.Path({k})",
+            d.pick(f"(0.1 * len(os.listdir({file})))", f"(0.5 if os.path.exists({file} / 'a') else 0.2)"),
+            f"({file} / d_name({{}})).touch()",
+        ),
+        (
+            f"sys.modules['fuzzed_{module}'] = {module} = types.ModuleType('fuzzed_{module}')",
+            d.pick(f"sys.modules['fuzzed_{module}'].number", f"__import__('fuzzed_{module}').number"),
+            f"{module}.number = {{}}",
+        ),
+        (
+            f"{object_} = [types.SimpleNamespace(number=0.5)]\n{k} = weakref.ref({object_}[0])",
+            f"({k}().number if {k}() is not None else 0.1)",
+            d.pick(f"{object_}[0].number = {{}}", f"{object_}[0] = types.SimpleNamespace(number={{}})"),
+        ),
+        (
+            f"{object_} = {{'number': 0.5}}\n{k} = {object_}.get",
+            f"{k}('number')",
+            f"{object_}['number'] = {{}}",
+        ),
+        (f"{object_} = [0.5]\n{k} = {object_}.__getitem__", f"{k}(0)", f"{object_}[0] = {{}}"),
+        (
+            f"{k} = os.getcwd()",
+            f"(0.3 if os.getcwd() == {k} else 0.1)",
+            f"os.chdir(tempfile.gettempdir() if {{}} > 0.5 else {k})",
+        ),
+    )
+    if "d_name" in put:
+        put = put.replace("d_name({})", f"'{d.pick('a', 'b')}'")
+    d.setup.append(setup)
+    if "getcwd" not in setup:
+        d.setup.append(put.format(0.5))
+    d.mid.append(f"loss = loss + 0.1 * {get} * out.mean()")
+    d.at(put.format(d.rng.randint(1, 9) / 10))
+    if d.chance(0.3):
+        d.at(put.format(d.rng.randint(1, 9) / 10))
+    if d.chance(0.2):
+        d.post.append(put.format(0.7))
+
+
 def keyed(d: Draft) -> None:
     """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
     k, t = d.name("Key"), d.name("by")
@@ -979,6 +1041,7 @@ PIECES = (
     + [second_step] * 3
     + [held_objects] * 3
     + [keyed] * 3
+    + [outside] * 3
     + [reused_batch] * 3
     + [edited_after] * 3
     + [closed_over]

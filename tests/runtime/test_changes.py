@@ -3,7 +3,10 @@
 import copy
 import inspect
 import io
+import os
 import random
+import re
+import sys
 import warnings
 
 import numpy as np
@@ -491,21 +494,26 @@ def test_a_file_is_found_at_the_second_call(tmp_path):
     step = fl.trace(lambda x: x * float(file.read_text()))
     assert quiet(step, X) == [[1.0, 2.0]]
     file.write_text("2")
-    with pytest.raises(GraphChangedError, match=r"aten.mul.* before, aten.mul.* now.*torch.where"):
-        step(X)
+    with pytest.warns(GraphChangeWarning) as told:
+        assert step(X).tolist() == [2.0, 4.0]
+    texts = [str(warning.message) for warning in told]
+    assert re.search(r"aten.mul.* before, aten.mul.* now.*torch.where", texts[0], re.DOTALL)
+    assert re.search(r"is traced at each call.*test_changes.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
 
 
-def test_and_later_as_time_permits(monkeypatch, tmp_path):
-    flag = tmp_path / "flag"
-    flag.write_text("0")
-    step = fl.trace(lambda x: -x if int(flag.read_text()) else x)
+def test_what_nobody_has_thought_of_is_found_as_time_permits(monkeypatch):
+    flags = sys.getdlopenflags()
+    step = fl.trace(lambda x: x if sys.getdlopenflags() == flags else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
     from firstloss.runtime.step import changes
 
-    flag.write_text("1")
     monkeypatch.setattr(changes, "_CHECKING", 1e9)  # all the time there is
-    with pytest.raises(GraphChangedError, match="4 steps ago"):
-        step(X)
+    sys.setdlopenflags(flags ^ os.RTLD_GLOBAL)
+    try:
+        with pytest.raises(GraphChangedError, match="4 steps ago"):
+            step(X)
+    finally:
+        sys.setdlopenflags(flags)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: random.gauss(0, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ def _tensor() -> torch.Tensor:
 _EVERYTHING = "everything"
 
 NAMES = {
+    "C": Name("torch._C", "Asks again for settings that a step has asked for", "guards of steps"),
     # -- the dispatcher --
     "DisableTorchDispatch": Name(
         "torch._C._DisableTorchDispatch",
@@ -220,6 +222,21 @@ NAMES = {
 def inner_overload(op: Any) -> Any:
     """The operation within what `torch.library.custom_op` returns; any other operation is returned as it is."""
     return getattr(op, "_opoverload", op)
+
+
+# Settings of the process's, from torch.backends and its like: functions without arguments in torch._C.
+_SETTINGS = ("get_num_threads", "get_num_interop_threads", "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
+             "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only",
+             "_get_deterministic_fill_uninitialized_memory", "_get_float32_matmul_precision", "_get_warnAlways",
+             "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32",
+             "_get_cublas_allow_tf32", "_get_mkldnn_enabled", "_get_nnpack_enabled", "_get_flash_sdp_enabled",
+             "_get_math_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled")  # fmt: skip
+
+
+def settings_of_torch() -> dict[str, Callable[[], Any]]:
+    """By name, the functions that give a setting of PyTorch's which a step may ask for; but for those that are gone."""
+    module = _imported("C")
+    return {name: function for name in _SETTINGS if callable(function := getattr(module, name, None))}
 
 
 def local_tensor_or(tensor: Any, otherwise: Any) -> Any:

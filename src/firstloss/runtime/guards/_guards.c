@@ -244,53 +244,75 @@ static PyObject *same_items(PyObject *module, PyObject *args) {
 
 #define SEEN (1 << 14)
 static void *seen[SEEN]; /* of the one thread that traces */
+static void *dull[SEEN]; /* functions written in C of which no more is to be said */
 static PyCFunction globals_method;
+static Py_tracefunc others_function; /* a profiler's that was at work before */
+static PyObject *others_argument;
 
-static int note(PyObject *found, PyFrameObject *frame, int what, PyObject *arg) {
-    if (what == PyTrace_CALL) {
-        PyCodeObject *code = PyFrame_GetCode(frame);
-        void **place = &seen[((uintptr_t)code >> 5) % SEEN];
-        if (*place != code) {
-            PyObject *key = PyLong_FromVoidPtr(code), *globals = PyFrame_GetGlobals(frame);
-            PyObject *item = key && globals ? PyTuple_Pack(2, code, globals) : NULL;
-            int failed = item == NULL || PyDict_SetItem(PyTuple_GET_ITEM(found, 0), key, item) < 0;
-            Py_XDECREF(key);
-            Py_XDECREF(globals);
-            Py_XDECREF(item);
-            if (failed) {
-                Py_DECREF(code);
-                return -1;
-            }
-            *place = code;
-        }
-        Py_DECREF(code);
-    } else if (what == PyTrace_C_CALL && globals_method != NULL && PyCFunction_Check(arg) &&
-               PyCFunction_GET_FUNCTION(arg) == globals_method) {
+/* What runs is noted in `found`: (codes, whole, called). */
+static int note_code(PyObject *found, PyFrameObject *frame) {
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    void **place = &seen[((uintptr_t)code >> 5) % SEEN];
+    int failed = 0;
+    if (*place != code) {
+        PyObject *key = PyLong_FromVoidPtr(code), *globals = PyFrame_GetGlobals(frame);
+        PyObject *item = key && globals ? PyTuple_Pack(2, code, globals) : NULL;
+        failed = item == NULL || PyDict_SetItem(PyTuple_GET_ITEM(found, 0), key, item) < 0;
+        Py_XDECREF(key);
+        Py_XDECREF(globals);
+        Py_XDECREF(item);
+        *place = failed ? NULL : code;
+    }
+    Py_DECREF(code);
+    return failed ? -1 : 0;
+}
+
+static int note_call(PyObject *found, PyFrameObject *frame, PyObject *function) {
+    if (globals_method != NULL && PyCFunction_GET_FUNCTION(function) == globals_method) {
         PyObject *globals = PyFrame_GetGlobals(frame);
         int failed = PyList_Append(PyTuple_GET_ITEM(found, 1), globals) < 0;
         Py_DECREF(globals);
-        if (failed) return -1;
+        return failed ? -1 : 0;
     }
+    PyMethodDef *definition = ((PyCFunctionObject *)function)->m_ml;
+    void **place = &dull[((uintptr_t)definition >> 5) % SEEN];
+    if (*place == definition) return 0;
+    PyObject *answer = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(found, 2), function, (PyObject *)frame, NULL);
+    if (answer == NULL) return -1;
+    if (answer == Py_False) *place = definition;
+    Py_DECREF(answer);
+    return 0;
+}
+
+static int note(PyObject *found, PyFrameObject *frame, int what, PyObject *arg) {
+    if (what == PyTrace_CALL) return note_code(found, frame);
+    if (what == PyTrace_C_CALL && PyCFunction_Check(arg)) return note_call(found, frame, arg);
     return 0;
 }
 
 static PyObject *start(PyObject *module, PyObject *args) {
-    PyObject *codes, *whole;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &codes, &PyList_Type, &whole)) return NULL;
+    PyObject *codes, *whole, *called;
+    if (!PyArg_ParseTuple(args, "O!O!O", &PyDict_Type, &codes, &PyList_Type, &whole, &called)) return NULL;
     if (globals_method == NULL) {
         PyObject *builtin = PyDict_GetItemString(PyEval_GetBuiltins(), "globals");
         if (builtin != NULL && PyCFunction_Check(builtin)) globals_method = PyCFunction_GET_FUNCTION(builtin);
     }
-    PyObject *found = PyTuple_Pack(2, codes, whole);
+    PyObject *found = PyTuple_Pack(3, codes, whole, called);
     if (found == NULL) return NULL;
     memset(seen, 0, sizeof seen);
+    memset(dull, 0, sizeof dull);
+    PyThreadState *thread = PyThreadState_Get();
+    others_function = thread->c_profilefunc;
+    Py_XSETREF(others_argument, Py_XNewRef(thread->c_profileobj));
     PyEval_SetProfile(note, found);
     Py_DECREF(found);
     Py_RETURN_NONE;
 }
 
 static PyObject *stop(PyObject *module, PyObject *unused) {
-    PyEval_SetProfile(NULL, NULL);
+    PyEval_SetProfile(others_function, others_argument);
+    others_function = NULL;
+    Py_CLEAR(others_argument);
     Py_RETURN_NONE;
 }
 
@@ -332,8 +354,9 @@ static PyMethodDef methods[] = {
     {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
     {"start", start, METH_VARARGS,
-     "start(codes, whole): note in `codes`, by its address, the code that this thread runs from here on, with its "
-     "globals; in `whole` the globals of code that asks for all of them."},
+     "start(codes, whole, called): note in `codes`, by its address, the code that this thread runs from here on, with "
+     "its globals; in `whole` the globals of code that asks for all of them; and call called(function, frame) before "
+     "each call of a function written in C, until it gives False for it. A profiler waits meanwhile."},
     {"stop", stop, METH_NOARGS, "Note no more."},
     {NULL},
 };

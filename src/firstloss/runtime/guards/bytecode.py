@@ -6,9 +6,12 @@ of a number in a dict or a list (`counts["steps"] += 1`), and adding to a collec
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import importlib.util
 import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -128,16 +131,39 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(s.argument for s in _instructions(code) if s.name in _GLOBALS)
 
 
-@functools.lru_cache(maxsize=65536)
-def imports(code: types.CodeType) -> list[tuple[str, str]]:
-    """What `code` itself imports: modules, and names in them."""
-    found, module = [], ""
-    for step in _instructions(code):
-        if step.name == "IMPORT_NAME":
-            module = step.argument
-        elif step.name == "IMPORT_FROM":
-            found.append((module, step.argument))
+def imports(code: types.CodeType, table: dict) -> list[str]:
+    """The modules that `code` itself imports, run with the globals in `table`; and those that it may import by a name
+    that it works out."""
+    found = []
+    for name, level, names in _import_statements(code):
+        with contextlib.suppress(ImportError):  # a relative one of code that is in no package
+            module = importlib.util.resolve_name("." * level + name, _package(table)) if level else name
+            parts = module.split(".")
+            found += [".".join(parts[: i + 1]) for i in range(len(parts))]
+            found += [f"{module}.{name}" for name in names if f"{module}.{name}" in sys.modules]
+    if not _BY_NAME.isdisjoint(code.co_names) or "modules" in code.co_names and "sys" in code.co_names:
+        found += [name for name in list(sys.modules) if name != "__main__"]
+        found += [constant for constant in code.co_consts if isinstance(constant, str)]
     return found
+
+
+_BY_NAME = {"import_module", "__import__"}
+
+
+def _package(table: dict) -> str:
+    name = table.get("__package__")
+    return name if name is not None else str(table.get("__name__", "")).rpartition(".")[0]
+
+
+@functools.lru_cache(maxsize=65536)
+def _import_statements(code: types.CodeType) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Of each, the module that it names, by how many dots from here, and the names that it takes from there."""
+    steps = _instructions(code)
+    return [
+        (step.argument, steps[i - 2].argument, steps[i - 1].argument or ())
+        for i, step in enumerate(steps)
+        if step.name == "IMPORT_NAME"
+    ]
 
 
 def with_inner(code: types.CodeType) -> list[types.CodeType]:

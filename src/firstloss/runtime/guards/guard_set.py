@@ -15,6 +15,7 @@ from .executed import Lines
 from .guards import Change, ListGuard, same
 from .native import native
 from .objects import MISSING
+from .outside import Asked
 from .values import Values
 
 
@@ -26,10 +27,20 @@ class GuardSet:
         unwatchable: what nobody can tell of whether it has changed.
         unknown: functions that ran, and that were not known before: what they read before is not known either.
         lines: of the code that ran.
+        weak: the step reads something by a weak reference.
     """
 
-    def __init__(self, values: Values, lines: Lines, unknown: list[types.CodeType], weights: set[int]) -> None:
-        """`weights` has the ids of tensors whose gradients others watch."""
+    def __init__(
+        self, values: Values, lines: Lines, unknown: list[types.CodeType], asked: list[Asked], weights: set[int]
+    ) -> None:
+        """
+        Args:
+            unknown: code that was not known before: what it read before is not known either.
+            asked: what the step has asked that cannot be watched.
+            weights: the ids of tensors whose gradients others watch.
+        """
+        self.asked = asked
+        self.weak = values.weak
         self.unwatched = values.unwatched
         self.unwatchable = values.unwatchable
         self.unknown = unknown
@@ -55,6 +66,13 @@ class GuardSet:
             for key, value in entries:
                 if isinstance(value, torch.Tensor):
                     self.tensors.setdefault(id(value), []).append((guard, key))
+
+    def let_go(self) -> None:
+        """Watch nothing any more, and keep nothing alive."""
+        kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._reads_list, self._orders]
+        for collection in (*kept, self._weights, self._hooked, self._apart, self._facts, self.tensors):
+            collection.clear()
+        self._watch = None
 
     def _watched(self) -> None:
         """All fits now: what changes from here on is seen at once."""

@@ -6,6 +6,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import ctypes
 import enum
 import functools
 import logging
@@ -37,6 +38,9 @@ _OURS = ("firstloss.", "jax.", "jaxlib.")
 INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
 
 
+WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+
+
 class Kind(Enum):
     """What the walk does with an object."""
 
@@ -59,7 +63,7 @@ class Kind(Enum):
 
 _LEAVES = (
     int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, slice, types.CodeType,
-    types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.MethodWrapperType,
+    types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
     types.UnionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
     np.ufunc, Enum, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.Generator, torch.Stream,
@@ -91,6 +95,8 @@ def _kind_of(cls: type) -> Kind:
         return Kind.INSTANCE
     if issubclass(cls, _LEAVES):
         return Kind.LEAF
+    if issubclass(cls, weakref.finalize):  # it looks at a table of Python's own
+        return Kind.UNKNOWN
     for kinds, kind in (
         (torch.Tensor, Kind.TENSOR),
         (dict, Kind.DICT),
@@ -100,8 +106,9 @@ def _kind_of(cls: type) -> Kind:
         ((tuple, frozenset), Kind.TUPLE),
         (types.FunctionType, Kind.FUNCTION),
         (types.CellType, Kind.CELL),
-        ((types.MethodType, functools.partial, property, staticmethod, classmethod, functools.cached_property,
-          weakref.ref, weakref.ProxyType, weakref.CallableProxyType, types.MappingProxyType,
+        ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, property,
+          staticmethod, classmethod, functools.cached_property,
+          *WEAK, types.MappingProxyType,
           lru_cache_wrapper), Kind.BINDING),
         (type, Kind.CLASS),
         (types.ModuleType, Kind.MODULE),
@@ -118,7 +125,7 @@ def _kind_of(cls: type) -> Kind:
         return Kind.INSTANCE
     if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
         return Kind.UNKNOWN
-    if (cls.__module__ or "").partition(".")[0] in _STATELESS:
+    if (cls.__module__ or "").partition(".")[0] in _STATELESS and cls.__module__ not in _WITH_STATE:
         return Kind.LEAF
     if cls.__dictoffset__ or slots(cls):
         return Kind.INSTANCE
@@ -137,6 +144,7 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
 # Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
 _STATELESS = {"logging", "unittest", "inspect", "typing", "importlib", "concurrent", "multiprocessing", "subprocess",
               "tempfile", "warnings", "traceback", "abc", "ast", "contextlib", "asyncio", "zipfile"}  # fmt: skip
+_WITH_STATE = {"multiprocessing.sharedctypes", "concurrent.futures._base"}
 
 
 def is_of_python(cls: type) -> bool:
@@ -145,11 +153,18 @@ def is_of_python(cls: type) -> bool:
 
 
 def _is_harmless(cls: type) -> bool:
-    module = cls.__module__ or ""
-    if cls is memoryview:
+    if cls is memoryview or issubclass(cls, _FOREIGN):
         return False
     if cls is object or issubclass(cls, (BaseException, types.SimpleNamespace, threading.local)):
         return True
+    return is_harmless_module(cls.__module__ or "")
+
+
+_FOREIGN: Any = type(ctypes.pythonapi.Py_IncRef).__mro__[1]  # a function of a C library, which may do anything
+
+
+def is_harmless_module(module: str) -> bool:
+    """Whether nothing changes in the objects of a module's classes, made in C, that decides anything."""
     return module in _HARMLESS or module.partition(".")[0] in _HARMLESS
 
 
@@ -158,9 +173,10 @@ def is_ours(module: str | None) -> bool:
     return module is not None and f"{module}.".startswith(_OURS)
 
 
-def is_closed(module: str | None) -> bool:
+def is_closed(module: Any) -> bool:
     """Whether the code of that module reads no state of the user's."""
-    return module is None or module.partition(".")[0] in _CLOSED and module != "__main__"
+    # Of a class made in C it may be a descriptor.
+    return not isinstance(module, str) or module.partition(".")[0] in _CLOSED and module != "__main__"
 
 
 @functools.cache
@@ -195,10 +211,32 @@ def slots(cls: type) -> tuple[str, ...]:
 _slots: dict[type, tuple[str, ...]] = {}
 
 
+def may_die(reference: Any) -> bool:
+    """Whether a weak reference may yet lose what it leads to, by all that can be told. Not if that is a part of the
+    training itself: schedulers hold their optimizers so."""
+    return any(
+        held is not None
+        and not isinstance(held, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.FunctionType))
+        for held in behind(reference)
+    )
+
+
+# Methods of generators whose state is watched in any case.
+_OF_THE_PROCESS = {
+    method
+    for module in (random, np.random)
+    for method in vars(module).values()
+    if isinstance(method, types.BuiltinFunctionType)
+}
+
+
 def behind(binding: Any) -> Iterator[Any]:
     """What a method, a partial, a property and their like lead to."""
     if isinstance(binding, types.MethodType):
         yield from (binding.__func__, binding.__self__)
+    elif isinstance(binding, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        if binding not in _OF_THE_PROCESS and not isinstance(binding.__self__, (types.ModuleType, type)):
+            yield binding.__self__
     elif isinstance(binding, functools.partial):
         yield from (binding.func, *binding.args, binding.keywords, binding.__dict__)
     elif isinstance(binding, property):

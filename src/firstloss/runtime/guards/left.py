@@ -102,6 +102,7 @@ class Left:
         self.tensors.clear()
         self._kept.clear()
         self._is_old = lambda what: True
+        self._given = NOTHING_GIVEN  # which knows all that was there before the step
 
     def place(self, container: Any) -> Make:
         """What `container` is at each call: itself, unless it is one that holds arguments."""

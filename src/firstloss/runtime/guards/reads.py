@@ -47,6 +47,10 @@ class Reads:
         self._values = Values(snapshot, self._executed)
         self.updates = self._values.updates
         self.unknown: list[types.CodeType] = []
+        recording.outside.ran(code for code, _ in (recording.codes or {}).values())
+        self.asked = list(recording.outside.asked.values())
+        for name, (setting, before) in recording.outside.settings.items():
+            self._values.read(("setting", name), setting, before, f"what {name} gives", name.rpartition(".")[2])
         self._functions(recording)
         self._attributes(recording)
         for function in self._executed.cached:
@@ -67,8 +71,8 @@ class Reads:
                 self.unknown.append(code)
             for name in bytecode.global_names(code):
                 globals_.setdefault((id(table), name), (table, []))[1].extend(bytecode.uses_of(code, name))
-            for module, name in bytecode.imports(code):
-                self._imported(module, name)
+            for module in bytecode.imports(code, table):
+                self._imported(module, code)
             for function in snapshot.functions.get(code, ()):
                 self._values.definition(function)
                 for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -180,11 +184,17 @@ class Reads:
         what = f"the parameter groups of {with_article(type(optimizer).__qualname__)}"
         self._values.read((id(optimizer), "groups"), read, before, what, "param_groups")
 
-    def _imported(self, module: str, name: str) -> None:
-        found = sys.modules.get(module)
-        if found is not None and not is_closed(module) and not is_ours(module) and not is_installed(module):
-            table = vars(found)
-            self._values.name(table, name, self._values.before(table).get(name, MISSING), describe_global(table))
+    def _imported(self, name: str, code: types.CodeType) -> None:
+        """A module that code imports, each time that it runs."""
+        if is_closed(name) or is_ours(name) or is_installed(name):
+            return
+        module = sys.modules.get(name, MISSING)
+        guard = self._values.table(sys.modules, lambda key: f"the module {key}", None)
+        guard.expected[name] = module
+        if module is not MISSING and id(module) not in self._snapshot.seen:  # imported by the step for the first time
+            self.unknown.append(code)
+        else:
+            self._values.value(module, f"the module {name}", name)
 
     # -- what effects find out --
 
@@ -236,7 +246,7 @@ class Reads:
                 self._values.tables[id(namespace.table)].expected |= namespace.expected
             else:
                 self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
-        return GuardSet(self._values, self._executed.lines, self.unknown, weights)
+        return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
 
 
 def generators() -> list[Any]:

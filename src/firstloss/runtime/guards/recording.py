@@ -16,6 +16,7 @@ from ...compat.python_names import getframe
 from ...undo import Undo
 from .kinds import can_be_instrumented, is_closed, is_ours
 from .native import native
+from .outside import Outside
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -31,19 +32,22 @@ class Recording:
         reads: of each object (by id) and attribute, the object and the instructions that have read it.
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were asked for as a dict.
+        outside: what is asked of the world outside of Python's objects; known where `codes` are.
     """
 
     def __init__(self, classes: Iterable[type], profile: bool) -> None:
         """
         Args:
             classes: of the objects whose reads are noted.
-            profile: note the code that runs as well. It costs some 15% of a trace.
+            profile: note the code that runs and the functions in C that it calls as well. It costs some 15% of a
+                trace.
         """
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
         self.whole: list[dict] = []
+        self.outside = Outside()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
-        self._profile = profile and sys.getprofile() is None  # somebody else is profiling
+        self._profile = profile and (native is not None or sys.getprofile() is None)  # somebody else is profiling
 
     def begin(self, undo: Undo) -> None:
         """Note what this thread reads and runs until `undo` is done."""
@@ -62,9 +66,9 @@ class Recording:
             self.codes = {}
             undo(_stop)
             if native is not None:
-                native.start(self.codes, self.whole)
+                native.start(self.codes, self.whole, self.outside.called)
             else:
-                sys.setprofile(_profiler(self.codes, self.whole))
+                sys.setprofile(_profiler(self.codes, self.whole, self.outside))
 
     def times_read(self, owner: Any) -> int:
         """How often an attribute of an object has been looked up, its `step` aside."""
@@ -135,12 +139,16 @@ def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
     return note
 
 
-def _profiler(codes: dict, whole: list) -> Callable:
+def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
+    dull: set[Any] = set()
+
     def note(frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
             codes[id(frame.f_code)] = (frame.f_code, frame.f_globals)
         elif event == "c_call" and argument is globals:
             whole.append(frame.f_globals)
+        elif event == "c_call" and argument not in dull and not outside.called(argument, frame):
+            dull.add(argument)
 
     return note
 

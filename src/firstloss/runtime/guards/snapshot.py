@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import collections
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..stand_in import StandIn, module_of
 from . import caches, contents
+from .bytecode import imports, with_inner
 from .kinds import (
     Kind,
     behind,
@@ -269,6 +271,8 @@ class Snapshot:
         self.functions.setdefault(code, []).append(what)
         self.definitions[id(what)] = (what, definition(what))
         self._globals(what.__globals__, set(names_in(code)), is_installed(what.__module__), todo)
+        imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
+        todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
         todo.extend(what.__closure__ or ())
         todo.extend(what.__defaults__ or ())
         todo.extend((what.__kwdefaults__ or {}).values())
@@ -293,6 +297,8 @@ class Snapshot:
         todo += [base for base in what.__mro__[1:] if not is_closed(base.__module__)]
 
     def _module(self, what: types.ModuleType, todo: list[Any]) -> None:
+        if what is sys:
+            todo += [getattr(sys, name) for name in SETTINGS_OF_SYS]
         if is_closed(what.__name__) or is_installed(what.__name__):
             return
         table = vars(what)
@@ -310,6 +316,7 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
                 yield where, name, table
 
 
+SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
 _OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__", "__getattribute__"}  # fmt: skip

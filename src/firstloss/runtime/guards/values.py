@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import operator
 import sys
@@ -18,9 +19,9 @@ from .bytecode import Use
 from .describe import describe_attribute, describe_global
 from .executed import Executed
 from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
-from .kinds import Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of
+from .kinds import WEAK, Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, may_die
 from .objects import MISSING, class_table, definition, own_attributes
-from .snapshot import Snapshot, Table
+from .snapshot import SETTINGS_OF_SYS, Snapshot, Table
 from .updates import Updates
 
 
@@ -36,6 +37,7 @@ class Values:
         updates: what decides nothing.
         unwatched: what is too large to be compared at each call, by name, and as people say it.
         unwatchable: what nobody can tell of whether it has changed.
+        weak: something is held by a weak reference, and may be gone.
     """
 
     def __init__(self, snapshot: Snapshot, executed: Executed) -> None:
@@ -43,6 +45,7 @@ class Values:
         self._executed = executed
         self.unwatched: list[tuple[str, str]] = []
         self.unwatchable: dict[int, tuple[Any, str]] = {}
+        self.weak = False
         self.tables: dict[int, TableGuard] = {}
         self.lists: dict[int, ListGuard] = {}
         self.cells: dict[int, CellGuard] = {}
@@ -94,6 +97,10 @@ class Values:
             if id(value) in self._snapshot.opaque:
                 _, read, reading = self._snapshot.opaque[id(value)]
                 self.read(id(value), read, reading, inside, name)
+            if isinstance(value, WEAK) and may_die(value):
+                self.weak = True
+                self.unwatchable[id(value)] = (value, f"{what}, by a weak reference")
+                return
             for part in behind(value):
                 self.value(part, what, name)
             if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
@@ -106,6 +113,9 @@ class Values:
         elif kind is Kind.CLASS:
             if not is_closed(value.__module__):
                 self.of_class(value, set())
+            if isinstance(value, abc.ABCMeta):
+                token = abc.get_cache_token
+                self.read("abc", token, token(), "what is registered of abstract base classes", name)
             self._ambient(value, name)
         elif kind is Kind.MODULE:
             self._ambient(value, name)
@@ -130,6 +140,8 @@ class Values:
         expected = self.table(table, describe_global(table), None).expected
         for name in self._executed.mentioned:
             expected.setdefault(name, table.get(name, MISSING))
+            if table is vars(sys) and name in SETTINGS_OF_SYS:
+                self.value(table[name], f"sys.{name}", name)
 
     def _ambient(self, value: Any, name: str) -> None:
         """Settings of the thread's, by which a class or the functions of a module go."""
@@ -220,6 +232,9 @@ class Values:
         known = self._snapshot.definitions.get(id(function))
         before = definition(function) if known is None else known[1]
         what = f"the code of {function.__qualname__} or its default arguments"
+        for told in _TOLD & self._executed.mentioned:
+            read = functools.partial(operator.attrgetter(told), function)
+            self.read((id(function), told), read, read(), f"{told} of {function.__qualname__}", told)
         if id(function.__dict__) in self._snapshot.tables:
             self.some(function.__dict__, describe_attribute(function))
         self.read(id(function), lambda: definition(function), before, what, name)
@@ -235,6 +250,10 @@ class Values:
     def of_class(self, cls: type, names: set[str]) -> None:
         if is_closed(cls.__module__) and not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
             return
+        if not is_closed(cls.__module__) and not is_installed(cls.__module__):
+            bases = operator.attrgetter("__mro__")
+            what = f"the base classes of {cls.__qualname__}"
+            self.read((id(cls), "__mro__"), functools.partial(bases, cls), cls.__mro__, what, "__bases__")
         self._in_class += 1
         for base in (*cls.__mro__, *type.mro(type(cls))):
             self._base(base, names)
@@ -263,7 +282,7 @@ class Values:
 
     def _closed_base(self, base: type, names: set[str]) -> None:
         """A class of PyTorch's, of which somebody may replace a method."""
-        if base.__module__.partition(".")[0] != "torch" or not is_python_class(base):
+        if not is_python_class(base) or base.__module__.partition(".")[0] != "torch":
             return
         table = class_table(base)
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
@@ -282,6 +301,7 @@ def _is_operator(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
 
 
+_TOLD = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # of functions, beside code and defaults
 _NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                  "__getattribute__", "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
                  "__parameters__", "__match_args__", "__firstlineno__", "__static_attributes__"}  # fmt: skip

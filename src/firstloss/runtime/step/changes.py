@@ -6,9 +6,10 @@ A compiled step repeats what its Python did when it was traced. Two things watch
   24 layers). Where something has changed the step is traced again, which takes a fraction of a second, and the two
   Programs are compared. The same Program: nothing is compiled. Another one: it is compiled, and a `GraphChangeWarning`
   names what has changed and where the Programs part.
-- What cannot be seen so (the time, a file) is found by tracing again at the second call, while the device
-  runs the first, and later as often as takes less than 1% of the time. Where the Programs part then, steps may have
-  been run that should have been others, and that is a `GraphChangedError`.
+- What it asks of the world outside (the time, a file) is known from the second call on, at which the step is traced
+  again while the device runs the first; such a step is traced at each call.
+- For all else that nobody has thought of, the step is traced again as often as takes less than 1% of the time. Where
+  the Programs part then, steps may have been run that should have been others, and that is a `GraphChangedError`.
 """
 
 from __future__ import annotations
@@ -93,8 +94,11 @@ class Known:
         # traces again, noting it.
         self.noted = around.noted
         self.uses = 0
+        self._unseen: str | None = None
         self.again = 0  # how often it was traced again for what it has changed itself
         self.seconds = seconds  # that a trace takes
+        if self.guards.weak:  # they would keep alive what the step may find dead
+            self.guards.let_go()
         self._checked = time.perf_counter()
 
     def changes(self) -> list[Change]:
@@ -109,7 +113,13 @@ class Known:
         for held, what in self.guards.unwatchable.values():
             kind = type(held).__qualname__
             return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"
-        return self._too_large
+        for asked in self.guards.asked:
+            return f"{asked.where or 'it'} calls {asked.what}(), which may give something else each time"
+        return self._unseen or self._too_large
+
+    def differs_unseen(self) -> None:
+        """It did something else at the next call, and nothing that is watched had changed."""
+        self._unseen = "at its second call it did something else than at its first, and it cannot be seen why"
 
     @functools.cached_property
     def _too_large(self) -> str | None:
@@ -238,6 +248,7 @@ class Versions:
 
     def _verify(self, known: Known, request: Request) -> Known:
         """Trace the step again; the same Program is expected."""
+        unseen: list[bool] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
             if traced.raised is not None:
@@ -250,6 +261,10 @@ class Versions:
                 where = "the same operations on another tensor, which is no argument"
             else:
                 return known.step
+            if known.uses == 1:  # no step has been run that should have been another: the first was this trace's
+                unseen.append(True)
+                self._reports.parting(["it cannot be seen"], where)
+                return None
             raise GraphChangedError(
                 f"{self._name} does something else now than when it was traced, {known.uses} "
                 f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python reads something that changes and cannot "
@@ -260,6 +275,8 @@ class Versions:
         if fresh.step.traced.raised is not None:
             return fresh
         fresh.uses = known.uses
+        if unseen and fresh.traced_each_time is None:
+            fresh.differs_unseen()
         self._known[self._known.index(known)] = fresh
         self._reports.each_time(fresh.traced_each_time, fresh.seconds)
         return fresh

@@ -79,7 +79,7 @@ class Inputs:
         array: jax.Array
         if isinstance(owner, DeferredStorage):
             if owner.resident is None:
-                self._backend.move_to_device(owner.alive())
+                self._backend.move_to_device(_tensors_of(owner))
             array = self._argument(owner.resident, donated)
         elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
             array = self._argument(owner._store.resident)
@@ -120,8 +120,14 @@ class Inputs:
         if not isinstance(owner, DeferredStorage):
             return mesh.of_batch(tuple(value.shape))
         if owner.resident is None:
-            self._backend.move_to_device(owner.alive())
+            self._backend.move_to_device(_tensors_of(owner))
         return owner.resident.sharding or mesh.whole
+
+
+def _tensors_of(store: DeferredStorage) -> list[DeferredTensor]:
+    """Those that look at it; of what the step has loaded from a file, and not kept, one that looks at all of it."""
+    value = store.value
+    return store.alive() or [DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)]
 
 
 def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:

@@ -1,0 +1,206 @@
+"""What a step asks of the world outside of Python's objects: files, clocks, the operating system.
+
+The answers can be something else at the next call without any object having changed. A setting of the process's is
+asked for again at each call, and compared; for all else the step has to be traced at each call.
+
+Seen while a step is traced: each function written in C that its Python calls, by name. Those of unknown modules count,
+since nobody can say what they look at. What only writes does not: it is done where the step is traced.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import io
+import locale
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...compat.torch_names import settings_of_torch
+from ...program.source import Source
+from .kinds import is_closed, is_harmless_module, is_installed, is_ours
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
+
+class Asked(NamedTuple):
+    """A function whose answer cannot be watched."""
+
+    what: str
+    where: Source | None  # the line of the user's code that called it
+
+
+class Outside:
+    """What one trace asks.
+
+    Attributes:
+        asked: the functions whose answers cannot be watched, by name.
+        settings: the functions without arguments that give a setting, by name, each with what it gave first.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Asked] = {}
+        self.settings: dict[str, tuple[Callable[[], Any], Any]] = {}
+
+    def ran(self, codes: Iterable[types.CodeType]) -> None:
+        """Note what has run that asks, and is not written in C."""
+        for code in codes:
+            if code in _IN_PYTHON:
+                self.asked.setdefault(_IN_PYTHON[code], Asked(_IN_PYTHON[code], None))
+
+    def called(self, function: Any, frame: types.FrameType) -> bool:
+        """Note a call of a function written in C, by the code of `frame`.
+
+        Returns:
+            Whether its next call is to be noted as well.
+        """
+        setting = _settings().get(function)
+        if setting is not None:
+            if setting not in self.settings and not _is_runtimes(frame):
+                self.settings[setting] = (function, function())
+            return setting not in self.settings
+        module, what = _name_of(function)
+        if not _looks_outside(function, module):
+            return False
+        if what not in self.asked:
+            asks, where = _asked_by(frame, module in _CLOCKS)
+            if asks:
+                self.asked[what] = Asked(what, where)
+        return True
+
+
+@functools.cache
+def _settings() -> dict[Any, str]:
+    """The functions that give a setting of the process's, with their names."""
+    found = {
+        os.getcwd: "os.getcwd",
+        os.getcwdb: "os.getcwdb",
+        sys.getrecursionlimit: "sys.getrecursionlimit",
+        sys.getswitchinterval: "sys.getswitchinterval",
+        gc.isenabled: "gc.isenabled",
+        gc.get_threshold: "gc.get_threshold",
+    }
+    return {**found, **{function: f"torch's {name}" for name, function in settings_of_torch().items()}}
+
+
+# Modules of Python's own, in C, whose functions look at what they are given, and at nothing else.
+_PURE = {"builtins", "math", "cmath", "_operator", "operator", "itertools", "_functools", "functools", "_collections",
+         "collections", "_abc", "abc", "_sre", "re", "_struct", "struct", "_json", "json", "array", "copy", "_codecs",
+         "codecs", "zlib", "binascii", "_bisect", "bisect", "_heapq", "heapq", "_random", "random", "unicodedata",
+         "_thread", "threading", "_weakref", "weakref", "_string", "string", "atexit", "marshal", "_csv", "csv",
+         "datetime", "_datetime", "_hashlib", "hashlib", "_md5", "_sha1", "_sha2", "_sha3", "_sha256", "_sha512",
+         "_blake2", "_decimal", "decimal", "_statistics", "statistics", "_stat", "stat", "errno", "_warnings",
+         "warnings", "_contextvars", "contextvars", "types", "typing", "_typing", "enum", "_opcode", "opcode", "_ast",
+         "ast", "_tokenize", "_symtable", "_pickle", "pickle", "_elementtree", "pyexpat", "_zoneinfo", "zoneinfo",
+         "_bz2", "_lzma", "_lsprof", "inspect", "_imp", "_frozen_importlib", "importlib", "_queue", "queue", "sys",
+         "gc", "_io", "io", "_ctypes", "ctypes", "_suggestions", "_sysconfig", "_interpreters", "uuid",
+         "_testcapi"}  # fmt: skip
+# All functions of the others ask, but for these, which write, convert or wait.
+_ALL_BUT: dict[str, set[str]] = {
+    "posix": {"fspath", "_path_normpath", "_path_splitroot", "_path_splitroot_ex", "getpid", "cpu_count", "strerror",
+              "write", "close", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "chmod", "chown", "link",
+              "symlink", "truncate", "ftruncate", "fsync", "fdatasync", "utime", "kill", "putenv", "unsetenv", "isatty",
+              "get_terminal_size", "sched_yield", "register_at_fork", "set_inheritable", "get_inheritable", "uname",
+              "sysconf", "dup", "dup2", "umask", "nice", "_exit", "fchmod", "waitstatus_to_exitcode"},
+    "time": {"sleep"},
+    "_socket": {"htons", "htonl", "ntohs", "ntohl", "close"},
+    "_signal": {"signal", "raise_signal", "alarm", "setitimer", "set_wakeup_fd"},
+    "mmap": {"flush", "close"},
+    "fcntl": {"flock", "lockf"},
+    "resource": {"setrlimit"},
+    "faulthandler": {"enable", "disable"},
+    "_tracemalloc": {"start", "stop"},
+}  # fmt: skip
+_ALL_BUT["nt"] = _ALL_BUT["posix"]
+_ALL_BUT["socket"] = _ALL_BUT["_socket"]
+# Modules of which some functions ask.
+_SOME: dict[str, set[str]] = {
+    "_io": {"open", "open_code", "read", "readline", "readlines", "readinto", "readinto1", "read1", "readall", "peek"},
+    "builtins": {"open", "input", "get_tensor", "get_slice"},  # the last two are safetensors'
+    "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
+    "sys": {"getallocatedblocks", "_current_frames", "_current_exceptions", "getrefcount"},
+    "numpy": {"fromfile"},
+    "_ctypes": {"get_errno", "get_last_error"},
+}
+# Python's own and NumPy's, in Python, that ask what they keep for the process or the thread.
+_IN_PYTHON: dict[types.CodeType, str] = {
+    function.__code__: f"{function.__module__}.{function.__name__}"
+    for function in (threading.active_count, threading.enumerate, np.geterr, np.get_printoptions, locale.getlocale)
+    if isinstance(function, types.FunctionType)
+}
+_SOME["io"] = _SOME["_io"]
+_CLOCKS = {"time", "datetime"}
+_NOW = {"now", "utcnow", "today"}
+# What these look at decides what they write: messages, progress bars.
+_WRITERS = {"logging", "warnings", "traceback", "linecache", "importlib", "tokenize", "tqdm", "rich", "tensorboard",
+            "tensorboardX", "wandb", "mlflow", "loguru"}  # fmt: skip
+# Parts of libraries that read files for whoever calls them.
+_READERS = ("torch.serialization", "torch.hub", "numpy.lib", "safetensors")
+
+
+def _name_of(function: Any) -> tuple[str, str]:
+    """The module of a function, or of the class that it is a method of; and its name, for people."""
+    owner = function.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        module = function.__module__ or getattr(owner, "__name__", "") or ""
+        shown = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
+        return module, function.__name__ if function.__name__ == "open" else f"{shown}.{function.__name__}"
+    cls = owner if isinstance(owner, type) else type(owner)
+    return cls.__module__ or "", f"{cls.__qualname__}.{function.__name__}"
+
+
+def _looks_outside(function: Any, module: str) -> bool:
+    name, owner = function.__name__, function.__self__
+    if isinstance(owner, (io.StringIO, io.BytesIO)):
+        return False
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        return name in _NOW
+    if module in _SOME:
+        return name in _SOME[module]
+    top = module.partition(".")[0]
+    if top in _PURE or not module:
+        return False
+    if top in sys.stdlib_module_names:
+        return name not in _ALL_BUT.get(top, ())
+    return not is_closed(module) and not is_harmless_module(module)
+
+
+def _is_runtimes(frame: types.FrameType | None) -> bool:
+    """Whether a call made by `frame` is the runtime's own: it changes settings while it traces."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if is_ours(name) or frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        if not is_closed(name):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source | None]:
+    """Whether the call made by `frame` is the user's, directly or by way of a library, and the user's line."""
+    asks = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        top = name.partition(".")[0]
+        if is_ours(name) or frame.f_code.co_filename.startswith(_PACKAGE):
+            return asks, None
+        if not asks and top in _WRITERS:
+            return False, None
+        if not is_closed(name) and not is_installed(name):
+            return True, Source(frame.f_code.co_filename, frame.f_lineno)
+        if name.startswith(_READERS):
+            asks = True
+        elif not asks and top not in sys.stdlib_module_names:
+            if is_closed(name) or clock:
+                return False, None
+            asks = True
+        frame = frame.f_back
+    return asks, None
