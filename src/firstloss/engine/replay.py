@@ -34,8 +34,10 @@ class _Unforeseen:
         raise MaterializeError(self._message)
 
 
-def _laid_out(tensor: torch.Tensor, value: Value, node: Node) -> torch.Tensor | _Unforeseen:
+def _laid_out(tensor: torch.Tensor | None, value: Value, node: Node) -> torch.Tensor | _Unforeseen:
     """What `node` has returned, laid out as capture foresaw it."""
+    if tensor is None:
+        return _Unforeseen(f"{node.source}: {node.op} returned None where capture foresaw a tensor {list(value.shape)}")
     if tensor.dtype != value.dtype or tensor.shape != value.shape:
         return _Unforeseen(
             f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} where capture foresaw "
@@ -88,10 +90,12 @@ class Replay:
         made = node.outputs[len(node.writes) :]
         if made:
             several = (result,) if isinstance(result, torch.Tensor) else result
-            tensors = [r for r in several if isinstance(r, torch.Tensor)]
+            tensors: list[torch.Tensor | None] = [r for r in several if isinstance(r, torch.Tensor)]
+            if len(tensors) < len(made):  # a kernel gives None where the meta kernel gives a tensor
+                tensors = [r for r in several if r is None or isinstance(r, torch.Tensor)]
             self._keep(node, made, tensors[max(len(tensors) - len(made), 0) :])
 
-    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
+    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep what `node` has newly made."""
         for value, tensor in zip(made, tensors, strict=True):
             self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it

@@ -164,7 +164,7 @@ class _Kernels(Replay):
     def _draw(self, node: Node, draw: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return node.op(*args, **kwargs)
 
-    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor]) -> None:
+    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """Of attention, the seeds and masks for its own backward pass may be other ones than its meta kernel says, and
         fewer; what they are is between the two kernels."""
         if not schema_of(node.op).name.startswith("aten::_scaled_dot_product"):
@@ -173,7 +173,7 @@ class _Kernels(Replay):
             if value.dtype.is_floating_point and value.numel:
                 super()._keep(node, [value], [tensor])
             else:
-                self.buffers[value] = tensor
+                self.buffers[value] = tensor  # type: ignore[assignment]
 
 
 class Replayed:
