@@ -372,6 +372,19 @@ def a_print_in_a_closure():
     return lambda loss, x: show(loss), lambda: len(shown) == STEPS
 
 
+@kept_inside
+def what_is_written_in_the_step():
+    """To write a message one looks at the clock and the process; that decides nothing."""
+    log = logging.getLogger("written in the step")
+
+    def keep(loss, x):
+        log.warning("a step")
+        log.debug("with %d rows", len(x))
+        print("a step")
+
+    return keep, lambda: True
+
+
 @pytest.mark.parametrize("name", INSIDE)
 def test_what_a_step_keeps(backend, traced, name):
     keep, right = INSIDE[name]()
