@@ -67,7 +67,7 @@ _LEAVES = (
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
     types.UnionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
     np.ufunc, Enum, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.Generator, torch.Stream,
-    types.TracebackType, types.FrameType,
+    types.TracebackType, types.FrameType, logging.Handler, logging.Formatter, logging.Manager,
 )  # fmt: skip
 # Modules whose classes, in C, have objects in which nothing changes that decides anything.
 _HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "typing", "_operator", "operator",
