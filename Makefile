@@ -15,7 +15,7 @@ AGAINST ?= main
 GPU_OUT ?= $(or $(OUT),gpu-results)
 GPU_ARGS ?=
 
-.PHONY: demo test fuzz replay lint bench gpu gpu-tiny docs install install-test clean
+.PHONY: demo test sweep fuzz replay lint bench gpu gpu-tiny docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -23,6 +23,10 @@ demo: install
 
 test: $(if $(TORCH),install-test,lint)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# All of the tests, compiled as users have it, and whole classes where `make test` takes what stands for them: hours
+sweep: install-test
+	FIRSTLOSS_AS_USERS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "sweep or not sweep"
 
 # Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled, as users do)
 fuzz: install-test

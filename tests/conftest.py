@@ -1,10 +1,26 @@
-"""What every test needs: torchvision importable beside a CPU build of torch, and the fixtures of the runtime."""
+"""What every test needs: torchvision importable beside a CPU build of torch, quick compiles, the runtime's fixtures.
+
+Most tests are about what a step's Python does, and train the same few layers: compiling them would be nine tenths of
+the time. So they share one folder of compiled executables, and XLA lowers as it does for users and then generates code
+in the quickest way. A test that is about either says so by a marker, and `make sweep` compiles all of them as users do.
+"""
 
 import os
 import sys
 
 import pytest
 import torch
+
+# LLVM does not optimize, and XLA's older code generator makes one kernel a module: a quarter of the time.
+QUICK = {
+    "xla_backend_optimization_level": (0, 3),  # (in tests, XLA's own default)
+    "xla_cpu_use_fusion_emitters": (False, True),
+    "xla_cpu_parallel_codegen_split_count": (1, 32),
+}
+FLAGS = os.environ.get("XLA_FLAGS", "")
+AS_USERS = bool(os.environ.get("FIRSTLOSS_AS_USERS"))
+if not AS_USERS:  # in the environment: child processes have it, too
+    os.environ["XLA_FLAGS"] = " ".join([FLAGS, *(f"--{name}={value}".lower() for name, (value, _) in QUICK.items())])
 
 
 def define_torchvision_operations() -> None:
@@ -25,6 +41,39 @@ def define_torchvision_operations() -> None:
 
 define_torchvision_operations()
 sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` puts torchvision and timm
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+_compiled: dict[str, bool] = {"optimized": False}  # what this process has in memory
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles(request, compile_cache, monkeypatch):
+    """What one test has had compiled the next one finds, whatever its artifact folder, and it is compiled quickly."""
+    marked = request.node.get_closest_marker
+    optimized = not AS_USERS and bool(marked("optimized") or marked("gpu"))
+    if "jax" in sys.modules and _compiled["optimized"] is not optimized:
+        sys.modules["jax"].clear_caches()
+        _compiled["optimized"] = optimized
+    if optimized:
+        from jax._src import compiler
+
+        options = compiler.get_compile_options
+        defaults = {name: default for name, (_, default) in QUICK.items()}
+
+        def as_users(*args, env_options_overrides=None, **more):
+            return options(*args, env_options_overrides={**defaults, **(env_options_overrides or {})}, **more)
+
+        monkeypatch.setattr(compiler, "get_compile_options", as_users)
+        monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    jaxlib = sys.modules.get("firstloss.runtime.jaxlib")  # else nothing has been compiled that could be found
+    if jaxlib is not None and not marked("own_compile_cache"):
+        use = jaxlib.use_compilation_cache
+        monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
 
 
 @pytest.fixture

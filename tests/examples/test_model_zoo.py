@@ -75,6 +75,7 @@ def test_the_same_on_both_backends_and_when_resumed(name, tmp_path):
     assert min(losses["CPU"][step, "loss"] for step in (11, 12)) < losses["CPU"][1, "loss"]
 
 
+@pytest.mark.own_compile_cache
 def test_the_file_by_the_command(tmp_path, capsys):
     folder = tmp_path / "run"
     overrides = [f"--trainer.init.model_dir={folder}", "--trainer.init.loop.max_steps=4"]

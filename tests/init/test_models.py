@@ -1,4 +1,4 @@
-"""Real models, constructed both ways: some of each zoo. `python -m benchmarks.sweep_constructors` goes through all."""
+"""Real models, constructed both ways: some of each zoo, and in `make sweep` all of them."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def test_same_as_eager(zoo, name):
         build = dict(sweep.ZOOS[zoo]())[name]
     outcome = sweep.examine(zoo, name, build)
     assert outcome.verdict == "same", outcome
+
+
+PARTS = 16
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("zoo", NAMES)
+def test_every_architecture_is_as_eager(zoo, part):
+    pytest.importorskip(zoo)
+    outcomes = [sweep.examine(zoo, name, build) for name, build in list(sweep.ZOOS[zoo]())[part::PARTS]]
+    assert not [outcome for outcome in outcomes if outcome.verdict in ("differs", "fails")]
+    assert any(outcome.verdict == "same" for outcome in outcomes)

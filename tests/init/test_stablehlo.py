@@ -18,8 +18,14 @@ from firstloss.errors import BackendError, ConstantChangedError, LoweringError, 
 from tests.init.odd_model import TABLE, Layers, Mixed
 from tests.init.stablehlo_devices import program_of
 
+pytestmark = pytest.mark.optimized
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.join(ROOT, "src"), ROOT]), "OMP_NUM_THREADS": "1"}
+
+
+def environment(**more):
+    path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def program(count=2, seed=0):
@@ -27,10 +33,10 @@ def program(count=2, seed=0):
     return fl.init_program(fl.deferred_init(Layers, count))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns", "columns"])
+@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns", pytest.param("columns", marks=pytest.mark.sweep)])
 def test_eight_devices_make_eagers_weights(mesh, tmp_path):
     command = [sys.executable, "-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("said") and found == {"torch": [], "xla": [], "counter": [], "module": []}
@@ -46,10 +52,10 @@ def test_processes_make_their_own_shards(world, engine, tmp_path):
         port = free.getsockname()[1]
     ranks = []
     for rank in range(world):
-        environment = {**ENVIRONMENT, "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "RANK": str(rank)}
+        own = environment(MASTER_PORT=str(port), WORLD_SIZE=str(world), RANK=str(rank))
         command = [sys.executable, "-m", "tests.init.stablehlo_ranks", engine, str(path)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **streams))
+        ranks.append(subprocess.Popen(command, env=own, cwd=ROOT, text=True, **streams))
     try:
         outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
@@ -163,7 +169,7 @@ def test_edits_buffers_and_numpys_constants_in_another_process(tmp_path):
     torch.manual_seed(11)
     eager = Mixed().state_dict()
     assert all(expected[0][name].tobytes() == tensor.numpy().tobytes() for name, tensor in eager.items())
-    subprocess.run([sys.executable, "-c", LOAD, *paths], env=ENVIRONMENT, cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", LOAD, *paths], env=environment(), cwd=tmp_path, check=True)
     for path, weights in zip(paths, expected, strict=True):
         with np.load(f"{path}.npz") as arrays:
             assert {*arrays} == weights.keys() - {"tied"}

@@ -12,6 +12,8 @@ from .listed import CORE
 from .samples import DYNAMIC, GOOD, LEFT_OUT
 from .verdicts import examine
 
+pytestmark = pytest.mark.optimized
+
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 

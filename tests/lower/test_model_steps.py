@@ -12,16 +12,16 @@ from .model_cases import Case, loss_of, timm_case, transformers_case
 from .model_steps import examine
 
 CHOSEN = [
-    ("transformers", "bloom"),  # no rotary positions, a triangular mask of its own
+    pytest.param("transformers", "bloom", marks=pytest.mark.sweep),  # no rotary positions, a mask of its own
     ("transformers", "mixtral"),  # a mixture of experts, through transformers' own operation
     ("transformers", "mamba2"),  # a state space, in chunks
     ("transformers", "whisper"),  # sound, and two stacks
     ("torchvision", "shufflenet_v2_x0_5"),  # batch norms' buffers
-    ("timm", "vit_tiny_patch16_224"),
+    pytest.param("timm", "vit_tiny_patch16_224", marks=pytest.mark.sweep),  # of which the dropout below is one, too
 ]
 
 
-@pytest.mark.parametrize("zoo, name", CHOSEN, ids=[name for _, name in CHOSEN])
+@pytest.mark.parametrize("zoo, name", CHOSEN)
 def test_loss_gradients_buffers_and_update_are_eagers(zoo, name, tmp_path):
     if importlib.util.find_spec(zoo) is None:
         pytest.skip(f"{zoo} is not installed")
@@ -44,7 +44,13 @@ DROPPING = {"bert": lambda: transformers_case("bert", dropout=0.2), "vit_tiny_pa
 STEPS = 100
 
 
-@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bert", marks=pytest.mark.sweep),  # elementwise alone; the other drops paths, too
+        "vit_tiny_patch16_224",
+    ],
+)
 def test_dropout_is_drawn_anew_and_as_eager_draws(name, tmp_path):
     if name != "bert" and importlib.util.find_spec("timm") is None:
         pytest.skip("the zoo is not installed")

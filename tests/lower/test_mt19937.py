@@ -12,6 +12,8 @@ from firstloss.lower.mt19937_jump import bits_for, rewind, spread, table, window
 from firstloss.rng import mt19937 as host
 from firstloss.rng.jump import jump
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(autouse=True)
 def wide_integers():

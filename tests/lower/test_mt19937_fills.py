@@ -10,6 +10,8 @@ from firstloss.lower.mt19937_fills import kernel
 from firstloss.lower.program import constant
 from firstloss.rng.stream import Stream
 
+pytestmark = pytest.mark.optimized
+
 COUNT = 200_000 // 16 * 16
 
 CASES = [

@@ -1,11 +1,7 @@
 """The rules against PyTorch's own samples, and how much of Core ATen they cover.
 
-The default run takes a few samples of the operations of Core ATen. All samples of all operations:
-
-    FIRSTLOSS_SWEEP=1 python -m pytest tests/lower/test_opinfo.py
+`make test` takes a few samples of the operations of Core ATen, `make sweep` all samples of all operations.
 """
-
-import os
 
 import pytest
 import torch
@@ -23,10 +19,7 @@ def test_core_aten_is_covered():
     print(f"{len(CORE & set(RULES))} of {len(CORE)} Core ATen overloads have a rule; {len(RULES)} rules in all")
 
 
-EVERYTHING = "FIRSTLOSS_SWEEP" in os.environ
-
-
-CHOSEN = [op for op in op_db if EVERYTHING or aten_names(op) & CORE_NAMES]
+CHOSEN = [op for op in op_db if aten_names(op) & CORE_NAMES]
 
 # A problem that begins so is not the rule's: no rule can have it, or eager does not run the sample.
 NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
@@ -46,14 +39,25 @@ def is_rules_fault(problem: str | None) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "op", CHOSEN, ids=lambda op: f"{op.name}{'.' * bool(op.variant_test_name)}{op.variant_test_name}"
-)
-def test_samples(op):
-    # Every operation in float32; the other dtypes take turns.
-    turn = DTYPES[1 + op_db.index(op) % (len(DTYPES) - 1)]
-    limits = dict.fromkeys(DTYPES, 200) if EVERYTHING else {torch.float32: 2, turn: 1}
+def name_of(op) -> str:
+    return f"{op.name}{'.' * bool(op.variant_test_name)}{op.variant_test_name}"
+
+
+def assert_samples(op, limits: dict[torch.dtype, int]) -> None:
     for dtype, problems in sweep_op(op, limits).items():
         label = f"{op.name} {str(dtype).removeprefix('torch.')}"
         if label not in KNOWN:
             assert not [p for p in problems if is_rules_fault(p)], label
+
+
+@pytest.mark.parametrize("op", CHOSEN, ids=name_of)
+def test_samples(op):
+    # Every operation in float32; the other dtypes take turns.
+    turn = DTYPES[1 + op_db.index(op) % (len(DTYPES) - 1)]
+    assert_samples(op, {torch.float32: 2, turn: 1})
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("op", op_db, ids=name_of)
+def test_all_samples(op):
+    assert_samples(op, dict.fromkeys(DTYPES, 200))

@@ -8,6 +8,8 @@ from firstloss.lower.rules import RULES
 
 from .harness import to_array, to_tensor
 
+pytestmark = pytest.mark.optimized
+
 aten = torch.ops.aten
 
 NEAR_ONE = 1 - torch.logspace(-6.5, -0.5, 60)

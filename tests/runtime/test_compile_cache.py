@@ -13,6 +13,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = [pytest.mark.own_compile_cache, pytest.mark.optimized]
+
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 

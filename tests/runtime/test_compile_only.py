@@ -10,6 +10,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError, LoweringError
 
+pytestmark = pytest.mark.own_compile_cache
 DEPTH = 6  # as many layers alike as a step is cut into segments for
 
 

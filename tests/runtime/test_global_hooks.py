@@ -137,8 +137,9 @@ def test_a_hook_counts_in_each_step_in_which_eager_has_it(kind, when, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.errors.GraphChangeWarning)
         traced = train(*case, fl.backend("XLA", artifact_dir=tmp_path))
-    # Sums of a few numbers in another order, in float64, in five steps.
-    assert traced == pytest.approx(eager, rel=1e-12)
+    # Sums of a few numbers in another order, in float64, in five steps; hooks that are added at each step multiply what
+    # they get, and its rounding, again and again.
+    assert traced == pytest.approx(eager, rel=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["forward", "step post"])

@@ -68,6 +68,7 @@ def test_weights_are_updated_in_place(tmp_path):
     assert model.weight._store.resident.array().unsafe_buffer_pointer() == before
 
 
+@pytest.mark.own_compile_cache
 def test_a_second_start_finds_the_compiled_step(tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     model = torch.nn.Linear(8, 8)

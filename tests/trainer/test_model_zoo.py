@@ -533,6 +533,7 @@ def test_several_checkpoints(device, tmp_path):
 # -- only compiling --
 
 
+@pytest.mark.own_compile_cache
 def test_a_run_that_only_compiles(tmp_path):
     backend = fl.backend("CSX", artifact_dir=tmp_path / "artifacts", compile_only=True)
     trainer = Trainer(

@@ -11,6 +11,7 @@ import pytest
 import firstloss as fl
 from firstloss.trainer import Callback, Checkpoint, EarlyStop, Precision, TrainingLoop
 
+from . import small
 from .small import Net, bits, loader, trainer
 
 
@@ -143,6 +144,13 @@ def start(folder, backend="CPU", steps=400, every=3, data="loader", **options):
     )
 
 
+def uninterrupted(folder, steps, every=3, data="loader"):
+    """What a process that is not killed prints, found in this one."""
+    run = trainer(folder, fl.backend("CPU"), max_steps=steps, checkpoint=Checkpoint(steps=every))
+    run.fit(getattr(small, data)())
+    return f"{bits(run)}\n"
+
+
 def wait_for_checkpoint(folder, step, process):
     from firstloss.trainer.checkpoint import CheckpointFolder
 
@@ -151,15 +159,25 @@ def wait_for_checkpoint(folder, step, process):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("data", ["loader", "with_workers"])
-def test_signals_save_and_end(number, status, data, tmp_path):
+ENDS = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
+
+
+@pytest.mark.parametrize(
+    "number, data",
+    [
+        (signal.SIGTERM, "with_workers"),
+        (signal.SIGINT, "loader"),
+        pytest.param(signal.SIGTERM, "loader", marks=pytest.mark.sweep),
+        pytest.param(signal.SIGINT, "with_workers", marks=pytest.mark.sweep),
+    ],
+)
+def test_signals_save_and_end(number, data, tmp_path):
     """With workers they get it too, as from a terminal, `timeout` and Slurm: that they end then is no error."""
     process = start(tmp_path, steps=10**6, every=5, data=data, start_new_session=True)
     wait_for_checkpoint(tmp_path, 5, process)
     os.killpg(process.pid, number)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == status, said
+    assert process.returncode == ENDS[number], said
     assert said == f"\n{number.name}: saving after this step (again: stop at once)\n"
     run = trainer(tmp_path, max_steps=10**6)
     assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
@@ -168,9 +186,7 @@ def test_signals_save_and_end(number, status, data, tmp_path):
 
 def test_killed_runs_end_with_the_same_bits(tmp_path):
     """`benchmarks/trainer_resume.py` does this twenty times at random moments; here twice, at two."""
-    whole = start(tmp_path / "whole", steps=40)
-    expected = whole.communicate(timeout=240)[0]
-    assert expected.strip()
+    expected = uninterrupted(tmp_path / "whole", steps=40)
     for step in (6, 20):
         killed = start(tmp_path / "killed", steps=40)
         wait_for_checkpoint(tmp_path / "killed", step, killed)
@@ -182,9 +198,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
 
 def test_killed_runs_with_workers_end_with_the_same_bits(tmp_path):
     """The workers of the killed run end by themselves, a few seconds later."""
-    whole = start(tmp_path / "whole", steps=14, data="with_workers")
-    expected = whole.communicate(timeout=240)[0]
-    assert expected.strip()
+    expected = uninterrupted(tmp_path / "whole", steps=14, data="with_workers")
     killed = start(tmp_path / "killed", steps=10**6, data="with_workers")
     wait_for_checkpoint(tmp_path / "killed", 9, killed)  # in the second epoch
     killed.kill()
