@@ -31,6 +31,11 @@ FIGURES = (
     "trainer_first_loss",
     "trainer_overhead",
     "trainer_resume",
+    "step_speed",
+    "construct_on_ranks",
+    "load_checkpoint",
+    "sweep_constructors",
+    "meta_idiom",
 )
 
 
@@ -42,7 +47,8 @@ def main() -> int:
     figures = []
     for name in args.only or FIGURES:
         print(name, file=sys.stderr, flush=True)
-        figures.append(importlib.import_module(f"benchmarks.{name}").measure(args))
+        module = importlib.import_module(f"benchmarks.{name}")
+        figures.append(module.measure(harness.with_defaults(module, args)))
     harness.report(figures, args.json)
     return 0 if args.tiny or all(figure.met is not False for figure in figures) else 1
 

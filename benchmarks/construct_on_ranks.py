@@ -1,6 +1,6 @@
 """Constructing a Qwen3-30B-A3B's shape, cut to a few layers, on eight ranks of one machine: CPU seconds of all ranks.
 
-    python -m benchmarks.construct_on_ranks [--layers 8] [--ranks 8] [--ways WAY ...] [--json]
+    python -m benchmarks.construct_on_ranks [--layers 2] [--ranks 8] [--ways WAY ...] [--json]
 
 Ways: `one` constructs on one process, and is what the others are measured against; `eager` does so on a rank, and
 shards (one rank is run, and counted as often as there are ranks: together they would not fit into memory); `meta`
@@ -16,7 +16,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.ranks import run
+
+NAME = "construct a Qwen3-30B-A3B's shape, cut to a few layers, on eight ranks of one machine"
+GOAL = "all ranks together take no more CPU seconds than one process that constructs it eagerly"
 WAYS = ("one", "eager", "meta", "firstloss")
+ON_ALL = ("meta", "firstloss")  # these are run on all ranks
+SHAPE = {
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "vocab_size": 512, "num_hidden_layers": 1}
 
 
 def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]]:
@@ -31,19 +48,9 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
 
     import firstloss as fl
 
-    way, layers = argument.split("|")
+    way, shape = json.loads(argument)
     transformers.logging.set_verbosity_error()
-    config = Qwen3MoeConfig(
-        hidden_size=2048,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        vocab_size=151936,
-        num_hidden_layers=int(layers),
-    )
+    config = Qwen3MoeConfig(**shape)
     mesh = init_device_mesh("cpu", (world,))
     fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))  # what is imported at first use
 
@@ -67,29 +74,29 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
     return construct
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=2, help="of the model, whose 48 few machines hold (default 2)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    args = parser.parse_args()
-    from benchmarks.ranks import run
 
-    found = []
+
+def measure(args: argparse.Namespace) -> harness.Figure:
+    shape = {**SHAPE, "num_hidden_layers": args.layers, **(TINY if args.tiny else {})}
+    ranks = 2 if args.tiny else args.ranks
+    found: dict[str, dict[str, Any]] = {}
+    rows = []
     for way in args.ways:
-        world = args.ranks if way in ("meta", "firstloss") else 1
-        taken = run("benchmarks.construct_on_ranks:work", f"{way}|{args.layers}", world)
-        times = args.ranks if way == "eager" else 1
-        one = {"way": way, "parameters": taken.said[0], "wall": taken.wall, "cpu": taken.cpu * times}
-        found.append({**one, "net": taken.net * times})
-        if not args.json:
-            said = f"{taken.cpu * times:7.1f} CPU s, {taken.wall:7.1f} s, {taken.net * times / 1e9:6.1f} GB"
-            print(f"{way:10} {said}{f' (one rank, times {times})' if times > 1 else ''}", flush=True)
-    if args.json:
-        print(json.dumps(found, indent=2))
-    return 0
+        print(f"  {way}", file=sys.stderr, flush=True)
+        taken = run("benchmarks.construct_on_ranks:work", json.dumps([way, shape]), ranks if way in ON_ALL else 1)
+        times = ranks if way == "eager" else 1
+        cpu, net = taken.cpu * times, taken.net * times
+        found[way] = {"parameters": taken.said[0], "wall": taken.wall, "cpu": cpu, "net": net}
+        more = f" (one rank, times {times})" if times > 1 else ""
+        rows.append((way, f"{cpu:.1f} CPU s, {taken.wall:.1f} s, {net / 1e9:.1f} GB{more}"))
+    both = {"one", "firstloss"} <= found.keys()
+    met = found["firstloss"]["cpu"] <= found["one"]["cpu"] if both else None
+    return harness.Figure(NAME, GOAL, rows, met, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.main(sys.modules["__main__"])

@@ -1,7 +1,8 @@
 """What the benchmarks share: fresh processes, warm memory, interleaved rounds, medians, a table and JSON.
 
 A benchmark is a module with `measure(args) -> Figure`, and `child(side, args) -> dict` for what is run in a process of
-its own, so that no side finds the memory, imports or caches of another.
+its own, so that no side finds the memory, imports or caches of another. One that has options of its own declares them
+in `add_arguments(parser)`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 class Figure:
     """What one benchmark found: `rows` of (what, value in words), and whether the goal is met.
 
-    `met` is None where this machine lacks what is to be measured, and the only row says what.
+    `met` is None where this machine lacks what the goal compares with: where it lacks all, the only row says what.
     """
 
     name: str
@@ -48,9 +49,11 @@ class Figure:
 
 
 def main(module: Any) -> None:
-    """The command line of one benchmark: `python -m benchmarks.NAME [--rounds N] [--tiny] [--json]`."""
+    """The command line of one benchmark: `python -m benchmarks.NAME [--rounds N] [--tiny] [--json]`, and its own."""
     parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
     parser.add_argument("--child", metavar="SIDE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -58,11 +61,19 @@ def main(module: Any) -> None:
         print(json.dumps(result))
         return
     figure = module.measure(args)
-    if figure.met is None and not args.json:
+    if figure.met is None and len(figure.rows) == 1 and not args.json:
         print(f"{figure.name}: not measured: {figure.rows[0][1]}")
         sys.exit(NOT_MEASURED)
     report([figure], args.json)
     sys.exit(NOT_MEASURED if figure.met is None else 0 if figure.met or args.tiny else 1)
+
+
+def with_defaults(module: Any, args: argparse.Namespace) -> argparse.Namespace:
+    """`args` and, of the options that a benchmark has of its own, the defaults."""
+    parser = argparse.ArgumentParser()
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Loading a checkpoint of a Llama-7B's shape into shards: wall time, CPU seconds, peak memory of all ranks together.
 
-    python -m benchmarks.load_checkpoint [--layers 32] [--ranks 1 4] [--rounds 1] [--folder DIR] [--json]
+    python -m benchmarks.load_checkpoint [--layers 12] [--ranks 1 4] [--rounds 3] [--folder DIR] [--json]
 
 Ways: `from_pretrained` under `fl.deferred()`, then `fully_shard` and `materialize_module`; `from_pretrained`, then
 `fully_shard`; construction on meta, `fully_shard`, `to_empty` and a distributed checkpoint; the same with
@@ -10,18 +10,23 @@ Ways: `from_pretrained` under `fl.deferred()`, then `fully_shard` and `materiali
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.ranks import Taken, run
+
 WAYS = ("firstloss", "from_pretrained", "meta and DCP", "firstloss and DCP")
-_SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+NAME = "load a checkpoint of a Llama-7B's shape, cut to a few layers, into shards"
+GOAL = "sooner than from_pretrained, in 1.1 times the checkpoint's bytes at most"
+SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+TINY = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
-def write(folder: str, layers: int) -> int:
+def write(folder: str, shape: dict[str, int]) -> int:
     """Write the checkpoint, both as safetensors and as a distributed one; returns its bytes."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -29,7 +34,7 @@ def write(folder: str, layers: int) -> int:
 
     import firstloss as fl
 
-    config = LlamaConfig(**_SHAPE, num_hidden_layers=layers, dtype="bfloat16")
+    config = LlamaConfig(**shape, dtype="bfloat16")
     if not os.path.exists(os.path.join(folder, "dcp", ".metadata")):
         config.save_pretrained(folder)
         with fl.deferred():
@@ -106,25 +111,25 @@ def _sums(model: Any) -> list[int]:
     return [int(part.contiguous().view(torch.int16).sum(dtype=torch.int64)) for part in locals_]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="of the model (default 32: 13.5 GB)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=12, help="of the model's 32, which take 13.5 GB (default 12)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=1, help="of each way, in turns; the best of them counts")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--folder", help="where the checkpoint is, or is to be kept")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    args = parser.parse_args()
-    from benchmarks.ranks import Taken, run
 
-    found = []
+
+def measure(args: argparse.Namespace) -> harness.Figure:
+    shape = {**SHAPE, "num_hidden_layers": args.layers, **(TINY if args.tiny else {})}
+    ranks = [1, 2] if args.tiny else args.ranks
+    found, rows, met = [], [], None
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or temporary
-        nbytes = write(folder, args.layers)
-        for world in args.ranks:
+        nbytes = write(folder, shape)
+        for world in ranks:
             best: dict[str, Taken] = {}
             for _ in range(args.rounds):
                 for way in args.ways:
+                    print(f"  {way}, ranks: {world}", file=sys.stderr, flush=True)
                     taken = run("benchmarks.load_checkpoint:work", f"{way}|{folder}", world, threads=2 // world or 1)
                     if way not in best or taken.wall < best[way].wall:
                         best[way] = taken
@@ -132,14 +137,13 @@ def main() -> int:
             for way, taken in best.items():
                 one = {"ranks": world, "way": way, "bytes": nbytes, "wall": taken.wall, "cpu": taken.cpu}
                 found.append({**one, "peak": taken.peak, "net": taken.net, "ratio": taken.net / nbytes})
-                if not args.json:
-                    sizes = f"peak {taken.peak / 1e9:.2f} GB, without imports {taken.net / 1e9:.2f} GB"
-                    ratio = f"{taken.net / nbytes:.2f} times the checkpoint's"
-                    print(f"{world} ranks, {way:18} {taken.wall:6.1f} s, {taken.cpu:6.1f} CPU s, {sizes}: {ratio}")
-    if args.json:
-        print(json.dumps(found, indent=2))
-    return 0
+                sizes = f"peak {taken.peak / 1e9:.2f} GB, without imports {taken.net / nbytes:.2f} times the checkpoint"
+                rows.append((f"{way}, ranks: {world}", f"{taken.wall:.1f} s, {taken.cpu:.1f} CPU s, {sizes}"))
+            if {"firstloss", "from_pretrained"} <= best.keys():
+                ours, theirs = best["firstloss"], best["from_pretrained"]
+                met = met is not False and ours.wall <= theirs.wall and ours.net <= 1.1 * nbytes
+    return harness.Figure(NAME, GOAL, rows, met, {"runs": found})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.main(sys.modules["__main__"])

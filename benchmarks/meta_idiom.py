@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .sweep_constructors import LARGEST, ZOOS, prepare
+from benchmarks import harness
+from benchmarks.sweep_constructors import LARGEST, ZOOS, add_arguments, examined, prepare
+
+__all__ = ["add_arguments", "measure"]
+
+NAME = "the meta device's idiom over model zoos"
+GOAL = "with Firstloss no tensor is unlike plain construction's"
 
 
 @dataclass
@@ -35,6 +40,10 @@ class Outcome:
     meta_fails: str = ""
     firstloss_fails: str = ""
     left_out: str = ""
+
+    @property
+    def is_left_out(self) -> bool:
+        return bool(self.left_out)
 
 
 def initialise(model: Any) -> None:
@@ -123,34 +132,21 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"of {', '.join(ZOOS)} (default all)")
-    parser.add_argument("--limit", type=int, help="architectures of each zoo at most")
-    parser.add_argument("--only", help="one architecture")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> harness.Figure:
     prepare()
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     outcomes = []
     for zoo in args.zoos or ZOOS:
-        done = 0
-        for name, build in ZOOS[zoo]():
-            if args.only not in (None, name) or (args.limit is not None and done >= args.limit):
-                continue
-            outcome = examine(zoo, name, build)
-            done += not outcome.left_out
+        for outcome in examined(args, zoo, examine):
             outcomes.append(outcome)
-            if not args.json:
-                print(describe(outcome), flush=True)
-    if args.json:
-        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
-    else:
-        for zoo in (*(args.zoos or ZOOS), "all"):
-            print(total(zoo, [o for o in outcomes if zoo in (o.zoo, "all") and not o.left_out]))
-    return 1 if any(o.firstloss or o.firstloss_fails for o in outcomes) else 0
+            print(f"  {describe(outcome)}", file=sys.stderr, flush=True)
+    torch.use_deterministic_algorithms(False)
+    every = (*(args.zoos or ZOOS), "all")
+    rows = [(zoo, total([o for o in outcomes if zoo in (o.zoo, "all") and not o.is_left_out])) for zoo in every]
+    met = not any(o.firstloss or o.firstloss_fails for o in outcomes)
+    return harness.Figure(NAME, GOAL, rows, met, {"outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 def describe(o: Outcome) -> str:
@@ -165,11 +161,11 @@ def describe(o: Outcome) -> str:
     return f"{o.zoo:12} {o.name:40} {o.tensors:5} tensors; meta {meta}; Firstloss {ours}"
 
 
-def total(zoo: str, outcomes: list[Outcome]) -> str:
+def total(outcomes: list[Outcome]) -> str:
     """The figures of one zoo."""
     work = [o for o in outcomes if not o.meta_fails]
     return (
-        f"{zoo}: {len(outcomes)} models, {sum(o.tensors for o in outcomes):,} tensors. Meta: "
+        f"{len(outcomes)} models, {sum(o.tensors for o in outcomes):,} tensors. Meta: "
         f"{sum(len(o.meta) for o in work):,} tensors unlike plain construction, in {sum(bool(o.meta) for o in work)} "
         f"of {len(work)} models; {len(outcomes) - len(work)} models fail. Firstloss: "
         f"{sum(len(o.firstloss) for o in outcomes):,} tensors in {sum(bool(o.firstloss) for o in outcomes)} models; "
@@ -178,4 +174,4 @@ def total(zoo: str, outcomes: list[Outcome]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.main(sys.modules["__main__"])

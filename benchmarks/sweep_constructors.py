@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import sys
 import time
@@ -22,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import Any
+
+from benchmarks import harness
 
 # What makes a transformers configuration small, under the names that the configurations use for it.
 SMALL: dict[str, Any] = {
@@ -52,6 +53,8 @@ SMALL: dict[str, Any] = {
     "patch_size": 8,
     "pad_token_id": 0,
 }
+NAME = "construct every architecture of the model zoos"
+GOAL = "deferred and materialized: the weights of eager construction, bit for bit, and its generator"
 LARGEST = 40_000_000  # parameters: beyond, a model is left out of the sweep
 
 
@@ -68,6 +71,10 @@ class Outcome:
     capture: float = 0.0
     materialize: float = 0.0
     meta: float = 0.0
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.verdict == "left out"
 
 
 def transformers_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -181,10 +188,7 @@ def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGES
 
 def _against_meta(ratios: list[float]) -> str:
     quarter, middle, three_quarters = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return (
-        f"capture against construction on the meta device: {middle:.2f} times, median of {len(ratios)} models "
-        f"(quartiles {quarter:.2f} and {three_quarters:.2f})"
-    )
+    return f"{middle:.2f} times, median of {len(ratios)} models (quartiles {quarter:.2f} and {three_quarters:.2f})"
 
 
 def _one_line(error: Exception) -> str:
@@ -206,39 +210,39 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"of {', '.join(ZOOS)} (default all)")
     parser.add_argument("--limit", type=int, help="architectures of each zoo at most")
     parser.add_argument("--only", help="one architecture")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    args = parser.parse_args()
+
+
+def examined(args: argparse.Namespace, zoo: str, examine: Callable[..., Any]) -> Iterator[Any]:
+    """The outcomes of a zoo's architectures that are asked for. Those left out do not count towards the limit."""
+    limit, done = 3 if args.tiny else args.limit, 0
+    for name, build in ZOOS[zoo]():
+        if args.only in (None, name) and (limit is None or done < limit):
+            outcome = examine(zoo, name, build)
+            done += not outcome.is_left_out
+            yield outcome
+
+
+def measure(args: argparse.Namespace) -> harness.Figure:
     prepare()
     outcomes: list[Outcome] = []
     for zoo in args.zoos or ZOOS:
-        done = 0
-        for name, build in ZOOS[zoo]():
-            if args.only not in (None, name) or (args.limit is not None and done >= args.limit):
-                continue
-            outcome = examine(zoo, name, build)
-            done += outcome.verdict != "left out"
+        for outcome in examined(args, zoo, examine):
             outcomes.append(outcome)
-            if not args.json:
-                print(f"{zoo:12} {name:40} {outcome.verdict:9} {outcome.why}", flush=True)
-    if args.json:
-        print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
-    else:
-        for zoo in args.zoos or ZOOS:
-            mine = [o for o in outcomes if o.zoo == zoo]
-            ratios = [o.capture / o.meta for o in mine if o.verdict == "same" and o.meta]
-            counts = {v: sum(o.verdict == v for o in mine) for v in ("same", "differs", "fails", "left out")}
-            print(zoo, ", ".join(f"{count} {verdict}" for verdict, count in counts.items()), end="")
-            print(f"; {_against_meta(ratios)}" if ratios else "")
-        everywhere = [o.capture / o.meta for o in outcomes if o.verdict == "same" and o.meta]
-        if everywhere:
-            print(f"all: {_against_meta(everywhere)}")
-    return 1 if any(o.verdict in ("differs", "fails") for o in outcomes) else 0
+            print(f"  {zoo:12} {outcome.name:40} {outcome.verdict:9} {outcome.why}", file=sys.stderr, flush=True)
+    rows = []
+    for zoo in args.zoos or ZOOS:
+        mine = [o for o in outcomes if o.zoo == zoo]
+        counts = {v: sum(o.verdict == v for o in mine) for v in ("same", "differs", "fails", "left out")}
+        rows.append((zoo, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())))
+    ratios = [o.capture / o.meta for o in outcomes if o.verdict == "same" and o.meta]
+    rows += [("capture against construction on the meta device", _against_meta(ratios))] if ratios else []
+    met = not any(o.verdict in ("differs", "fails") for o in outcomes)
+    return harness.Figure(NAME, GOAL, rows, met, {"outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.main(sys.modules["__main__"])

@@ -4,12 +4,32 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
+from benchmarks.__main__ import FIGURES
 
 pytest.importorskip("rich")
+
+
+# What figures are made with, and those of a GPU, which `make gpu` makes.
+HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models"}
+
+
+def test_all_of_them_are_run():
+    there = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
+    assert set(FIGURES) == there and len(FIGURES) == len(there)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FIGURES)
+def test_each_of_them_runs(name):
+    command = [sys.executable, "-m", "benchmarks", "--tiny", "--rounds", "1", "--only", name]
+    done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
 def test_sides_take_turns():
