@@ -13,7 +13,9 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
+from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
+from firstloss.runtime.step import compiling
 
 OURS = os.path.dirname(fl.__file__) + os.sep
 
@@ -61,9 +63,9 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Long enough to be cut into segments."""
+    """Layers that are alike: cut into segments, where so few are worth it."""
 
-    def __init__(self, layers=24, width=8):
+    def __init__(self, layers=6, width=8):
         super().__init__()
         self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(),
                                                    nn.Linear(width, width)) for _ in range(layers)])  # fmt: skip
@@ -147,12 +149,29 @@ TENSOR, TOLIST, SCALE = torch.tensor, torch.Tensor.tolist, torch.amp.GradScaler.
 KINDS = {"whole": (Net, 6), "segments": (Deep, 8)}
 
 
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """A kind of step; it must have been compiled as its name says."""
+    pieces = []
+    real = compiling.cut
+
+    def cut(*args, **options):
+        found = real(*args, **options)
+        pieces.append(1 if found is None else len(found.segments))
+        return found
+
+    monkeypatch.setattr(compiling, "cut", cut)
+    if request.param == "segments":
+        monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
+    yield request.param
+    assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
+
+
 def sampled(lines, count):
     return sorted(random.Random(0).sample(range(1, lines + 1), min(count, lines)))
 
 
 @pytest.mark.parametrize("clear", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_any_line_of_a_compiled_call(kind, clear, tmp_path):
     make, features = KINDS[kind]
     ours = Training(make, features, "XLA", clear, tmp_path)
@@ -206,7 +225,6 @@ def interrupted(alarms, seconds, call):
     return False
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_signal_at_random_moments_of_compiled_calls(kind, alarms, tmp_path):
     make, features = KINDS[kind]
     ours = Training(make, features, "XLA", True, tmp_path)
@@ -229,7 +247,6 @@ def test_a_signal_at_random_moments_of_compiled_calls(kind, alarms, tmp_path):
     assert hits > 5  # on a machine that is not too busy, most of them
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_in_the_first_call(kind, tmp_path):
     """While the step is traced, lowered, compiled or first run: the state is as it was, and the next call works."""
     make, features = KINDS[kind]
