@@ -1,4 +1,4 @@
-"""The small training that tests share: a model of two layers, its optimizer, its batches."""
+"""The small training that tests share: a model of two layers, its optimizer, its step, its batches."""
 
 import functools
 
@@ -21,7 +21,26 @@ def build(backend, model=layers, optimizer=None):
     return module, optimizer(module.parameters()), fl.compile(module, backend)
 
 
-def batches(count):
+def training_step(compiled, optimizer, loss=lambda module, x: module(x).square().mean()):
+    """A traced step: gradients cleared, loss, backward pass, update."""
+
+    @fl.trace
+    def step(x):
+        optimizer.zero_grad()
+        found = loss(compiled, x)
+        found.backward()
+        optimizer.step()
+        return found
+
+    return step
+
+
+def batches(count, features=4, dtype=None):
     data = torch.Generator().manual_seed(1)
     for _ in range(count):
-        yield torch.randn(6, 4, generator=data)
+        yield torch.randn(6, features, generator=data, dtype=dtype)
+
+
+def on_both(run, folder):
+    """What `run(backend)` returns in eager PyTorch, and traced."""
+    return run(fl.backend("CPU")), run(fl.backend("XLA", artifact_dir=folder))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
+from tests.small_training import on_both, training_step
 
 pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
 
@@ -360,25 +361,17 @@ def _replaced(optimizer):
 def test_state_that_is_bound_anew(make, change, tmp_path):
     """By the optimizer itself, or by somebody between steps."""
 
-    def losses(on):
+    def losses(backend):
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        backend = fl.backend("XLA", artifact_dir=tmp_path) if on else fl.backend("CPU")
-        compiled, optimizer, x = fl.compile(model, backend), make(model.parameters()), torch.ones(3, 4)
-
-        @fl.trace
-        def step(x):
-            optimizer.zero_grad()
-            loss = compiled(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        optimizer = make(model.parameters())
+        step = training_step(fl.compile(model, backend), optimizer)
         out = []
         for n in range(6):
-            out.append(step(x).item())
+            out.append(step(torch.ones(3, 4)).item())
             if n == 2 and change is not None:
                 change(optimizer)
         return out
 
-    torch.testing.assert_close(losses(True), losses(False), rtol=1e-5, atol=0)  # float32, six steps
+    eager, traced = on_both(losses, tmp_path)
+    torch.testing.assert_close(traced, eager, rtol=1e-9, atol=0)  # as above

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import firstloss as fl
 from firstloss.runtime.step import compiling
 from tests.fuzz.interpret import interpreted
+from tests.small_training import batches, build, on_both, training_step
 
 OPTIONS = {
     torch.optim.SGD: {"momentum": (0, 0.9), "weight_decay": (0, 0.1), "nesterov": (False, True)},
@@ -43,27 +43,18 @@ def test_gradients_are_what_eager_pytorch_leaves(cls, options, tmp_path, monkeyp
 
     def run(backend):
         torch.manual_seed(0)
-        with backend.device:
-            model = nn.Linear(4, 3, dtype=torch.float64)
-        compiled = fl.compile(model, backend)
-        optimizer = cls(model.parameters(), lr=0.01, **options)
+        model, optimizer, compiled = build(
+            backend, lambda: nn.Linear(4, 3, dtype=torch.float64), lambda weights: cls(weights, lr=0.01, **options)
+        )
+        step = training_step(compiled, optimizer)
+        found = []
+        for x in batches(3, dtype=torch.float64):
+            step(x)
+            found += [p.grad.detach().clone() for p in model.parameters()]
+            found += [p.detach().clone() for p in model.parameters()]
+        return found
 
-        @fl.trace
-        def step(x):
-            optimizer.zero_grad()
-            loss = compiled(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            step(torch.randn(6, 4, generator=generator, dtype=torch.float64))
-            yield from (p.grad.detach().clone() for p in model.parameters())
-            yield from (p.detach().clone() for p in model.parameters())
-
-    expected = list(run(fl.backend("CPU")))
-    found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
+    expected, found = on_both(run, tmp_path)
     # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps.
     # An update that lands in a gradient is of the gradient's own size.
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from tests.small_training import on_both, training_step
 
 SITUATIONS = {}
 
@@ -181,58 +182,43 @@ KEPT = {
 }
 
 
+def losses(backend, prepare, loss):
+    """Of four steps of a model that is prepared before it comes to the backend."""
+    torch.manual_seed(0)
+    m = Model().double()
+    prepare(m)
+    compiled = fl.compile(m, backend)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    step = training_step(compiled, optimizer, lambda module, x: loss(m, module(x)))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    return [step(x).item() for _ in range(4)]
+
+
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 def test_a_view_of_a_weight_is_trained_with_it_in_a_step(kept, tmp_path):
-    def train(backend):
-        torch.manual_seed(0)
-        m = Model().double()
-        kept(m)
-        compiled = fl.compile(m, backend)
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    def loss(m, out):
+        tied = m.all[0] if hasattr(m, "all") else m.tied
+        return (out @ tied.t()).square().mean()
 
-        @fl.trace
-        def step(x):
-            optimizer.zero_grad()
-            tied = m.all[0] if hasattr(m, "all") else m.tied
-            loss = (compiled(x) @ tied.t()).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        x = torch.randn(5, 3, dtype=torch.float64)
-        return [step(x).item() for _ in range(4)]
-
-    eager = train(fl.backend("CPU"))
+    eager, traced = on_both(lambda backend: losses(backend, kept, loss), tmp_path)
     # Sums of a few numbers in another order, in float64, in four steps.
-    assert train(fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(eager, rel=1e-12)
+    assert traced == pytest.approx(eager, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["hook", "hook after accumulation"])
+HOOKS = {
+    "hook": lambda m: m.lin.weight.register_hook(lambda g: g * 2),
+    "hook after accumulation": lambda m: m.lin.weight.register_post_accumulate_grad_hook(
+        lambda p: [p.grad.mul_(2)] and None
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_of_a_weight_from_before_counts_in_a_step(kind, tmp_path):
-    def train(backend):
-        torch.manual_seed(0)
-        m = Model().double()
-        if kind == "hook":
-            m.lin.weight.register_hook(lambda g: g * 2)
-        else:
-            m.lin.weight.register_post_accumulate_grad_hook(lambda p: [p.grad.mul_(2)] and None)
-        compiled = fl.compile(m, backend)
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-
-        @fl.trace
-        def step(x):
-            optimizer.zero_grad()
-            loss = compiled(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        x = torch.randn(5, 3, dtype=torch.float64)
-        return [step(x).item() for _ in range(4)]
-
-    eager = train(fl.backend("CPU"))
+    run = lambda backend: losses(backend, HOOKS[kind], lambda m, out: out.square().mean())  # noqa: E731
+    eager, traced = on_both(run, tmp_path)
     # As above.
-    assert train(fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(eager, rel=1e-12)
+    assert traced == pytest.approx(eager, rel=1e-12)
 
 
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
