@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import firstloss as fl
@@ -383,6 +384,48 @@ def what_is_written_in_the_step():
         print("a step")
 
     return keep, lambda: True
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+        )
+    )
+
+
+def bert():
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_a_model_of_a_library(backend, traced, make):
+    """Whose code asks for settings, imports, and keeps tables of its own."""
+    with backend.device:
+        model = make()
+    compiled, optimizer = fl.compile(model, backend), torch.optim.AdamW(model.parameters())
+
+    @fl.trace
+    def step(ids):
+        loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(5):
+        step(torch.randint(64, (2, 8)))
+    assert len(traced) == ONCE
 
 
 @pytest.mark.parametrize("name", INSIDE)

@@ -153,7 +153,8 @@ def _name_of(function: Any) -> tuple[str, str]:
         shown = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
         return module, function.__name__ if function.__name__ == "open" else f"{shown}.{function.__name__}"
     cls = owner if isinstance(owner, type) else type(owner)
-    return cls.__module__ or "", f"{cls.__qualname__}.{function.__name__}"
+    defines = next((base for base in cls.__mro__ if function.__name__ in vars(base)), cls)
+    return str(defines.__module__), f"{cls.__qualname__}.{function.__name__}"
 
 
 def _looks_outside(function: Any, module: str) -> bool:

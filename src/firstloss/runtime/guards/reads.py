@@ -71,8 +71,9 @@ class Reads:
                 self.unknown.append(code)
             for name in bytecode.global_names(code):
                 globals_.setdefault((id(table), name), (table, []))[1].extend(bytecode.uses_of(code, name))
-            for module in bytecode.imports(code, table):
-                self._imported(module, code)
+            if not is_installed(table.get("__name__")):
+                for module in bytecode.imports(code, table):
+                    self._imported(module, code)
             for function in snapshot.functions.get(code, ()):
                 self._values.definition(function)
                 for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):

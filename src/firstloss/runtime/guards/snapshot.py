@@ -271,8 +271,9 @@ class Snapshot:
         self.functions.setdefault(code, []).append(what)
         self.definitions[id(what)] = (what, definition(what))
         self._globals(what.__globals__, set(names_in(code)), is_installed(what.__module__), todo)
-        imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
-        todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
+        if not is_installed(what.__module__):  # what a package imports, the user seldom changes
+            imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
+            todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
         todo.extend(what.__closure__ or ())
         todo.extend(what.__defaults__ or ())
         todo.extend((what.__kwdefaults__ or {}).values())
