@@ -67,6 +67,7 @@ def test_what_this_machine_lacks_is_said_in_one_line():
     assert "not measured: JAX finds no GPU here" in done.stdout and done.stdout.count("\n") == 1
 
 
+@pytest.mark.sweep
 def test_the_figure_of_a_gpu_runs_on_a_cpu_when_tiny():
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks.gpu_llama_8b", "--tiny", "--rounds", "1", "--json"]

@@ -19,7 +19,10 @@ def outcomes(seeds):
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 200, EACH))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=[pytest.mark.sweep] * (first >= 100)) for first in range(0, 1000, EACH)],
+)
 @pytest.mark.timeout(600)
 def test_generated_steps_are_as_eager(first):
     found = outcomes(range(first, first + EACH))
