@@ -174,9 +174,9 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor in host memory, whole.
     """
-    from .capture.tensor import DeferredTensor
+    from .capture.tensor import on_backend
 
-    if type(tensor) is not DeferredTensor or tensor._store.resident is None:
+    if not on_backend(tensor):
         return tensor.detach().clone()
 
     return tensor._ref().view(tensor._store.resident.gathered()).clone()

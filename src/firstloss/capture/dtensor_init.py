@@ -15,7 +15,7 @@ import torch
 
 from ..compat.patches import put, replaces
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
-from .tensor import DeferredTensor, Hooks
+from .tensor import Hooks, is_pending
 
 aten = torch.ops.aten
 
@@ -33,8 +33,7 @@ _PADDING = tuple(f"torch.nn.{kind}._fill_padding_idx_with_zero" for kind in ("Em
 
 def shard_is_deferred(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor of which this rank's shard has not been made."""
-    local = local_tensor_or(tensor, None)
-    return type(local) is DeferredTensor and local._store.resident is None
+    return is_pending(local_tensor_or(tensor, None))
 
 
 def fill_as_one_process(tensor: Any, fill: Callable[[torch.Tensor], Any]) -> Any:

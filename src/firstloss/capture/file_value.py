@@ -13,7 +13,7 @@ import torch
 from ..compat.torch_names import version_of
 from ..errors import ConstantChangedError
 from ..program.graph import Value
-from .tensor import DeferredStorage, DeferredTensor
+from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 # What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.
 ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -103,7 +103,7 @@ class FileValue(Value):
 
 def is_in_file(tensor: DeferredTensor) -> bool:
     """Whether the content of `tensor` still lies in a file, as it was loaded."""
-    return type(tensor._store.value) is FileValue and tensor._store.resident is None
+    return is_pending(tensor) and type(tensor._store.value) is FileValue
 
 
 def file_tensor(value: FileValue) -> DeferredTensor:

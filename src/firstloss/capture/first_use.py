@@ -38,7 +38,7 @@ from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
 from .states import state_of
-from .tensor import DeferredStorage, DeferredTensor, Hooks
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
 from .values import call_with_content, run_to_find_out
 
 _COLLECTIVES = distributed.COLLECTIVES
@@ -134,7 +134,7 @@ _ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
     for arg in args.values() if isinstance(args, dict) else args:
         if type(arg) is DeferredTensor:
-            if arg._store.resident is None:
+            if is_pending(arg):
                 yield arg
         elif isinstance(arg, (list, tuple, dict)):
             yield from _deferred_in(arg)
@@ -161,7 +161,7 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
     whole = list(pending)
     for module in _modules_of(pending):
         named = list(_tensors_below(module))
-        mine = list(dict.fromkeys(t._store for t in named if t._store.resident is None))
+        mine = list(dict.fromkeys(t._store for t in named if is_pending(t)))
         nbytes = sum(store.value.nbytes for store in mine)
         warnings.warn(
             f"{here()}: {what} needs values of a {type(module).__name__} that is still deferred. All {len(mine)} "

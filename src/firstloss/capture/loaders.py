@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compat.patches import put, replaces
 from . import session
-from .tensor import DeferredTensor, Hooks
+from .tensor import Hooks, is_pending
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _RESOLVE = f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor"
@@ -31,7 +31,7 @@ def teach() -> None:
 def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
     found = original(self, read_item)
-    if type(found) is DeferredTensor and found._store.resident is None and not session.depth:
+    if is_pending(found) and not session.depth:
         Hooks.give_memory(found._store)
         found = original(self, read_item)
     return found

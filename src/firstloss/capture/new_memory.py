@@ -15,7 +15,7 @@ import torch
 from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
 from ..program.source import here
-from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, look_at
+from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, is_pending, look_at
 
 if TYPE_CHECKING:
     from .step import StepTrace
@@ -84,7 +84,7 @@ class NewMemory:
 
     def _is_constant(self, other: Any) -> bool:
         """Whether the step has made it of constants, and nobody else holds it."""
-        return type(other) is DeferredTensor and other._store.resident is None and other._store.value.known
+        return is_pending(other) and other._store.value.known
 
     def _part(self, weight: DeferredTensor) -> None:
         """Those who look at the memory of `weight` keep what is there now."""

@@ -28,7 +28,7 @@ from .distributed import parts_of
 from .generators import is_ticket
 from .lost_history import is_returned
 from .mapped_file import left_in_file
-from .tensor import DeferredTensor, Hooks, geometry_of, mine, reseat
+from .tensor import DeferredTensor, Hooks, geometry_of, is_pending, mine, on_backend, reseat
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -140,11 +140,7 @@ def _check_graph(outputs: Any) -> None:
     if session.trace is not None or are_functorch_transforms_active():
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        if (
-            type(tensor) is DeferredTensor
-            and tensor._store.resident is not None
-            and (not tensor.requires_grad or is_returned(tensor))
-        ):
+        if on_backend(tensor) and (not tensor.requires_grad or is_returned(tensor)):
             raise TraceError(f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}")
 
 
@@ -168,7 +164,7 @@ def values_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or session.trace is not None or "out" in kwargs:
         return original(*args, **kwargs)
-    if torch.is_grad_enabled() and x.requires_grad or type(x) is DeferredTensor and x._store.resident is not None:
+    if torch.is_grad_enabled() and x.requires_grad or on_backend(x):
         return original(*args, **kwargs)
     if type(x) is not DeferredTensor:
         with DisableTorchDispatch() if session.depth else contextlib.nullcontext():
@@ -203,7 +199,7 @@ def teach_dynamo() -> None:
 @replaces(f"{_BUILDER}.VariableBuilder.__call__")
 def build(original: Any, self: Any, value: Any) -> Any:
     """Dynamo meets a tensor."""
-    if type(value) is DeferredTensor and value._store.resident is None and not session.depth:
+    if is_pending(value) and not session.depth:
         value = Hooks.materialize_all(value)
     return original(self, value)
 
@@ -211,10 +207,6 @@ def build(original: Any, self: Any, value: Any) -> Any:
 def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     held = (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values())
     return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
-
-
-def _is_pending(tensor: torch.Tensor) -> bool:
-    return type(tensor) is DeferredTensor and tensor._store.resident is None
 
 
 def _is_alone(tensor: Any) -> bool:
@@ -227,14 +219,14 @@ def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool
     """As `Module.to_empty`; but of a deferred module what has a recipe, or a value already, keeps it, on `device`."""
     on_meta = device is not None and torch.device(device).type == "meta"
     tensors = [t for module in (self.modules() if recurse else [self]) for t in _own_tensors(module)]
-    if on_meta or not any(_is_pending(part) for tensor in tensors for part in parts_of(tensor)):
+    if on_meta or not any(is_pending(part) for tensor in tensors for part in parts_of(tensor)):
         return original(self, device=device, recurse=recurse)
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         parts = list(parts_of(tensor))
-        if any(part.is_meta for part in parts) or any(_is_pending(part) and not _is_alone(part) for part in parts):
+        if any(part.is_meta for part in parts) or any(is_pending(part) and not _is_alone(part) for part in parts):
             return torch.empty_like(tensor, device=device)  # of a deferred one: memory of its own, with the same recipe
-        if not any(map(_is_pending, parts)):
+        if not any(map(is_pending, parts)):
             return tensor.detach().to(tensor.device if device is None else device, copy=True)
         return tensor if device is None else tensor.to(device)
 

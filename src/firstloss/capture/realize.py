@@ -17,7 +17,7 @@ from ..program.source import here
 from .distributed import parts_of
 from .first_use import close_door
 from .lost_history import without_history
-from .tensor import DeferredStorage, DeferredTensor, become
+from .tensor import DeferredStorage, DeferredTensor, become, is_pending
 
 # Made on the host before it is moved or converted.
 _BATCH_BYTES = 1 << 30
@@ -41,8 +41,7 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
     """What has to be made for a tensor to be real."""
-    parts = (part for part in parts_of(tensor) if type(part) is DeferredTensor)
-    return [part._store for part in parts if part._store.resident is None]
+    return [part._store for part in parts_of(tensor) if is_pending(part)]
 
 
 def materialize_stores(

@@ -17,7 +17,7 @@ from .known import known
 from .scalars import number_of
 from .shapes import infer
 from .states import state_of
-from .tensor import DeferredTensor, Hooks, become, geometry_of, reseat, share_memory
+from .tensor import DeferredTensor, Hooks, become, geometry_of, is_pending, on_backend, reseat, share_memory
 from .traits import traits
 from .validations import validated
 from .values import run_for_real, value_of
@@ -217,15 +217,15 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with DisableTorchDispatch():
             return op(*args, **kwargs)
     if type(source) is not DeferredTensor:
-        on_backend = session.trace is None and type(tensor) is DeferredTensor and tensor._store.resident is not None
+        resident = session.trace is None and on_backend(tensor)
         by_storage = op is aten.set_.source_Storage  # C++ may hold that tensor
-        if session.trace is None and not on_backend and not by_storage and tensor.is_leaf:
+        if session.trace is None and not resident and not by_storage and tensor.is_leaf:
             with DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)
             share_memory(tensor, shown)
             return tensor
-        source = Hooks.home(source) if on_backend else constant_tensor(source)
+        source = Hooks.home(source) if resident else constant_tensor(source)
     shape = geometry_of(source)
     if geometry:
         offset, size = geometry[0], tuple(geometry[1])
@@ -243,8 +243,7 @@ def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             return op(*args, **kwargs)
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         op(real, *args[1:], **kwargs)
-        deferred = session.trace is None and tensor._store.resident is None
-        if deferred and op is aten.set_.source_Storage_storage_offset:
+        if session.trace is None and is_pending(tensor) and op is aten.set_.source_Storage_storage_offset:
             become(tensor, real)  # C++ that makes a tensor of a storage, and holds what it made, gives no geometry
             return tensor
     return _set_tensor(aten.set_.source_Storage, (tensor, real), {})
@@ -260,7 +259,7 @@ def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
     if dense_count(value.shape, value.stride) == value.numel and tensor.storage_offset() + count <= value.numel:
         reseat(tensor, tensor._store, (size, stride, int(tensor.storage_offset()), tensor.dtype))
         return
-    if session.trace is None and tensor._store.resident is not None:  # its memory is there, and is to be so again
+    if session.trace is None and on_backend(tensor):  # its memory is there, and is to be so again
         with torch.no_grad(), DisableTorchDispatch():
             real = Hooks.value_of(tensor).detach().clone().resize_(size)
         constant = Hooks.constant_tensor(real)

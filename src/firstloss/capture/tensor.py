@@ -10,7 +10,7 @@ import bisect
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ class DeferredTensor(Tensor):
 
     def register_hook(self, hook):
         """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
-        if not self.requires_grad and self._store.resident is not None and self._store.trace is None:
+        if not self.requires_grad and on_backend(self) and self._store.trace is None:
             raise TraceError(
                 f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with "
                 "that: register the hook in the step, or on the weights that it is made of."
@@ -239,7 +239,7 @@ class DeferredTensor(Tensor):
     def share_memory_(self):
         """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
         made(self, lasting=True, writable=True).share_memory_()
-        if type(self) is DeferredTensor and self._store.resident is not None:
+        if on_backend(self):
             note_memory(self._store)  # it lies elsewhere now
         return self
 
@@ -263,6 +263,16 @@ class DeferredTensor(Tensor):
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
+
+
+def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:
+    """Whether a tensor lives on a backend: a device buffer has its content."""
+    return type(tensor) is DeferredTensor and tensor._store.resident is not None
+
+
+def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
+    """Whether a tensor is deferred and on no backend: to be real, it has to be materialized."""
+    return type(tensor) is DeferredTensor and tensor._store.resident is None
 
 
 def _is_mask(index: Any) -> bool:
@@ -296,7 +306,7 @@ def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, 
     """
     if session.trace is not None:  # an error there
         return Hooks.value_of(tensor)
-    if tensor._store.resident is None:
+    if is_pending(tensor):
         return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
     if writable and not tensor._store.resident.in_host_memory:
         raise ElsewhereError(
@@ -309,7 +319,7 @@ def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, 
 
 def _elsewhere(tensor: DeferredTensor) -> bool:
     """Whether it lives on a backend, in memory that is not this host's."""
-    return session.trace is None and tensor._store.resident is not None and not tensor._store.resident.in_host_memory
+    return session.trace is None and on_backend(tensor) and not tensor._store.resident.in_host_memory
 
 
 def mine(tensor: DeferredTensor, alone: bool = False) -> Tensor:
@@ -407,7 +417,7 @@ def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) 
 def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
     if type(tensor) is DeferredTensor:
-        if tensor._store.resident is not None:  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
+        if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1
         look_at(tensor, store, geometry)
         return
@@ -502,7 +512,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
         _set_data(self, other)
         return
     alike = self.shape == other.shape and self.dtype == other.dtype
-    if session.trace is None and type(self) is DeferredTensor and self._store.resident is not None:
+    if session.trace is None and on_backend(self):
         if type(other) is DeferredTensor and other._store is self._store and geometry_of(other) == geometry_of(self):
             return
         # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.

@@ -23,7 +23,7 @@ from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
 from .dtensor_init import fill_as_one_process, shard_is_deferred
-from .tensor import DeferredTensor, Hooks
+from .tensor import DeferredTensor, Hooks, is_pending
 
 _NAME = "torch.nn.init._no_grad_trunc_normal_"
 
@@ -50,7 +50,7 @@ def trunc_normal_(
         return fill_as_one_process(tensor, lambda whole: trunc_normal_(original, whole, mean, std, a, b, generator))
     if not _by_rejection(original):  # before torch 2.12: operations like any others
         return original(tensor, mean, std, a, b, generator=generator)
-    if type(tensor) is not DeferredTensor or session.trace is not None or tensor._store.resident is not None:
+    if session.trace is not None or not is_pending(tensor):
         return original(tensor, mean, std, a, b, generator=generator)
     if (mean < a - 2 * std) or (mean > b + 2 * std):
         warnings.warn(

@@ -18,7 +18,7 @@ from .file_value import FileValue
 from .known import known
 from .shapes import infer, is_unusual
 from .states import OnBackend, state_of
-from .tensor import DeferredTensor, Hooks, geometry_of, note_memory, reseat
+from .tensor import DeferredTensor, Hooks, geometry_of, is_pending, note_memory, on_backend, reseat
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -118,7 +118,7 @@ def run_on_resident(call: Call) -> Any:
         return views[0] if call.returns_one() else views
     written = [t for t in call.written() if type(t) is DeferredTensor]
     for t in written:
-        if t._store.resident is None:
+        if is_pending(t):
             raise CaptureError(
                 f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
                 "Call firstloss.materialize_tensor on the first."
@@ -148,7 +148,7 @@ def run_on_resident(call: Call) -> Any:
 
 def _takes_from_file(target: DeferredTensor, source: Any) -> bool:
     """Whether all of a weight on a mesh is to become what lies in a file: each device then reads its part alone."""
-    if type(source) is not DeferredTensor or source._store.resident is not None or target._store.resident is None:
+    if not is_pending(source) or not on_backend(target):
         return False
     new, old = source._store.value, target._store.value
     alike = (new.shape, new.dtype) == (old.shape, old.dtype) and source._ref().whole and target._ref().whole

@@ -12,7 +12,7 @@ import torch
 
 from ..capture.constants import ref_of
 from ..capture.deferred import named_tensors
-from ..capture.tensor import DeferredTensor
+from ..capture.tensor import DeferredTensor, on_backend
 from ..dependencies import require_jax
 from ..errors import NothingDeferredError
 from ..program.graph import Node, Program, Ref, Value, slice_for
@@ -292,7 +292,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             elif kind != "attribute":
                 others[name] = _kind(tensor)
             continue
-        if tensor._store.resident is not None:
+        if on_backend(tensor):
             continue
         recipe = first.get(id(tensor))
         if recipe is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...capture.recorder import DeferredTensor
+from ...capture.tensor import DeferredTensor, on_backend
 from ...errors import SaveError
 from ...program.graph import Ref, Value, is_contiguous
 from .savable import check_savable, memory_key
@@ -122,7 +122,7 @@ def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
 
 def _row_by_row(tensor: torch.Tensor) -> Ref:
     with torch.no_grad():
-        if type(tensor) is DeferredTensor and tensor._store.resident is not None:
+        if on_backend(tensor):
             tensor = tensor._ref().view(tensor._store.resident.host())
         # A contiguous copy of a deferred tensor is one more operation of its recipe.
         tensor = tensor.detach()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...capture.recorder import DeferredTensor
+from ...capture.tensor import DeferredTensor, on_backend
 from ...capture.values import content
 from ...errors import UnsavableError
 from ...init.disk.savable import check_savable, memory_key
@@ -69,7 +69,7 @@ def _whole_part(name: str, tensor: torch.Tensor) -> Part:
 
 
 def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
-    if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
+    if on_backend(tensor) and tensor._ref().whole:
         shape = tuple(tensor.shape)
         return [
             _Owned(piece.owner, Part(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
