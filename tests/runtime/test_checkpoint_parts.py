@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from firstloss.errors import CheckpointError
 from firstloss.runtime.checkpoint import file as checkpoint_file
 from firstloss.runtime.checkpoint import tensors as checkpoint_tensors
-from firstloss.runtime.checkpoint.file import Part, TensorFile, write
+from firstloss.runtime.checkpoint.file import TensorFile, TensorPart, write
 from firstloss.runtime.checkpoint.tensors import Tensors
 
 
@@ -29,7 +29,7 @@ def parts_of(tensor, cuts):
     for place in itertools.product(*map(range, cuts)):
         begin = tuple(p * n for p, n in zip(place, shape, strict=True))
         box = tensor[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
-        out.append(Part("w", tensor.dtype, tuple(tensor.shape), begin, shape, lambda box=box: box))
+        out.append(TensorPart("w", tensor.dtype, tuple(tensor.shape), begin, shape, lambda box=box: box))
     return out
 
 

@@ -45,11 +45,11 @@ def test_what_nobody_holds_any_more_is_not_made(backend):
     pending.begin = lambda: begun.append(True)
     del state
     gc.collect()
-    waiting = len(placement._behind)
+    waiting = len(placement._after_first_loss)
     del pending
     gc.collect()
     placement.begin_behind()
-    assert waiting and not begun and not placement._behind
+    assert waiting and not begun and not placement._after_first_loss
 
 
 def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
@@ -76,7 +76,7 @@ def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
 def test_a_program_that_ends_waits_for_the_thread():
     """A daemon would go on drawing while the interpreter is taken down under it, and crash the process."""
     gate = threading.Event()
-    state = placement._Making(lambda: gate.wait(60) and {})
+    state = placement._Materialization(lambda: gate.wait(60) and {})
     state.begin()
     assert [thread.daemon for thread in making()] == [False]
     gate.set()

@@ -121,7 +121,7 @@ def _identity(flow: Flow) -> Any:
     return flow.kind, tuple(texts), flow.carried, flow.walked, flow.reverse, tuple(flow.outputs)
 
 
-class _State:
+class _GeneratorState:
     """The place in the step's random stream, to draw the same once more."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ def _with_lifted(functions: Sequence[Callable], operands: Sequence[Tensor]) -> l
 class _Cond(torch.autograd.Function):
     @staticmethod
     def forward(ctx, pred, true_fn, false_fn, count, *tensors):
-        ctx.functions, ctx.count, ctx.state = (true_fn, false_fn), count, _State()
+        ctx.functions, ctx.count, ctx.state = (true_fn, false_fn), count, _GeneratorState()
         ctx.save_for_backward(pred, *tensors)
         return tuple(_either(pred, ctx.functions, tensors[:count], tensors[count:]))
 
@@ -296,7 +296,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, body, n, m, *tensors):
         init, xs, lifted = tensors[:n], tensors[n : n + m], tensors[n + m :]
-        ctx.body, ctx.n, ctx.m, ctx.state = body, n, m, _State()
+        ctx.body, ctx.n, ctx.m, ctx.state = body, n, m, _GeneratorState()
         with_carries = any(x.requires_grad for x in tensors)
 
         def step(*args: Tensor) -> list[Tensor]:

@@ -54,7 +54,7 @@ class Tracing:
     def set_generator_state(self, state: torch.Tensor | None) -> None: ...
 
 
-class _Mine(threading.local):
+class _ThreadLocal(threading.local):
     """What is under way in one thread."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class _Mine(threading.local):
         self.left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}
 
 
-_mine = _Mine()
+_this_thread = _ThreadLocal()
 
 
 class _Session(types.ModuleType):
-    trace = property(lambda self: _mine.trace)
-    depth = property(lambda self: _mine.depth)
-    constants = property(lambda self: _mine.constants)
-    left_in_files = property(lambda self: _mine.left_in_files)
+    trace = property(lambda self: _this_thread.trace)
+    depth = property(lambda self: _this_thread.depth)
+    constants = property(lambda self: _this_thread.constants)
+    left_in_files = property(lambda self: _this_thread.left_in_files)
 
 
 sys.modules[__name__].__class__ = _Session
@@ -95,26 +95,26 @@ def enter(policy: str | None = None, preserve: bool = False) -> None:
     With `preserve`, the outermost one leaves generators where they would be if it had drawn nothing.
     """
     generators.policy = policy or generators.policy
-    if not _mine.depth:
-        patches.enter(patches.CAPTURE, _mine.holder)
+    if not _this_thread.depth:
+        patches.enter(patches.CAPTURE, _this_thread.holder)
         generators.preserve = preserve
         generators.opened()
-    _mine.depth += 1
+    _this_thread.depth += 1
 
 
 def leave() -> None:
     """A `deferred` context closes: the last one leaves every generator where eager would have."""
-    _mine.depth -= 1
-    if not _mine.depth:
-        _mine.constants.clear()
-        _mine.left_in_files.clear()
+    _this_thread.depth -= 1
+    if not _this_thread.depth:
+        _this_thread.constants.clear()
+        _this_thread.left_in_files.clear()
         generators.closed()
         generators.policy = "eager"
         generators.preserve = False
-        patches.leave(patches.CAPTURE, _mine.holder)
+        patches.leave(patches.CAPTURE, _this_thread.holder)
 
 
 def set_trace(new: Any) -> Any:
     """Make `new` (or None) the step trace under way in this thread; returns the one before."""
-    before, _mine.trace = _mine.trace, new
+    before, _this_thread.trace = _this_thread.trace, new
     return before

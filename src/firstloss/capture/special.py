@@ -225,7 +225,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 op(shown, *args[1:], **kwargs)
             share_memory(tensor, shown)
             return tensor
-        source = Hooks.home(source) if resident else constant_tensor(source)
+        source = Hooks.to_backend(source) if resident else constant_tensor(source)
     shape = geometry_of(source)
     if geometry:
         offset, size = geometry[0], tuple(geometry[1])

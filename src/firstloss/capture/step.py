@@ -101,12 +101,12 @@ class StepTrace(recorder._Tracing):
         key = storage_key(tensor)
         known = self._real.get(key)
         if known is None:
-            home = whole_storage(tensor)
-            value = Value(tuple(home.shape), home.stride(), home.dtype, home.device, label=f"in{len(self.inputs)}")
+            base = whole_storage(tensor)
+            value = Value(tuple(base.shape), base.stride(), base.dtype, base.device, label=f"in{len(self.inputs)}")
             store = DeferredStorage(value)
             store.trace = self
-            self.inputs[value] = home
-            known = self._real[key] = (home, store)
+            self.inputs[value] = base
+            known = self._real[key] = (base, store)
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), key)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
@@ -114,10 +114,10 @@ class StepTrace(recorder._Tracing):
 
     def refuse_overlaps(self) -> None:
         """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
-        spans = [(begin, begin + _nbytes(home), home, store) for begin, (home, store) in sorted(self._real.items())]
-        for (_, end, home, store), (begin, _, other, other_store) in itertools.pairwise(spans):
+        spans = [(begin, begin + _nbytes(base), base, store) for begin, (base, store) in sorted(self._real.items())]
+        for (_, end, base, store), (begin, _, other, other_store) in itertools.pairwise(spans):
             if begin < end and any(s.value is not s.first for s in (store, other_store)):
-                self._overlapping(home, other)
+                self._overlapping(base, other)
 
     def _overlapping(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
         raise TraceError(
@@ -133,7 +133,7 @@ class StepTrace(recorder._Tracing):
 
     def outside_of(self, store: DeferredStorage) -> torch.Tensor | None:
         """The real tensor from outside that `store` stands for, all of its storage."""
-        return next((home for home, known in self._real.values() if known is store), None)
+        return next((base for base, known in self._real.values() if known is store), None)
 
     def views_of(self, tensor: torch.Tensor) -> int:
         """How many real tensors from outside show the memory of one of them."""
@@ -251,7 +251,7 @@ class StepTrace(recorder._Tracing):
     def _stores(self) -> list[tuple[Value, DeferredStorage]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
         real = {store.first: store for _, store in self._real.values()} | self._arguments
-        stores = ((v, home if isinstance(home, DeferredStorage) else real.get(v)) for v, home in self.inputs.items())
+        stores = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
         return [(value, store) for value, store in stores if store is not None]
 
 

@@ -48,7 +48,7 @@ class Hooks:
     value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that it lives in
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
-    home: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
+    to_backend: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
     make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
     give_memory: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place
@@ -353,21 +353,21 @@ def _array(tensor: DeferredTensor, dtype: Any, copy: bool | None) -> Any:
 # Memory that was handed out: the addresses where it begins, in order, and the DeferredStorage whose content is there.
 # A real tensor on it, made by way of numpy or DLPack, is one more view of that storage.
 _begins: list[int] = []
-_homes: dict[int, weakref.ref[DeferredStorage]] = {}
+_storages_at: dict[int, weakref.ref[DeferredStorage]] = {}
 
 
 def note_memory(store: DeferredStorage) -> None:
     """The content of `store` lives in memory that was handed out."""
     begin, _ = store.resident.extent()
-    known = _homes.get(begin)
+    known = _storages_at.get(begin)
     if known is not None and known() is store:
         return
-    for old in [old for old, ref in _homes.items() if ref() is None or ref() is store]:
-        del _homes[old]
+    for old in [old for old, ref in _storages_at.items() if ref() is None or ref() is store]:
+        del _storages_at[old]
         _begins.remove(old)
-    if begin not in _homes:
+    if begin not in _storages_at:
         bisect.insort(_begins, begin)
-    _homes[begin] = weakref.ref(store)
+    _storages_at[begin] = weakref.ref(store)
 
 
 def store_at(tensor: Tensor) -> tuple[DeferredStorage, Geometry] | None:
@@ -401,7 +401,7 @@ def store_at(tensor: Tensor) -> tuple[DeferredStorage, Geometry] | None:
 
 def _lent_at(begin: int) -> DeferredStorage | None:
     """The DeferredStorage whose content lives in memory that begins there."""
-    store = _homes[begin]()
+    store = _storages_at[begin]()
     if store is None or store.resident is None or not store.resident.lent or store.resident.extent()[0] != begin:
         return None
     return store
@@ -521,7 +521,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
             note_memory(self._store)
             return
         if type(other) is not DeferredTensor:
-            other = Hooks.home(other)
+            other = Hooks.to_backend(other)
     elif _is_state(self) and alike:
         session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
         return

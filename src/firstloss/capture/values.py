@@ -130,16 +130,16 @@ def run_on_resident(call: Call) -> Any:
     for t in written:
         # From here on its host copy may be written, and goes back before the next step.
         others = sum(other._store is t._store for other in call.deferred) > 1
-        if t._store.resident.edit(whole=call.traits.fill and t._ref().covers and not others):
+        if t._store.resident.begin_edit(whole=call.traits.fill and t._ref().covers and not others):
             fresh.append(t._store.resident)
     try:
         result = _call(call, *_real_arguments(call))
     except BaseException:
         for buffer in fresh:
-            buffer.leave()
+            buffer.cancel_edit()
         raise
     for t in written:
-        t._store.resident.edited()
+        t._store.resident.end_edit()
     for where in call.traits.returns:
         if where is not None:
             return call.argument(where)

@@ -115,14 +115,14 @@ def make_whole(value: Value) -> torch.Tensor:
     return materialize_values([value])[value]
 
 
-class Part(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of what a Ref shows and the memory it goes to: several where it is wanted several times."""
 
     box: Box
     into: list[torch.Tensor]
 
 
-def materialize_parts(wanted: Iterable[tuple[Ref, list[Part]]], niceness: Sequence[int] = ()) -> None:
+def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
     """Make the parts of what each Ref shows. What lies together in the stream is drawn together."""
     planner = Planner()
     with torch.no_grad(), DisableTorchDispatch():
@@ -369,7 +369,7 @@ def _components(nodes: list[Node]) -> list[list[Node]]:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _part_tasks(ref: Ref, parts: list[Part], planner: Planner) -> Iterator[Task]:
+def _part_tasks(ref: Ref, parts: list[WantedPart], planner: Planner) -> Iterator[Task]:
     """The work of some parts of what `ref` shows."""
     value = ref.value
     number = planner.first_draw(value)
@@ -381,7 +381,7 @@ def _part_tasks(ref: Ref, parts: list[Part], planner: Planner) -> Iterator[Task]
         return
     _resolve(value, planner)
     strides = [math.prod(ref.size[d + 1 :]) for d in range(len(ref.size))]
-    rows: dict[tuple[int, int], list[Part]] = {}
+    rows: dict[tuple[int, int], list[WantedPart]] = {}
     for part in parts:
         if not is_contiguous(part.box.size, strides):
             rows.setdefault((part.box.begin[0], part.box.size[0]), []).append(part)
@@ -402,7 +402,7 @@ def _part_tasks(ref: Ref, parts: list[Part], planner: Planner) -> Iterator[Task]
             yield Task((number, top * row), (bottom - top) * row, partial(_columns, ref, top, bottom, group))
 
 
-def _straight(value: Value, first: int, begin: int, end: int, part: Part, reader: Reader) -> None:
+def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
     """Elements [begin, end) of a part that lies straight in the whole, where its first one is number `first`."""
     own = part.into[0].view(-1)[begin:end]
     reader.window(value, first + begin, first + end, own)
@@ -410,7 +410,7 @@ def _straight(value: Value, first: int, begin: int, end: int, part: Part, reader
         other.view(-1)[begin:end].copy_(own)
 
 
-def _columns(ref: Ref, top: int, bottom: int, group: list[Part], reader: Reader) -> None:
+def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
     """Rows [top, bottom) of the whole, of which each part of the group takes its columns."""
     group = sorted(group, key=lambda part: part.box.begin)
     cut = cut_dimension(ref.size, [part.box for part in group])
@@ -423,7 +423,7 @@ def _columns(ref: Ref, top: int, bottom: int, group: list[Part], reader: Reader)
 
 
 def _copy_columns(
-    reader: Reader, ref: Ref, top: int, bottom: int, group: list[Part], own: list[list[torch.Tensor]]
+    reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], own: list[list[torch.Tensor]]
 ) -> None:
     """Make the rows in blocks, of which the columns are copied."""
     row = math.prod(ref.size[1:])
@@ -437,14 +437,14 @@ def _copy_columns(
         torch._foreach_copy_(rows, [part[:count] for part in columns])
 
 
-def _apart(ref: Ref, part: Part, reader: Reader) -> None:
+def _apart(ref: Ref, part: WantedPart, reader: Reader) -> None:
     """A part whose rows lie so far apart that each is jumped to."""
     reader.materialize(ref, part.box, part.into[0])
     for other in part.into[1:]:
         other.copy_(part.into[0])
 
 
-def _cut_whole(ref: Ref, parts: list[Part], reader: Reader) -> None:
+def _cut_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
     """A weight that is made whole, or that is small: then each part is cut out of it."""
     if len(parts) == 1 and parts[0].box.size == ref.size:
         _apart(ref, parts[0], reader)

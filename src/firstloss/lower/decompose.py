@@ -98,10 +98,10 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
             outputs[f"out{i}"] = x._ref()
     if tracing.draws and torch.Tag.nondeterministic_seeded not in op.tags:
         raise LoweringError(f"the decomposition of {op} draws random numbers, for which it has no key")
-    for value, home in tracing.inputs.items():
+    for value, base in tracing.inputs.items():
         if value not in arrays:  # a real tensor that the decomposition holds: a constant
-            assert isinstance(home, torch.Tensor)
-            value.real = home.detach().clone()
+            assert isinstance(base, torch.Tensor)
+            value.real = base.detach().clone()
     return Program({v.label or "in": v for v in arrays}, outputs), arrays
 
 

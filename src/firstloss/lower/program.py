@@ -178,7 +178,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
         if type(arg) in (list, tuple):
             return tuple(walk(a) for a in arg)
         if type(arg) is float or type(arg) is bool:
-            return _Number(type(arg), arg)  # 1, 1.0 and True are equal to Python, and not to PyTorch
+            return _NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal to Python, and not to PyTorch
         return arg
 
     args = walk(node.args)
@@ -188,7 +188,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
 
-class _Number(NamedTuple):
+class _NumberArgument(NamedTuple):
     kind: type
     value: Any
 
@@ -218,7 +218,7 @@ def function_of(template: Template) -> Callable[..., tuple]:
             if type(arg) is Slot:
                 array = arrays[arg.place]
                 return array if arg.view is None else read_view(array, arg.view)
-            if type(arg) is _Number:
+            if type(arg) is _NumberArgument:
                 return arg.value
             if type(arg) is tuple:
                 return [fill(a) for a in arg]

@@ -11,7 +11,7 @@ import numpy as np
 _CANDIDATES = 12
 
 
-class Run(NamedTuple):
+class Repeats(NamedTuple):
     """`keys[i] == keys[i + period]` for all i from `start` up to `stop - period`: at least two stretches alike."""
 
     start: int
@@ -19,7 +19,7 @@ class Run(NamedTuple):
     period: int
 
 
-def find_runs(keys: Sequence[int], least: int) -> list[Run]:
+def find_runs(keys: Sequence[int], least: int) -> list[Repeats]:
     """Runs that do not overlap, in order: the one that saves most first, then those to its left and its right.
 
     Args:
@@ -29,18 +29,18 @@ def find_runs(keys: Sequence[int], least: int) -> list[Run]:
     return _within(np.asarray(keys), 0, least)
 
 
-def _within(keys: np.ndarray, offset: int, least: int) -> list[Run]:
+def _within(keys: np.ndarray, offset: int, least: int) -> list[Repeats]:
     best = _best(keys)
     if best is None or best.stop - best.start - best.period < least:
         return []
     left = _within(keys[: best.start], offset, least)
     right = _within(keys[best.stop :], offset + best.stop, least)
-    return [*left, Run(best.start + offset, best.stop + offset, best.period), *right]
+    return [*left, Repeats(best.start + offset, best.stop + offset, best.period), *right]
 
 
-def _best(keys: np.ndarray) -> Run | None:
+def _best(keys: np.ndarray) -> Repeats | None:
     """The run that saves the most elements; of those that save as many, the one with the shortest period."""
-    best: Run | None = None
+    best: Repeats | None = None
     for period in _periods(keys):
         same = np.concatenate(([False], keys[period:] == keys[:-period], [False]))
         edges = np.flatnonzero(same[1:] != same[:-1])
@@ -50,7 +50,7 @@ def _best(keys: np.ndarray) -> Run | None:
                 continue
             known = -1 if best is None else best.stop - best.start - best.period
             if saved > known or (saved == known and best is not None and period < best.period):
-                best = Run(begin, end + period, period)
+                best = Repeats(begin, end + period, period)
     return best
 
 

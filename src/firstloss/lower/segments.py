@@ -18,7 +18,7 @@ import torch
 from ..program.graph import Program, Ref, Value
 from .lists import calls_apart
 from .program import Call, view_of
-from .repeats import Run, find_runs
+from .repeats import Repeats, find_runs
 
 # A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
 _SHARE = 0.4
@@ -100,7 +100,7 @@ def _avals(call: Call) -> tuple:
     return tuple((value.shape, value.dtype) for value in call.inputs)
 
 
-def _bounds(run: Run, calls: Sequence[Call], last_use: dict[Value, int]) -> list[int]:
+def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> list[int]:
     """Where to cut a run: every so many periods, at the place in the period that the fewest bytes are carried across.
 
     A run can be cut anywhere in its period. Where one layer ends and the next begins there is least to carry.

@@ -36,7 +36,7 @@ def parting(old: Program, new: Program) -> Parting | None:
     The same: the same operations in the same order on the same values, with the same constants, from inputs of the
     same names, shapes and dtypes to outputs of the same names. Places in the source do not count.
     """
-    same = _Same()
+    same = _Matching()
     for (name, value), (other, counterpart) in zip(old.inputs.items(), new.inputs.items(), strict=False):
         if name != other or not same.bind(value, counterpart):
             break  # the first node that uses it tells more
@@ -61,7 +61,7 @@ def _form(node: Node) -> tuple[Any, tuple]:
     return (node.op, node.args) if turned is None else (turned, node.args[::-1])
 
 
-class _Same:
+class _Matching:
     """Which Value of one Program is which of the other."""
 
     def __init__(self) -> None:

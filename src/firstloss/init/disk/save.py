@@ -35,7 +35,7 @@ from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
 from .journal import Journal
 from .safetensors_file import FileLayout, TensorMeta
-from .state_dict import Saved, config_names, tensors_to_save, write_configs
+from .state_dict import SavedTensor, config_names, tensors_to_save, write_configs
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
 _RUN = 32 * _PIECE  # bytes that one thread takes on
@@ -104,7 +104,7 @@ class _File(NamedTuple):
     name: str
     layout: FileLayout
     head: bytes
-    tensors: list[Saved]
+    tensors: list[SavedTensor]
 
     @property
     def data(self) -> int:
@@ -116,7 +116,7 @@ class _File(NamedTuple):
         return len(self.head) + self.data
 
 
-class _Run(NamedTuple):
+class _ByteRange(NamedTuple):
     """Bytes [begin, end) of a file's data, which one thread writes."""
 
     file: _File
@@ -128,7 +128,7 @@ class _Run(NamedTuple):
         return f"{self.file.name} {self.begin}"
 
 
-def _plan(saved: list[Saved], limit: int, left_out: dict[str, str]) -> list[_File]:
+def _plan(saved: list[SavedTensor], limit: int, left_out: dict[str, str]) -> list[_File]:
     groups = layout.split([s.nbytes for s in saved], limit)
     files = []
     for name, group in zip(layout.file_names(len(groups)), groups, strict=True):
@@ -141,8 +141,8 @@ def _plan(saved: list[Saved], limit: int, left_out: dict[str, str]) -> list[_Fil
     return files
 
 
-def _runs(file: _File) -> list[_Run]:
-    return [_Run(file, begin, min(begin + _RUN, file.data)) for begin in range(0, file.data, _RUN)]
+def _ranges(file: _File) -> list[_ByteRange]:
+    return [_ByteRange(file, begin, min(begin + _RUN, file.data)) for begin in range(0, file.data, _RUN)]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ def _write_all(
 ) -> None:
     """Write the files that the journal does not have yet."""
     total = sum(file.data for file in plan)
-    missing = {file.name: [run for run in _runs(file) if run.line not in journal.done] for file in plan}
+    missing = {file.name: [run for run in _ranges(file) if run.line not in journal.done] for file in plan}
     for file in plan:
         path = os.path.join(work, file.name)
         if file.name in journal.done and os.path.getsize(path) == file.size:
             missing[file.name] = []
         elif not os.path.exists(path):
-            missing[file.name] = _runs(file)
+            missing[file.name] = _ranges(file)
     needed = sum(run.end - run.begin for runs in missing.values() for run in runs)
     _check_space(work, needed)
     written = total - needed
@@ -192,10 +192,10 @@ class _Writer:
         self._stop = threading.Event()
         self._wholes = Wholes(make_whole)
         self._own = threading.local()
-        self._written: list[_Run] = []  # and not yet known to be on disk
+        self._written: list[_ByteRange] = []  # and not yet known to be on disk
         self._lock = threading.Lock()
 
-    def write(self, file: _File, runs: list[_Run], out: DirectFile, journal: Journal) -> None:
+    def write(self, file: _File, runs: list[_ByteRange], out: DirectFile, journal: Journal) -> None:
         """Write `runs` of `file`, all noted in the journal when they are on disk."""
         # Twice as many threads as cores: for each that draws there is one that waits for the disk.
         with ThreadPoolExecutor(2 * default_threads(), thread_name_prefix="firstloss-save") as pool:
@@ -211,7 +211,7 @@ class _Writer:
                 raise
         self._sync(out, journal)
 
-    def _write_run(self, run: _Run, out: DirectFile, journal: Journal) -> None:
+    def _write_run(self, run: _ByteRange, out: DirectFile, journal: Journal) -> None:
         own = self._own
         if not hasattr(own, "buffer"):
             own.buffer, own.reader = aligned(_PIECE), Reader(self._wholes)

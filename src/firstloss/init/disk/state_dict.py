@@ -15,7 +15,7 @@ from ...program.graph import Ref, Value, is_contiguous
 from .savable import check_savable, memory_key
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor to be saved: `ref` shows it row by row."""
 
     name: str
@@ -29,7 +29,7 @@ class Saved(NamedTuple):
         return count
 
 
-def tensors_to_save(module: torch.nn.Module) -> tuple[list[Saved], dict[str, str]]:
+def tensors_to_save(module: torch.nn.Module) -> tuple[list[SavedTensor], dict[str, str]]:
     """The tensors, in the order of the state dict, and {name left out: name of the tensor that it is tied to}."""
     state = dict(module.state_dict())
     for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
@@ -42,7 +42,7 @@ def tensors_to_save(module: torch.nn.Module) -> tuple[list[Saved], dict[str, str
             raise _misnamed(name)
         del state[name]
     state = _as_on_the_hub(module, state)
-    return [Saved(name, _row_by_row(tensor)) for name, tensor in state.items()], left_out
+    return [SavedTensor(name, _row_by_row(tensor)) for name, tensor in state.items()], left_out
 
 
 def write_configs(module: Any, folder: str) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cuts import Box
-from ...engine.run import Part, materialize_parts
+from ...engine.run import WantedPart, materialize_parts
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
 from ...program.graph import Ref
@@ -33,7 +33,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
     """
     out: dict[K, jax.Array] = {}
     sent: list[tuple[K, dict[Any, torch.Tensor]]] = []
-    parts: list[tuple[Ref, list[Part]]] = []
+    parts: list[tuple[Ref, list[WantedPart]]] = []
     ours = [key for key, (_, sharding) in wanted.items() if _ours(sharding)]
     kinds = [Kind(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
     made = dict(zip(ours, unwritten(kinds), strict=True))
@@ -66,9 +66,9 @@ def _box(shape: tuple[int, ...], index: tuple[slice, ...]) -> Box:
     return Box(tuple(r[0] for r in ranges), tuple(r[1] - r[0] for r in ranges))
 
 
-def _parts(shape: tuple[int, ...], sharding: Sharding, memory: dict[Any, torch.Tensor]) -> list[Part]:
-    found: dict[Box, Part] = {}
+def _parts(shape: tuple[int, ...], sharding: Sharding, memory: dict[Any, torch.Tensor]) -> list[WantedPart]:
+    found: dict[Box, WantedPart] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = _box(shape, index or ())
-        found.setdefault(box, Part(box, [])).into.append(memory[device])
+        found.setdefault(box, WantedPart(box, [])).into.append(memory[device])
     return list(found.values())

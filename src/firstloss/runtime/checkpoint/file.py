@@ -37,7 +37,7 @@ _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What is written as one entry: all of a tensor, or a box of it that begins at `begin`."""
 
     tensor: str
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, parts: list[Part], metadata: dict[str, str] | None = None) -> None:
+def write(path: str, parts: list[TensorPart], metadata: dict[str, str] | None = None) -> None:
     """Write `parts` to `path`, one after another, each read when its turn comes; on disk for good when this returns."""
     layout = FileLayout([TensorMeta(part.key, part.dtype, part.shape, part.nbytes) for part in parts])
     sums = {p.key: "0" * 8 * -(-p.nbytes // PIECE) for p in parts}  # as long as what will stand there
@@ -74,7 +74,7 @@ def write(path: str, parts: list[Part], metadata: dict[str, str] | None = None) 
         return text.replace(_head_mark(_NO_SUM), _head_mark(f"{zlib.crc32(text):08x}"), 1)
 
     begin = len(head())
-    with layout.written(path, head) as out, _Stream(out, begin) as stream:
+    with layout.written(path, head) as out, _BufferedWriter(out, begin) as stream:
         for which, _, _ in layout.extents:
             sums[parts[which].key] = _checked(parts[which], stream)
 
@@ -83,7 +83,7 @@ def _head_mark(value: str) -> bytes:
     return f'"{_HEAD}":"{value}"'.encode()
 
 
-def _checked(part: Part, stream: _Stream) -> str:
+def _checked(part: TensorPart, stream: _BufferedWriter) -> str:
     """Put a part into the stream; returns its checksums."""
     if not part.nbytes:
         return ""
@@ -103,7 +103,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
-class _Stream:
+class _BufferedWriter:
     """Bytes on their way to a file: one buffer is filled while the other is written."""
 
     def __init__(self, out: DirectFile, offset: int) -> None:
@@ -129,7 +129,7 @@ class _Stream:
         self._offset, self._filled = self._offset + self._filled, 0
         self._buffers.reverse()
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _BufferedWriter:
         return self
 
     def __exit__(self, kind: Any, *exc: object) -> None:

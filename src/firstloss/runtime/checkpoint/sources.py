@@ -10,13 +10,13 @@ from ...capture.tensor import DeferredTensor, on_backend
 from ...capture.values import content
 from ...errors import UnsavableError
 from ...init.disk.savable import check_savable, memory_key
-from .file import Part
+from .file import TensorPart
 from .map import map_tensors
 
 
 class _Owned(NamedTuple):
     owner: int  # number of the process that writes it
-    part: Part
+    part: TensorPart
 
 
 class Sources:
@@ -47,11 +47,11 @@ class Sources:
             self._names[memory] = name
         return name
 
-    def whole(self) -> list[Part]:
+    def whole(self) -> list[TensorPart]:
         """All of them, unsharded."""
         return [_whole_part(name, tensor) for name, tensor in self._tensors.items()]
 
-    def owned_by(self, index: int) -> list[Part]:
+    def owned_by(self, index: int) -> list[TensorPart]:
         """What process number `index` has to write."""
         return [
             part for name, tensor in self._tensors.items() for owner, part in _parts(name, tensor) if owner == index
@@ -63,16 +63,16 @@ def on_host(obj: Any) -> Any:
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
 
 
-def _whole_part(name: str, tensor: torch.Tensor) -> Part:
+def _whole_part(name: str, tensor: torch.Tensor) -> TensorPart:
     shape = tuple(tensor.shape)
-    return Part(name, tensor.dtype, shape, (0,) * len(shape), shape, lambda: _read(tensor))
+    return TensorPart(name, tensor.dtype, shape, (0,) * len(shape), shape, lambda: _read(tensor))
 
 
 def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
     if on_backend(tensor) and tensor._ref().whole:
         shape = tuple(tensor.shape)
         return [
-            _Owned(piece.owner, Part(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
+            _Owned(piece.owner, TensorPart(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
             for piece in tensor._store.resident.pieces()
         ]
     return [_Owned(0, _whole_part(name, tensor))]

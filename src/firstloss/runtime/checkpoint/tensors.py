@@ -18,7 +18,7 @@ from .file import TensorFile
 SMALL_BYTES = 1 << 16
 
 
-class _Box(NamedTuple):
+class _StoredBox(NamedTuple):
     """A part of a tensor, in a file: it begins at `begin`."""
 
     file: TensorFile
@@ -27,18 +27,18 @@ class _Box(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Saved(NamedTuple):
+class _StoredTensor(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: list[_Box]
+    boxes: list[_StoredBox]
 
 
 class Tensors:
     """Tensors by name. Whoever asks for one twice gets the same."""
 
     def __init__(self, files: list[TensorFile]) -> None:
-        self._saved: dict[str, _Saved] = {}
+        self._saved: dict[str, _StoredTensor] = {}
         self._made: dict[str, torch.Tensor] = {}
         for file in files:
             for key, entry in file.entries.items():
@@ -46,10 +46,10 @@ class Tensors:
                 name = key if about is None else about["of"]
                 shape = entry.shape if about is None else tuple(about["shape"])
                 begin = (0,) * len(shape) if about is None else tuple(about["begin"])
-                saved = self._saved.setdefault(name, _Saved(name, entry.dtype, shape, []))
+                saved = self._saved.setdefault(name, _StoredTensor(name, entry.dtype, shape, []))
                 if (entry.dtype, shape) != (saved.dtype, saved.shape):
                     raise CheckpointError(f"{file.path}: {key} is no part of the {name} of {saved.boxes[0].file.path}")
-                saved.boxes.append(_Box(file, key, begin, entry.shape))
+                saved.boxes.append(_StoredBox(file, key, begin, entry.shape))
 
     def names(self) -> list[str]:
         """All of them."""
@@ -80,13 +80,13 @@ class Tensors:
         return file_tensor(FileValue(saved.shape, dense_stride(saved.shape), saved.dtype, read, label, read_box))
 
 
-def _read(saved: _Saved) -> torch.Tensor:
+def _read(saved: _StoredTensor) -> torch.Tensor:
     if len(saved.boxes) == 1:
         return saved.boxes[0].file.read(saved.boxes[0].key)
     return _read_box(saved, (0,) * len(saved.shape), saved.shape)
 
 
-def _read_box(saved: _Saved, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _read_box(saved: _StoredTensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """The part of a tensor that begins at `begin`: of each box in the files the rows that lie in it are read."""
     out = torch.empty(shape, dtype=saved.dtype)
     for box in saved.boxes:

@@ -25,12 +25,12 @@ from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .lazy import LazyArray
 
-# Smaller weights go through host memory: a buffer of the device's own costs a call.
+# Smaller weights are copied from host memory: asking the device for memory takes longer.
 _DIRECT_BYTES = 1 << 16
 
 
 def is_direct(value: Value) -> bool:
-    """Whether a weight is written by the host straight into memory that the device owns."""
+    """Whether a weight is made directly in the device's memory."""
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
@@ -38,8 +38,8 @@ _edits = threading.Lock()  # of who brings an edit to the device
 _last_edited: weakref.ref[DeviceBuffer] | None = None  # by the host
 
 
-class Piece(NamedTuple):
-    """A box of a buffer's content that one process saves."""
+class OwnedPart(NamedTuple):
+    """A part of a buffer's content, and the process that saves it."""
 
     owner: int  # its process
     begin: tuple[int, ...]
@@ -50,17 +50,17 @@ class Piece(NamedTuple):
 class DeviceBuffer:
     """Owns the content of one storage on the device.
 
-    The array is replaced by each step that changes it. The host sees it through `host()`; after `edit()` what the host
-    has is what counts, and goes to the device before the next step. Once code past PyTorch's dispatcher has asked for
-    the memory itself (`memory()`: `numpy()`, `data_ptr()`), there is no array between steps: the content lives in
-    memory of the host, which each step is lent, and to which its result is written before the call returns.
+    Each step that changes the weight replaces the array. `host()` is a copy on the host; after `begin_edit()` that copy
+    is the content, and is sent to the device before the next step. Once code that bypasses PyTorch's dispatcher has
+    asked for the memory itself (`memory()`: `numpy()`, `data_ptr()`), no array is kept between steps: the content lives
+    in host memory, which each step borrows, and into which its result is written before the call returns.
 
     Attributes:
-        current: the array, if it is there and the host has neither read nor edited it since; a step asks this of each
-            weight, so it is no property.
+        current: the array, if it exists and the host has neither read nor edited it since. A plain attribute and no
+            property, because each step reads it for every weight.
     """
 
-    # A step looks at a thousand of these that have long left the caches: few bytes, and what it asks for together.
+    # A step touches a thousand of these, none of them in the CPU's caches: keep them small, and what it reads together.
     __slots__ = (
         "current",
         "_array",
@@ -95,27 +95,27 @@ class DeviceBuffer:
         self._memory: HostMemory | None = None  # where the content lives, if its memory was handed out
         self._copy: ReadOnlyCopy | None = None  # what was handed out where the memory is elsewhere
 
-    # -- the memory itself, past PyTorch's dispatcher --
+    # -- host memory, for code that bypasses PyTorch's dispatcher --
 
     @classmethod
     def of_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
-        """A buffer whose content lives in `memory` of the host, laid out as `value` is, that somebody else holds too.
+        """A buffer whose content lives in host memory that other code holds too, laid out as `value` is.
 
         Args:
-            lasting: who holds it cannot be counted.
+            lasting: its holders cannot be counted.
         """
         buffer = cls(value)
         buffer._memory = HostMemory(memory, lasting, is_direct(value))
         return buffer
 
     def memory(self, lasting: bool) -> torch.Tensor:
-        """Memory on the host, laid out as `value` is, that is the content's own from now on: what is written there
-        counts at the next step, and shows what each step makes of it. On another device or a mesh a read-only copy of
-        what the content is now, which lives as long as this buffer.
+        """Host memory, laid out as `value` is, in which the content lives from now on: the next step sees what is
+        written there, and each step's result appears there. Where the content is on another device or on a mesh, a
+        read-only copy of it, which lives as long as this buffer.
 
         Args:
-            lasting: it is known by its address, and stays the content's as long as this buffer lives; else, as long as
-                somebody holds a tensor of it.
+            lasting: the caller keeps the address, so the content stays there as long as this buffer lives; otherwise,
+                as long as a tensor of that memory exists.
         """
         if not self.in_host_memory:
             if self._copy is None:
@@ -133,29 +133,29 @@ class DeviceBuffer:
 
     @property
     def newest(self) -> jax.Array | LazyArray | None:
-        """What was set last, if the content is not the host's."""
+        """The array that was set last, unless the content is on the host."""
         return self._array
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether the memory is the host's, so that it can be handed out."""
+        """Whether the array is in host memory, so that its memory can be exported."""
         return self.sharding is None and on_cpu()
 
     @property
     def handed_out(self) -> HostMemory | None:
-        """The memory that was handed out, where the content lives in that."""
+        """The exported memory that the content lives in, if any."""
         return self._memory
 
     @property
     def lent(self) -> bool:
-        """Whether the content lives in memory that was handed out."""
+        """Whether the content lives in exported memory."""
         return self._memory is not None
 
     def argument(self, donated: bool = False) -> jax.Array:
-        """As `array`, for a step. If it is `lent`, the step has to be waited for, and `settle` called.
+        """As `array`, as an argument of a step. If the content is `lent`, wait for the step and call `settle`.
 
         Args:
-            donated: the step may write to the array.
+            donated: the step may overwrite the array.
         """
         dispatch.settled()
         memory = self._memory
@@ -172,19 +172,19 @@ class DeviceBuffer:
         return array
 
     def settle(self) -> None:
-        """Write what a step has made of the content to where it lives."""
+        """Write a step's result back to the exported memory."""
         if self._memory is not None:
             self._memory.content()
 
     def extent(self) -> tuple[int, int]:
-        """Of memory that was handed out: its address, and where it ends."""
+        """The addresses at which the exported memory begins and ends."""
         assert self._memory is not None
         return self._memory.address, self._memory.address + self.value.nbytes
 
     def exchange(self, tensor: torch.Tensor) -> bool:
-        """Hold what the real `tensor` holds, in its memory, from now on; whoever was handed ours keeps it as it is.
+        """Take over the memory of the real `tensor`, with its content. Memory exported before stays as it is.
 
-        Returns whether it could be done.
+        Returns whether that was possible.
         """
         value = self.value
         fits = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
@@ -204,29 +204,29 @@ class DeviceBuffer:
         return True
 
     def leave_memory(self) -> None:
-        """Whoever was handed the memory has it to himself: what is set next is somewhere else."""
+        """Stop using the exported memory: its holders keep it, and the next content lives elsewhere."""
         self._memory = None
 
     def take_memory(self, memory: HostMemory) -> None:
-        """Live in memory that another buffer has left, from now on."""
+        """Use exported memory that another buffer has left."""
         memory.arriving = self._array
         self._live_in(memory)
         memory.content()
 
     def _live_in(self, memory: HostMemory) -> None:
         self.fresh = False
-        self._memory = memory  # first: where there is one, nothing else is looked at
+        self._memory = memory  # first: while it is set, nothing else is read
         self._array = self.current = self._pending = self._host = self._written = None
         self._edited = False
 
     # -- the array --
 
     def array(self) -> jax.Array:
-        """The content as an array of `value.shape`; waits for the materialization or the first step under way."""
+        """The content as an array of `value.shape`; waits for the materialization or first step that produces it."""
         dispatch.settled()
         if (memory := self._memory) is not None:
             return self._put(memory.content())
-        while True:  # another thread may do the same: what is asked of the buffer is asked once
+        while True:  # another thread may be here too: each attribute is read once
             array, pending = self._array, self._pending
             if self._edited:
                 with _edits:
@@ -247,7 +247,7 @@ class DeviceBuffer:
                 return array
 
     def take(self, use: Callable[[jax.Array], Any]) -> Any:
-        """`use(array)`, of the array as it is now: again, if another thread's step has taken its memory meanwhile."""
+        """`use(array)`; repeated if another thread's step has donated the array meanwhile."""
         while True:
             array = self.array()
             try:
@@ -257,18 +257,18 @@ class DeviceBuffer:
                     raise
 
     def later(self) -> LazyArray | None:
-        """The content as it is to be when the materialization under way is through; None if it is there."""
+        """The content that a pending materialization will produce; None if there is content already."""
         pending, value = self._pending, self.value
         if self._edited or self._array is not None or pending is None or self._memory is not None:
             return None
         return LazyArray(lambda: pending.result()[value])
 
     def snapshot(self) -> jax.Array:
-        """As `array`, in memory that no step will write to. Does not wait for a step under way."""
+        """A copy of the array that no step will donate. Does not wait for a running step."""
         return self.array() if self._memory is not None else self.take(jax.numpy.copy)
 
     def set(self, array: jax.Array | LazyArray) -> None:
-        """What a step has made of it, or is still to make."""
+        """Replace the content by a step's result, which may still be computed."""
         self.fresh = False
         if self._memory is not None:
             if self._memory.held():
@@ -279,10 +279,10 @@ class DeviceBuffer:
         self._pending = None
         self._host = self._written = None
         self._edited = False
-        self.current = None if type(array) is LazyArray else array  # last: with it, nothing else is looked at
+        self.current = None if type(array) is LazyArray else array  # last: once it is set, nothing else is read
 
     def lose(self, error: BaseException) -> None:
-        """The device has failed when it had been given the array: until it is written anew, nothing is here."""
+        """The device failed after the array had been donated: there is no content until it is written again."""
 
         def lost() -> jax.Array:
             raise StateLostError(
@@ -293,7 +293,7 @@ class DeviceBuffer:
         self.set(LazyArray(lost))
 
     def replace_from(self, file: FileValue) -> None:
-        """Of a buffer on a mesh: hold what lies in a file from now on; each device's part is read alone."""
+        """On a mesh: replace the content by a file's, of which each device reads its own shard."""
         assert self.sharding is not None
         self.set(mesh_placement.make({file: self.sharding})[file])
 
@@ -301,7 +301,7 @@ class DeviceBuffer:
         return to_device(tensor) if self.sharding is None else mesh.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
-        """As `host`, without keeping a copy of what is on another device than the host."""
+        """As `host`, without keeping the copy."""
         dispatch.settled()
         if (memory := self._memory) is not None:
             return memory.content()
@@ -310,26 +310,26 @@ class DeviceBuffer:
         return self.take(lambda array: laid_out(to_host(mesh.readable(array)), self.value))
 
     def gathered(self) -> torch.Tensor:
-        """As `read`, of parts that lie in other processes too; all of them have to ask for it."""
+        """As `read`, including the shards of other processes; a collective call of all of them."""
         if self.sharding is None or self._edited:
             return self.read()
         return laid_out(to_host(mesh.readable(mesh.gather(self.array()))), self.value)
 
-    def pieces(self) -> list[Piece]:
-        """What of the content is saved by whom: all of it, once."""
+    def pieces(self) -> list[OwnedPart]:
+        """The parts of the content, each with the process that saves it; together they are all of it, once."""
         shape = tuple(self.value.shape)
         if self.sharding is None or self._edited:
-            return [Piece(0, (0,) * len(shape), shape, self.read)]
+            return [OwnedPart(0, (0,) * len(shape), shape, self.read)]
         array = self.array()
         data = {shard.device: shard.data for shard in array.addressable_shards}
         boxes = mesh_placement.boxes(shape, array.sharding)
         return [
-            Piece(devices[0].process_index, *box, functools.partial(_read_part, data, devices[0]))
+            OwnedPart(devices[0].process_index, *box, functools.partial(_read_part, data, devices[0]))
             for box, devices in boxes.items()
         ]
 
     def host(self) -> torch.Tensor:
-        """The content laid out as `value` is. Not to be written, but after `edit`."""
+        """The content on the host, laid out as `value` is. Not to be written, but after `begin_edit`."""
         dispatch.settled()
         if (memory := self._memory) is not None:
             return memory.content()
@@ -344,10 +344,10 @@ class DeviceBuffer:
                 self._host, self.current = host, None
         return host
 
-    def edit(self, whole: bool = False) -> bool:
-        """The host is about to write to `host()`; if to all of it (`whole`), what was there need not be read.
+    def begin_edit(self, whole: bool = False) -> bool:
+        """The host is about to write to `host()`. If it writes all of it (`whole`), the old content is not read.
 
-        Returns whether it was not: `leave` then undoes this, if nothing was written after all.
+        Returns whether it was skipped; then `cancel_edit` undoes this, should the write fail.
         """
         if self._edited or self._memory is not None:
             return False
@@ -363,14 +363,14 @@ class DeviceBuffer:
         self._written, self._host, self._edited, self.current = written, host, True, None
         return whole
 
-    def leave(self) -> None:
-        """Of a whole edit that failed: what was there counts."""
+    def cancel_edit(self) -> None:
+        """Go back to the content before an edit of the whole that failed."""
         self._host, self._edited, self._written = None, False, None
         if self._array is not None:
             self.set(self._array)
 
-    def edited(self) -> None:
-        """The host has written. What it wrote before, elsewhere, goes to the device: it holds one copy at a time."""
+    def end_edit(self) -> None:
+        """The host has written. An edit of another buffer goes to the device now: the host keeps one copy at a time."""
         global _last_edited
         if self._memory is not None:
             return
@@ -382,11 +382,11 @@ class DeviceBuffer:
 
 
 def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-    """What a step has made of `buffers`: as `set`, for a thousand of which few were touched since the last step."""
+    """`set` for many buffers, fast for those that nobody has read or edited since the last step."""
     for buffer, array in zip(buffers, arrays, strict=True):
         if buffer is None:
             continue
-        if type(array) is LazyArray or buffer.current is None:  # lazy first: another thread may read it meanwhile
+        if type(array) is LazyArray or buffer.current is None:  # the lazy ones first: another thread may read `current`
             buffer.set(array)
         else:
             buffer.current = buffer._array = array

@@ -1,18 +1,17 @@
-"""A step on its way: from handing over the old state to keeping the new one, all of it or nothing.
+"""Execute a step as a transaction: it donates the old state and commits the new one, or does neither.
 
-A compiled step is given the memory of the weights and of the optimizer's state, and writes the new ones there. Between
-that and the moment when the last device buffer knows its new array, the old state is gone and the new one has no owner.
-Python raises KeyboardInterrupt, or whatever a signal's handler raises, between any two of its instructions, there too.
-So
+The memory of weights and optimizer state is donated to a compiled step, which writes the new state there. From then
+until the last device buffer has its new array, the old state is gone and the new one has no owner. Python can raise
+KeyboardInterrupt, or whatever a signal handler raises, between any two instructions, there too. Therefore
 
-- a compiled function is called and its results are stored within one instruction (the assignment to a slice of what an
-  iterator written in C gives): either it has not been called, or its results are there;
-- what has been called can be told from what is stored, so that an interrupted step can be gone on with;
-- a step that begins to hand over state is the open one until it is committed. Who is interrupted meanwhile puts it in
-  order: nothing has been handed over, and the state is as it was; or the step is finished, and the state is the new
-  one. Should that be interrupted as well, whoever next looks at a weight does it.
+- a compiled function is called and its results are stored by a single instruction (an assignment to a slice from an
+  iterator written in C): either it has not been called, or its results are stored;
+- the stored results tell which functions have been called, so that an interrupted step can be resumed;
+- a step is the open transaction from its first donation until it is committed. The handler of an interrupt settles it:
+  nothing was donated, and the state is the old one; or the step is finished, and the state is the new one. If that is
+  interrupted too, the next access to a weight settles it.
 
-Steps hand over state one at a time, in whatever thread they are called: no thread sees half of another's.
+Transactions run one at a time, whichever threads they are in: no thread sees half of another's.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from ...compat.python_names import getframe
 from ...errors import StateLostError, StepMemoryError
 from ..jaxlib import on_cpu, x64
 
-called = itertools.starmap  # gives the results of calls, from C
+called = itertools.starmap  # yields the results of calls, from C
 flat = itertools.chain.from_iterable
-lock = session.tracing  # of whoever hands over state, or traces: a trace sees no gradients of half a step
+lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
 
 
 class Run(Protocol):
     """One execution of a compiled step."""
 
     def advance(self) -> None:
-        """Do what has not been done yet. May be called again after an interrupt."""
+        """Run what has not been run yet. May be called again after an interrupt."""
 
     def begun(self) -> bool:
-        """After an interrupt: whether state has been handed over, so that what is left has to be done."""
+        """After an interrupt: whether state has been donated, so that the rest has to be run."""
 
     def outputs(self) -> Sequence[Sequence[Any]]:
         """The step's outputs, in groups, of which the first is the new state."""
 
 
 class Transaction:
-    """One execution of a step, with what follows from it for the state of weights, optimizers and gradients."""
+    """One execution of a step, and its effect on the state of weights, optimizers and gradients."""
 
     def __init__(
         self,
@@ -63,9 +62,9 @@ class Transaction:
     ) -> None:
         """
         Args:
-            state: the arrays that are handed over.
-            commit: keeps the outputs; may be called twice.
-            lose: called if the device has failed when it had been given the old state: there is none any more.
+            state: the arrays that are donated.
+            commit: stores the outputs; may be called twice.
+            lose: called if the device fails after the old state has been donated: there is no state any more.
         """
         self._run = run
         self._state = state
@@ -73,7 +72,7 @@ class Transaction:
         self._lose = lose
 
     def execute(self) -> Sequence[Sequence[Any]]:
-        """Run the step and commit it; the outputs. To be called under `lock`."""
+        """Run the step, commit it, and return its outputs. Requires `lock`."""
         global _open
         _open = self
         self._run.advance()
@@ -84,10 +83,10 @@ class Transaction:
         return outputs
 
     def execute_or_settle(self) -> Sequence[Sequence[Any]]:
-        """As `execute`; whatever interrupts it, the state is that before the step or after it.
+        """As `execute`; if it is interrupted, the state is the one before the step or the one after it.
 
-        (A function of its own: an exception that is raised in the very line of a `try` is in no `with` around it, as
-        Python 3.11 compiles that.)
+        (A function of its own: in Python 3.11, an exception raised in the very line of a `try` does not reach a `with`
+        around it.)
         """
         try:
             return self.execute()
@@ -96,12 +95,12 @@ class Transaction:
             raise
 
     def settle(self, error: BaseException) -> None:
-        """After `error`, leave the state before the step or after it."""
+        """After `error`, restore the state before the step or complete the one after it."""
         global _open
-        if _open is not self:  # it has been committed
+        if _open is not self:  # already committed
             return
         if self._run.begun():
-            for _ in range(3):  # what was raised may have come from outside: a signal's handler raises what it likes
+            for _ in range(3):  # the error may be a signal handler's and no failure of the step
                 try:
                     self._run.advance()
                     break
@@ -118,7 +117,7 @@ class Transaction:
 
 
 _open: Transaction | None = None
-_latest: Any = None  # of what the last execution makes, the smallest array: as long as it is not there, that runs
+_latest: Any = None  # the smallest array of the last execution, which is running until that is ready
 
 
 def _executed(outputs: Sequence[Sequence[Any]]) -> None:
@@ -134,9 +133,9 @@ def _size(array: Any) -> int:
 
 
 def _finish() -> None:
-    """At the end of the process: what the device computes is waited for. Whoever holds an array then keeps the device
-    from being taken down in order, and its threads would run on in memory that is gone."""
-    with contextlib.suppress(Exception):  # of a step that failed: it was raised where its results are needed, or nobody
+    """At exit, wait for the device. Otherwise an array that somebody still holds would keep the device from shutting
+    down in order, and its threads would go on in freed memory."""
+    with contextlib.suppress(Exception):  # of a failed step; raised where its results are used
         jax.block_until_ready([_latest] if isinstance(_latest, jax.Array) and not _latest.is_deleted() else [])
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
@@ -144,7 +143,7 @@ def _finish() -> None:
 
 
 def settled() -> None:
-    """Wait for another thread's step that hands over state, and finish what an interrupt has left unfinished."""
+    """Wait for another thread's transaction, and settle one that an interrupt has left open."""
     if _open is not None:
         with lock:
             if _open is not None and not _under_way():
@@ -152,7 +151,7 @@ def settled() -> None:
 
 
 def _under_way() -> bool:
-    """Whether this thread is executing a step, in whose middle something (a finalizer) asks for a weight."""
+    """Whether this thread is inside a transaction, in which a finalizer, say, reads a weight."""
     frame: Any = getframe(1)
     while frame is not None:
         if frame.f_code in _EXECUTING:
@@ -164,31 +163,31 @@ def _under_way() -> bool:
 _EXECUTING = (Transaction.execute.__code__, Transaction.settle.__code__)
 
 
-class _Mine(threading.local):
-    """Of this thread: the run that is calling compiled functions."""
+class _ThreadLocal(threading.local):
+    """The run that is calling compiled functions in this thread."""
 
     run: Any = None
 
 
-_mine = _Mine()
+_this_thread = _ThreadLocal()
 
 
 def calling(run: Any) -> None:
-    """`run` is about to call compiled functions in this thread; None: that is over."""
-    _mine.run = run
+    """Note that `run` is about to call compiled functions in this thread; None when it is done."""
+    _this_thread.run = run
 
 
 class Shield:
-    """A call that goes through JAX's Python, in a thread of its own, in which nothing interrupts it.
+    """A call through JAX's Python code, in a thread of its own, where nothing interrupts it.
 
-    From the second call on with the same kinds of arguments a compiled function is all C++. The first one goes through
-    Python of JAX's, where an interrupt would lose the results on their way; so they are kept here.
+    From the second call on, with arguments of the same types, a compiled function runs in C++ only. The first call runs
+    Python code of JAX, where an interrupt would lose the results; so they are kept here.
     """
 
     def __init__(self, turn: int, in_tree: bool) -> None:
-        self.turn = turn  # which of the run's calls it is
-        self.in_tree = in_tree  # whether it returns what the function does, and not a flat list of that
-        self._claim = threading.Lock()  # whoever has it first decides: the call is made, or it is not
+        self.turn = turn  # the number of the call within the run
+        self.in_tree = in_tree  # whether it returns the function's results, not a flat list of them
+        self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
         self._done = threading.Event()
         self._outcome: tuple[Any, BaseException | None] = (None, None)
 
@@ -198,18 +197,18 @@ class Shield:
         return self.result()
 
     def _work(self, function: Callable[..., Any], args: tuple) -> None:
-        if not self._claim.acquire(blocking=False):
+        if not self._decided.acquire(blocking=False):
             return
         try:
             with x64():
                 self._outcome = function(*args), None
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised by `result`
             self._outcome = None, error
         del function, args
         self._done.set()
 
     def result(self) -> Any:
-        """What the call has returned; waits for it."""
+        """What the call has returned; waits for that."""
         self._done.wait()
         results, error = self._outcome
         if error is not None:
@@ -217,15 +216,15 @@ class Shield:
         return results
 
     def rescued(self) -> Any:
-        """After an interrupt: the results, in a flat list; None if the call was not made, and will not be."""
-        if self._claim.acquire(blocking=False):
+        """After an interrupt: the results in a flat list; None if the call has not begun, which cancels it."""
+        if self._decided.acquire(blocking=False):
             return None
         self._done.wait()
         return self._outcome[0]
 
 
 class _Shielded(ExecuteReplicated):
-    """What JAX calls the device by from its Python, shielded where a run is under way."""
+    """JAX's Python entry to an executable, shielded while a run is calling compiled functions."""
 
     __slots__ = ()
 
@@ -234,7 +233,7 @@ class _Shielded(ExecuteReplicated):
 
 
 def _shield(function: Callable[..., Any], args: tuple, in_tree: bool) -> Any:
-    run = _mine.run
+    run = _this_thread.run
     if run is None:
         return function(*args)
     run.shield = Shield(run.turn(), in_tree)
@@ -242,20 +241,20 @@ def _shield(function: Callable[..., Any], args: tuple, in_tree: bool) -> Any:
 
 
 def direct(compiled: Any) -> Callable[..., Any]:
-    """What calls `compiled` without Python in between, but for first calls, which are shielded."""
+    """A function that calls `compiled` without Python in between; first calls are shielded."""
     executable: Any = executable_of(compiled)
     execute = getattr(executable, "unsafe_call", None)
     if getattr(execute, "has_host_callbacks", False):
-        return compiled  # it does not donate anything
+        return compiled  # nothing is donated
     if type(execute) is ExecuteReplicated:
         execute.__class__ = _Shielded
     if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
         return call
-    return lambda *args: _shield(compiled, args, in_tree=True)  # another JAX than we know
+    return lambda *args: _shield(compiled, args, in_tree=True)  # a version of JAX that is not known
 
 
 class WholeRun:
-    """An execution of a step in one piece."""
+    """One execution of a step that is a single compiled function."""
 
     def __init__(self, compiled: Any, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._compiled = compiled
@@ -265,18 +264,18 @@ class WholeRun:
         self.shield: Shield | None = None
 
     def turn(self) -> int:
-        """Which call is next: there is one."""
+        """The number of the next call: there is only one."""
         return 0
 
     def advance(self) -> None:
-        """Call it, if it has not been called."""
+        """Call the function, if it has not been called."""
         if not self._returned:
             calling(self)
             self._returned[:] = called(self._function, (self._args,))
             calling(None)
 
     def begun(self) -> bool:
-        """Whether it has been called."""
+        """Whether the function has been called."""
         if not self._returned and self.shield is not None:
             results = self.shield.rescued()
             if results is not None:
@@ -285,21 +284,21 @@ class WholeRun:
         return bool(self._returned)
 
     def outputs(self) -> Sequence[Sequence[Any]]:
-        """What it has returned."""
+        """The function's results."""
         return self._returned[0]
 
 
 def begin(compiled: Any, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> Any:
-    """An execution of a compiled step, to be begun by its `advance`."""
+    """An execution of a compiled step; `advance` starts it."""
     begin = getattr(compiled, "begin", None)
     return WholeRun(compiled, state, rest, seed) if begin is None else begin(state, rest, seed)
 
 
 def probe_memory(executables: Iterable[Any]) -> None:
-    """Make sure that there is memory for what these make on the way, before they are given the old state.
+    """Check that there is memory for the temporaries of these, before state is donated to them.
 
     Raises:
-        StepMemoryError: if there is not. A device that runs out of it within a step has taken the old state already.
+        StepMemoryError: if there is not. When a device runs out of memory within a step, the state is gone already.
     """
     if not on_cpu():
         return
@@ -312,6 +311,6 @@ def probe_memory(executables: Iterable[Any]) -> None:
             np.empty(max(needed, 0), np.uint8)
         except (MemoryError, ValueError):
             raise StepMemoryError(
-                f"the step needs {needed / 2**30:.1f} GiB of memory for what it computes on the way, and the device "
-                "does not have them. Nothing has been changed: call it with a smaller batch."
+                f"the step needs {needed / 2**30:.1f} GiB of memory for temporaries, which the device "
+                "does not have. Nothing has been changed: call the step with a smaller batch."
             ) from None

@@ -1,4 +1,4 @@
-"""Memory of a tensor of the backend that code past PyTorch's dispatcher has taken hold of."""
+"""Host memory of a tensor on the backend, exported to code that bypasses PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _OWN_HOLDERS = 2
 
 
 class HostMemory:
-    """Memory of the host in which a weight's content lives from step to step.
+    """Host memory in which a weight's content lives from step to step.
 
-    It is PyTorch's own, and never XLA's: a step reads it, or a copy, and what it makes of it is written back. So
-    whatever a step does to its own memory, whoever holds this looks at memory that is there.
+    It is allocated by PyTorch and never by XLA: a step reads it, or a copy, and its result is written back. So it stays
+    valid for all who hold it, whatever a step does with its own buffers.
 
     Attributes:
-        lasting: somebody knows it by its address, and cannot be asked whether he still does.
-        arriving: what the last step has made of the content, and is not written here yet.
+        lasting: somebody may have kept its address, which cannot be counted.
+        arriving: the last step's result, if it has not been written back yet.
     """
 
     __slots__ = ("_tensor", "lasting", "arriving", "_direct", "_last")
 
     def __init__(self, tensor: torch.Tensor, lasting: bool, direct: bool = False) -> None:
-        """`direct`: the device's arrays of it are memory that the device owns, row-major."""
+        """`direct`: the device's arrays are row-major memory on this host."""
         self._tensor = tensor
         self.lasting = lasting
         self.arriving: jax.Array | LazyArray | None = None
         self._direct = direct
-        self._last: jax.Array | None = None  # what the last step has made of it
+        self._last: jax.Array | None = None  # the last step's result
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Its address."""
         return self._tensor.data_ptr()
 
     def content(self) -> torch.Tensor:
-        """The memory; waits for a step under way."""
+        """The memory, with the last step's result written back; waits for it."""
         if self.arriving is not None:
             array: Any = ready(self.arriving)
             array.block_until_ready()
@@ -62,8 +62,8 @@ class HostMemory:
         return self._tensor
 
     def on_device(self) -> jax.Array | None:
-        """The content in the memory that the last step has left it in, if nobody else has that: asking the system for
-        other memory at each step takes longer than all the rest."""
+        """The content, in the array of the last step's result if nothing else uses that: allocating new memory for each
+        step would take longer than everything else."""
         array, self._last = self._last, None
         if array is None or sys.getrefcount(array) > 2 or array.is_deleted():  # `array`, and the count's own
             return None
@@ -71,31 +71,30 @@ class HostMemory:
         return array
 
     def _move(self, to: int, source: int) -> None:
-        """All of it, by one thread: PyTorch's copy asks all cores, and waits for them where they have other work (20
-        times as long, measured on a busy machine)."""
+        """Copy by one thread: PyTorch's copy waits for all cores, which takes 20 times as long on a busy machine."""
         ctypes.memmove(to, source, self._tensor.numel() * self._tensor.itemsize)
 
     def held(self) -> bool:
-        """Whether anybody else holds it."""
+        """Whether anybody else holds the memory."""
         return self.lasting or is_held(self._tensor)
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether anything but `tensor` holds its memory: another tensor, an array of numpy's, a storage."""
+    """Whether anything but `tensor` holds its memory: another tensor, a NumPy array, a storage."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()
 
 
 @functools.cache
 def _own_handles() -> int:
-    """What Python counts for the handle of a storage that nobody else holds: PyTorch may hold it too."""
+    """Python's reference count of a storage handle that nobody else holds; PyTorch may hold one itself."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
 
 class MappedWeights:
-    """The files of weights that this process has mapped, looked up once, when first asked for."""
+    """Addresses at which this process has mapped weight files, read when first needed."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] | None = None
@@ -118,16 +117,17 @@ def _mapped_weights() -> Iterator[tuple[int, int]]:
 
 
 def is_countable(tensor: torch.Tensor, mapped: MappedWeights | None = None) -> bool:
-    """Whether all who hold the memory of `tensor` hold its storage, so that they can be counted: PyTorch's allocator
-    made it, or a checkpoint's file is mapped there. Memory that PyTorch was lent, as numpy's, may have other holders.
+    """Whether all holders of the memory of `tensor` hold its storage, so that they can be counted: PyTorch has
+    allocated it, or a checkpoint's file is mapped there. Memory that PyTorch has borrowed, from NumPy say, may have
+    others.
     """
     storage = tensor.untyped_storage()
     return storage.resizable() or bool(storage.filename) or storage.data_ptr() in (mapped or MappedWeights())
 
 
 class ReadOnlyCopy:
-    """A copy of a weight whose memory is on another device, or in parts on a mesh; writing to it ends the process, as
-    for a file that was mapped to be read: an edit that no step would see is not lost without a word."""
+    """A copy of a weight that is on another device or sharded on a mesh. Writing to it ends the process, as it does for
+    a file mapped read-only: an edit that no step would see must not get lost silently."""
 
     def __init__(self, value: Value) -> None:
         self._map = mmap.mmap(-1, max(value.nbytes, 1))
@@ -137,7 +137,7 @@ class ReadOnlyCopy:
         self._tensor = flat.as_strided(value.shape, value.stride)
 
     def showing(self, content: torch.Tensor) -> torch.Tensor:
-        """The copy, brought up to date with `content`."""
+        """The copy, updated to `content`."""
         with DisableTorchDispatch(), torch.no_grad():
             if not self._tensor.numel():
                 return self._tensor

@@ -1,4 +1,4 @@
-"""Where a step's random numbers come from: the run's seed, and how many steps have drawn."""
+"""Random keys of steps: from the run's seed, and the number of steps that have drawn so far."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...errors import CheckpointError
 class Keys:
     """The random key of each step that draws: the run's seed and the step's number among those that draw.
 
-    The seed is `torch.initial_seed()` when the first step draws; a `torch.manual_seed` later begins anew. A step
-    that draws nothing takes no number, so that validation in between leaves training's numbers alone.
+    The seed is `torch.initial_seed()` when the first step draws; a later `torch.manual_seed` starts again. A step that
+    draws nothing takes no number, so validation in between does not change the numbers of training.
     """
 
     def __init__(self) -> None:
@@ -24,28 +24,28 @@ class Keys:
         self._seen: tuple[int, int] | None = None  # torch's seed when ours was taken or loaded
 
     def next(self) -> np.ndarray:
-        """The key of the next step: two uint32, of which `jax.random` makes the rest. It stays the next one's until
-        somebody says that it is `taken`."""
+        """The key of the next step: two uint32, from which `jax.random` derives all others. Does not advance: `taken`
+        does."""
         self._follow_torch()
         assert self._seed is not None
         return np.array([self._seed & 0xFFFFFFFF, self._steps], np.uint32)
 
     def taken(self, key: np.ndarray) -> None:
-        """The step with this key has been run. May be said twice."""
+        """The step with this key has run. May be called twice."""
         self._steps = int(key[1]) + 1
 
     def untaken(self, key: np.ndarray) -> None:
-        """It turns out that it has not, and none after it."""
+        """Undo `taken` for this step and all later ones."""
         self._steps = int(key[1])
 
     def state_dict(self) -> dict[str, int]:
-        """What the next steps' numbers follow from."""
+        """The seed and the number of steps."""
         self._follow_torch()
         assert self._seed is not None
         return {"seed": self._seed, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, whatever torch's seed is now.
+        """Continue from `state`, whatever PyTorch's seed is now.
 
         Raises:
             CheckpointError: if `state` is not what `state_dict` gives.
@@ -61,5 +61,5 @@ class Keys:
 
 
 def _seeding() -> tuple[int, int]:
-    """Torch's seed, and how often it has been set: the same one set again begins anew as well."""
+    """PyTorch's seed, and how often it was set: setting the same one again starts again, too."""
     return torch.initial_seed(), session.seedings

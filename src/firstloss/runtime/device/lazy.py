@@ -1,4 +1,4 @@
-"""Arrays that are still being made: by a materialization under way, or by the rest of a first step."""
+"""Arrays that are still being computed, by a pending materialization or the rest of a first step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import jax
 
 
 class LazyArray:
-    """Stands for an array of the device's that something under way is to make."""
+    """Stands for a device array that is still being computed."""
 
     __slots__ = ("wait",)
 
     def __init__(self, wait: Callable[[], jax.Array]) -> None:
-        """`wait` waits for the array and gives it, or raises why there is none; it may be called again."""
+        """`wait` returns the array, or raises the error that prevented it; it may be called again."""
         self.wait = wait
 
 
 def ready(array: Any) -> Any:
-    """The array itself; waits for it, if it is lazy."""
+    """The array itself; waits for a lazy one."""
     return array.wait() if type(array) is LazyArray else array

@@ -1,4 +1,4 @@
-"""Tensors and NumPy's arrays, bfloat16 included, which NumPy has from `ml_dtypes`."""
+"""Convert between tensors and NumPy arrays, including bfloat16, which NumPy gets from `ml_dtypes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring weights to the device: materialize the deferred ones there, in the background, and move the real ones."""
+"""Put weights on the device: materialize deferred ones there, in the background, and move real ones."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from .host_memory import MappedWeights, is_countable, is_held
 _SWITCH_SECONDS = 0.0003
 
 
-# Priorities of the threads that make weights: one leaves its core to the thread that traces and lowers meanwhile.
+# Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
 BESIDE_TRACING = (5,)
 
 
-class _Making(Future):
-    """Weights being made by a thread of their own, from `begin` on. Whoever waits for them begins it."""
+class _Materialization(Future):
+    """A materialization in a thread of its own, started by `begin`, or by whoever waits for its result."""
 
     def __init__(self, make: Callable[[], dict[Value, jax.Array]]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Making(Future):
             if self._begun:
                 return
             self._begun = True
-        # Not a daemon: those go on drawing while the interpreter is taken down under them, and crash.
+        # Not a daemon: a daemon would go on while the interpreter shuts down, and crash.
         threading.Thread(target=self._work, name="firstloss-materialize").start()
 
     def result(self, timeout: float | None = None) -> dict[Value, jax.Array]:
@@ -64,38 +64,38 @@ class _Making(Future):
         return super().result(timeout)
 
     def _work(self) -> None:
-        # Python hands its lock over only every 5 ms otherwise, 20 times as long as a piece of a fill takes.
+        # By default Python switches threads every 5 ms, 20 times as long as a piece of a fill takes.
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
         try:
             with timeline.span("materialize"):
                 self.set_result(self._make())
-        except BaseException as error:  # the thread that waits for the weights raises it
+        except BaseException as error:  # raised in the thread that waits for the weights
             self.set_exception(error)
         finally:
             sys.setswitchinterval(before)
 
 
-_behind: list[weakref.ref[_Making]] = []
+_after_first_loss: list[weakref.ref[_Materialization]] = []
 _under_way: set[Future] = set()
 
 
 def begin_behind() -> None:
-    """The first loss is there, or waits for all: begin with what it does not need."""
-    while _behind:
-        making = _behind.pop(0)()
-        if making is not None:  # nobody holds the state of a step that could not be traced
-            making.begin()
+    """Begin with the weights that the first loss does not need: it is there, or waits for all."""
+    while _after_first_loss:
+        materialization = _after_first_loss.pop(0)()
+        if materialization is not None:  # nobody holds the state of a step that could not be traced
+            materialization.begin()
 
 
 def move_to_device(
     tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False, only_asked_for: bool = False
 ) -> None:
-    """Make `tensors` live on the device, or on the mesh. Returns at once; who needs a deferred one's content waits.
+    """Move `tensors` to the device or the mesh. Returns at once; reading a deferred one waits for it.
 
     Args:
-        behind: these are not needed for the first loss; what is, comes before them.
-        only_asked_for: deferred ones are made when somebody reads one of them, and not before.
+        behind: the first loss does not need these; those that it needs are made first.
+        only_asked_for: make deferred ones only when one of them is read.
     """
     close_door()
     pending: list[DeferredStorage] = []
@@ -115,7 +115,7 @@ def move_to_device(
 
 
 def _is_copied(value: Value) -> bool:
-    """Whether a recipe is to copy what was given: a checkpoint's weights, and not new ones."""
+    """Whether a recipe only copies existing data, such as a checkpoint's weights."""
     if isinstance(value, FileValue):
         return True
     node = value.node
@@ -136,34 +136,34 @@ def _materialize_in_background(
         wait(before_us)
         return _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
 
-    making = _Making(make)
+    materialization = _Materialization(make)
     for store in stores:
-        store.resident = DeviceBuffer(store.value, pending=making, sharding=shardings[store.value])
+        store.resident = DeviceBuffer(store.value, pending=materialization, sharding=shardings[store.value])
         store.resident.fresh = not _is_copied(store.value)
     if only_asked_for:
         return
     if behind and on_cpu():  # the forward pass needs the same cores
-        _behind.append(weakref.ref(making))
+        _after_first_loss.append(weakref.ref(materialization))
         return
-    _under_way.add(making)
-    making.add_done_callback(_under_way.discard)
-    making.begin()
+    _under_way.add(materialization)
+    materialization.add_done_callback(_under_way.discard)
+    materialization.begin()
 
 
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
-    """Run the recipes of `values` straight into memory that the device owns, where the device is this machine's CPU."""
+    """Run the recipes of `values`; on a CPU, directly into the device's memory."""
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
     kinds = [_kind(value) for value in values if is_direct(value)]
-    for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # asked for all at once
+    for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # allocated in one call
         ready.setdefault(kind, []).append(pair)
     arrays: dict[int, jax.Array] = {}
 
     def allocate(value: Value) -> torch.Tensor:
         if not is_direct(value):
             return value.empty()
-        try:  # several threads ask
+        try:  # called from several threads
             array, memory = ready[_kind(value)].pop()
-        except (KeyError, IndexError):  # for something on the way to a weight
+        except (KeyError, IndexError):  # an intermediate value
             array, memory = empty(*_kind(value))
         arrays[memory.data_ptr()] = array
         return memory
@@ -181,14 +181,14 @@ def _kind(value: Value) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
-    """Real tensors become tensors on the device, the same Python objects; those that share memory go on sharing it."""
+    """Move real tensors to the device: the Python objects stay, and tensors that share memory still share it."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
     mapped = MappedWeights()
     for group in groups.values():
         found = [store_at(tensor) for tensor in group]
-        if all(found):  # memory of a weight that is on the backend, which was handed out
+        if all(found):  # the exported memory of a weight on the backend
             for tensor, at in zip(group, found, strict=True):
                 assert at is not None
                 _become_resident(tensor, *at)
@@ -200,7 +200,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             _become_resident(tensor, store, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
-            if lasting or is_held(base):  # by an array of numpy's, or by a tensor that is not moved
+            if lasting or is_held(base):  # by a NumPy array, or a tensor that is not moved
                 store.resident = DeviceBuffer.of_memory(value, base, lasting)
                 note_memory(store)
                 continue
@@ -211,7 +211,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
 
 
 def _base(group: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor that is all of the group's storage."""
+    """A tensor of the group's whole storage."""
     with torch.no_grad():
         for tensor in group:
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
@@ -222,8 +222,8 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
         return flat.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
 
 
-def home(tensor: torch.Tensor) -> DeferredTensor:
-    """A tensor of the backend whose content lives in the memory of `tensor`; where that cannot be, in a copy of it."""
+def to_backend(tensor: torch.Tensor) -> DeferredTensor:
+    """A tensor on the backend that shares the memory of `tensor`; where that is impossible, a copy."""
     found = store_at(tensor)
     if found is not None:
         return DeferredTensor.wrap(found[0], *found[1])
@@ -239,12 +239,12 @@ def home(tensor: torch.Tensor) -> DeferredTensor:
     return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
 
 
-Hooks.register(home=home)
+Hooks.register(to_backend=to_backend)
 
 
 def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Make `tensor`, the Python object, one that looks at `store`. Autograd goes on with it: hooks, its gradient, and
-    the graphs that it is in already, for views of weights that a module keeps and for losses computed before."""
+    """Turn `tensor`, the Python object, into a view of `store`. Autograd state is kept: hooks, gradient, and the graphs
+    that it is part of, so that views of weights and losses computed earlier still work."""
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
     hooks = hook_tables(tensor) if leaf else {}
@@ -272,18 +272,18 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
         tensor.grad = grad
     put_hook_tables(tensor, hooks)
     if leaf and requires_grad:
-        setattr(new, HOOK_TABLES[1], {})  # a graph that leads there leads on to here, where they run
+        setattr(new, HOOK_TABLES[1], {})  # graphs that end there are led on to `tensor`, whose hooks run
 
 
 def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Which somebody may have set, and about which PyTorch warns whoever looks at it."""
+    """The gradient of a non-leaf tensor, without PyTorch's warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return tensor.grad
 
 
 def _lead_on(weight: torch.Tensor) -> None:
-    """Graphs that lead to `weight` as it is below the Python object are to lead to what will be there."""
+    """Let graphs that end in the present tensor below the Python object `weight` lead on to its successor."""
     if not weight.requires_grad or use_count(weight)() < 2:
         return
 
@@ -296,7 +296,7 @@ def _lead_on(weight: torch.Tensor) -> None:
 
 
 class _Moved(torch.autograd.Function):
-    """A tensor with a graph, on the backend: the graph goes on from it."""
+    """Moves a tensor that has a graph to the backend, within the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tensors of the backend, made of the device's arrays."""
+"""Tensors on the backend, made of device arrays."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .lazy import LazyArray
 
 
 def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
-    """A tensor of the backend that holds `array`; a lazy one is to be of this shape and dtype."""
+    """A tensor on the backend that holds `array`; shape and dtype must be given for a lazy one."""
     shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
     value = Value(shape, dense_stride(shape), dtype, torch.device("cpu"))
     return DeferredTensor.wrap(store_of(array, value), shape, value.stride, 0, dtype)
 
 
 def store_of(array: Any, like: Value) -> DeferredStorage:
-    """A storage of the backend, laid out as `like`, that holds `array`."""
+    """A storage on the backend, laid out as `like`, that holds `array`."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
     store = DeferredStorage(value)
     store.resident = DeviceBuffer(value, sharding=mesh_sharding(array))
@@ -31,7 +31,7 @@ def store_of(array: Any, like: Value) -> DeferredStorage:
 
 
 def mesh_sharding(array: Any) -> Any:
-    """Where on a mesh `array` lies; None for one device."""
-    if type(array) is LazyArray:  # of a step that is not on a mesh
+    """The sharding of an array on a mesh; None for one device."""
+    if type(array) is LazyArray:  # only steps without a mesh make these
         return None
     return array.sharding if len(array.sharding.device_set) > 1 else None

@@ -166,7 +166,7 @@ class Call:
 
     def _run(self, leaves: list[Any], step: int | None) -> None:
         args, kwargs = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)
-        _mine.depth += 1
+        _this_thread.depth += 1
         try:
             self.closure.closure(*args, **kwargs)
         except Exception as error:
@@ -174,7 +174,7 @@ class Call:
             error.add_note(f"This was raised by the closure {self.closure.name}{after}, called at {self.source}.")
             raise
         finally:
-            _mine.depth -= 1
+            _this_thread.depth -= 1
 
 
 def _check(condition: torch.Tensor, message: str, source: Source) -> None:
@@ -193,17 +193,17 @@ def _assert_later(condition: torch.Tensor, message: str = "") -> None:
 Hooks.register(assert_later=_assert_later)
 
 
-class _Mine(threading.local):
+class _ThreadLocal(threading.local):
     """Of one thread: how many closures it is in."""
 
     depth = 0
 
 
-_mine = _Mine()
+_this_thread = _ThreadLocal()
 
 
 def _in_closure() -> bool:
-    return _mine.depth > 0
+    return _this_thread.depth > 0
 
 
 class _Held:

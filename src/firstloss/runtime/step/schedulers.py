@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..guards.left import Env, Left, Make
 
 
-class _Call(NamedTuple):
+class _SchedulerCall(NamedTuple):
     """One that the step's Python has made."""
 
     step: Callable[..., Any]  # of the scheduler's class
@@ -47,7 +47,7 @@ class Schedulers:
     """The schedulers that step inside one trace."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_SchedulerCall] = []
         self._spoiled: list[tuple[dict[str, Any], str, Any]] = []
         self.afterwards: list[Callable[[Env], Bind]] = []
 
@@ -63,7 +63,7 @@ class Schedulers:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if session.trace is None:  # another thread's
                     return original(self, *args, **kwargs)
-                ours._calls.append(_Call(original, self, args, kwargs, here(), reads(self)))
+                ours._calls.append(_SchedulerCall(original, self, args, kwargs, here(), reads(self)))
                 ours._spoil(self)
 
             step._firstloss = True  # type: ignore[attr-defined]
@@ -120,17 +120,17 @@ class Schedulers:
         self._calls.clear()
 
 
-def _stepping(call: _Call, make: Make) -> Callable[[Env], Bind]:
+def _stepping(call: _SchedulerCall, make: Make) -> Callable[[Env], Bind]:
     step, scheduler = call.step, call.scheduler
 
     def apply(env: Env) -> Bind:
         args, kwargs = make(env)
-        return _Step(lambda: step(scheduler, *args, **kwargs), scheduler)
+        return _SchedulerStep(lambda: step(scheduler, *args, **kwargs), scheduler)
 
     return apply
 
 
-class _Step:
+class _SchedulerStep:
     """A scheduler's step: done once, if it is interrupted and begun anew, too."""
 
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
