@@ -1,6 +1,6 @@
-"""Atomic file writes, and the lock of whoever writes in a folder.
+"""Atomic file writes, and a lock for writers of a folder.
 
-A file is written aside, fsynced, then renamed into place: it is either whole or not there.
+A file is written under a temporary name, synced to disk, and renamed into place.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .errors import SaveError
 
 @contextmanager
 def placed(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A name beside `path`: what is written there, and fsynced, becomes `path` when the block ends without an error.
+    """A temporary name beside `path`. The file written there is renamed to `path` when the block ends without an error.
 
-    A reader sees the old file or the new one, never a part; an error in the block leaves `path` as it was and
-    removes the temporary file. The folder must exist.
+    Readers see the old file or the new one, never a part. An error in the block leaves `path` unchanged and removes the
+    temporary file. The block must sync the file to disk; the folder must exist.
     """
     path = os.path.realpath(path)  # through a symlink: the rename must replace the file, not the link
     folder, name = os.path.split(path)
@@ -37,7 +37,7 @@ def placed(path: str | os.PathLike[str]) -> Iterator[str]:
 
 @contextmanager
 def written_aside(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO]:
-    """As `placed`, with the temporary file open: `mode` is `"wb"` or `"w"` (UTF-8)."""
+    """As `placed`, with the temporary file open and synced at the end; `mode` is `"wb"` or `"w"` (UTF-8)."""
     with placed(path) as aside:
         # Opened by its plain name rather than with tempfile, so that it gets the permissions any new file would get.
         with open(aside, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
@@ -47,11 +47,11 @@ def written_aside(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO
 
 
 def lock(descriptor: int, folder: str) -> None:
-    """Only one process writes in `folder`: it has an open file there, or the folder itself, locked until it closes
-    that, or ends, however it ends. On systems and file systems without locks this does nothing.
+    """Lock `folder` for one writing process, by `descriptor`: the folder itself, or a file in it. The lock ends when
+    that is closed or the process ends. Does nothing on systems and file systems without locks.
 
     Raises:
-        SaveError: if another process has it.
+        SaveError: if another process holds the lock.
     """
     try:
         import fcntl
@@ -66,7 +66,7 @@ def lock(descriptor: int, folder: str) -> None:
 
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """As `lock`, of the folder itself, while the block runs."""
+    """Hold the `lock` of `folder` while the block runs."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         lock(descriptor, folder)
@@ -76,7 +76,7 @@ def locked(folder: str) -> Iterator[None]:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the rename itself last; systems without folder descriptors have no way to ask for it."""
+    """Sync a rename to disk, on systems that can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

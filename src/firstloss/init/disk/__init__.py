@@ -1,1 +1,1 @@
-"""Weights straight to disk: made piece by piece and written past the page cache, as safetensors."""
+"""Initialise weights directly to safetensors files, piece by piece, with direct I/O."""

@@ -1,8 +1,8 @@
-"""A file written block by block past the page cache, where the system can do that.
+"""Write files with direct I/O (`O_DIRECT`), where the system has it.
 
-Written the ordinary way every byte is copied once more by the processor, into memory that the kernel has to find
-first; on a machine that is busy making the bytes, that is what limits the speed (measured on a virtual machine:
-0.3 GB/s, against 1.5 GB/s past the cache). `O_DIRECT` wants addresses, offsets and lengths in whole blocks.
+Buffered writes copy every byte once more, into pages that the kernel must allocate first. On a machine whose cores are
+busy making the data that limits the speed (0.3 GB/s against 1.5 GB/s, measured on a virtual machine). Direct I/O
+requires addresses, offsets and lengths in whole blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def aligned(count: int) -> torch.Tensor:
-    """`count` bytes of memory that begin at a page: uint8, shape (count,)."""
+    """`count` bytes of page-aligned memory: uint8, shape (count,)."""
     return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
 
 
 class DirectFile:
-    """A file open for writing at any multiple of BLOCK, from any thread. A context manager; closing does not sync."""
+    """A file for writes at multiples of BLOCK, from any thread. `close` does not sync."""
 
     def __init__(self, path: str, direct: bool = True) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class DirectFile:
             self.descriptor = os.open(path, flags | (_DIRECT if direct else 0), 0o666)
             self.direct = direct and bool(_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # what a file system without direct writes answers
+            if error.errno != errno.EINVAL:  # the file system has no direct I/O
                 raise
             self.descriptor = os.open(path, flags, 0o666)
             self.direct = False
@@ -55,18 +55,18 @@ class DirectFile:
             view, offset = view[done:], offset + done
 
     def _go_buffered(self) -> None:
-        """Disks exist with larger blocks: go on the ordinary way."""
+        """Continue with buffered writes: this disk has larger blocks."""
         import fcntl
 
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~_DIRECT)
         self.direct = False
 
     def sync(self) -> None:
-        """Wait until all that has been written would survive a power failure."""
+        """Sync the data to disk."""
         os.fdatasync(self.descriptor) if hasattr(os, "fdatasync") else os.fsync(self.descriptor)
 
     def end_at(self, size: int) -> None:
-        """Give the file its final size in bytes, for good."""
+        """Set the file's final size in bytes, and sync it to disk."""
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
 

@@ -1,4 +1,4 @@
-"""A fingerprint of what recipes make: equal fingerprints, equal bytes."""
+"""A fingerprint of recipes: equal fingerprints mean equal bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...program.graph import Ref, Value, slice_for
 
 
 def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
-    """Hexadecimal digits that name the content of `refs` and `extra`, on this machine with this torch.
+    """A hexadecimal hash of the content of `refs` and of `extra`, for this machine and version of PyTorch.
 
-    Recipes are hashed, not run: their operations, their places in the random stream, and the bytes of constants.
+    Recipes are hashed without running them: operations, stream positions, and the bytes of constants.
     """
     wanted = list(refs)
     digest = hashlib.sha256()

@@ -1,6 +1,6 @@
-"""A journal of finished work, so that work that was interrupted can go on: text, a line for each thing done.
+"""A journal of finished work, from which an interrupted run resumes: a text file with a line for each item.
 
-Only one process may hold it. A line that was cut off when a process died does not count.
+Only one process may open it. An incomplete last line, of a process that was killed, is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...files import lock
 
 
 class Journal:
-    """The set of things done, on disk. A context manager; thread-safe."""
+    """The items that are done, on disk. A context manager; thread-safe."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class Journal:
         self.done = set(whole.decode().splitlines())
 
     def add(self, *what: str) -> None:
-        """Record that each of `what` (lines) is done, for good."""
+        """Add lines, and sync them to disk."""
         with self._lock:
             self._file.write("".join(f"{line}\n" for line in what).encode())
             self._file.flush()

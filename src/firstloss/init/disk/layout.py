@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, and where in it: arithmetic on ints alone."""
+"""Which tensor goes into which file, and at which offset: pure functions of ints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def parse_size(size: int | str) -> int:
     """Bytes in a size such as 5_000_000, "200MB" (decimal, as Hugging Face has it) or "2GiB" (binary).
 
     Raises:
-        ValueError: if it is no size, or less than a byte.
+        ValueError: if `size` is malformed, or less than a byte.
     """
     if isinstance(size, int):
         count = size
@@ -31,8 +31,8 @@ def parse_size(size: int | str) -> int:
 def split(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Indices of the tensors (of `sizes` bytes) of each file, none above `limit` bytes unless it holds one tensor.
 
-    In the order given, as huggingface_hub's `split_torch_state_dict_into_shards` has it: a tensor above the limit gets
-    a file of its own, and the file under way goes on behind it.
+    In the given order, as huggingface_hub's `split_torch_state_dict_into_shards`: a tensor above the limit gets a file
+    of its own, and the current file continues after it.
     """
     files: list[list[int]] = []
     current: list[int] = []
@@ -67,10 +67,10 @@ class Extent(NamedTuple):
 
 
 def layout(sizes: Sequence[int], itemsizes: Sequence[int], block: int) -> list[Extent]:
-    """Extents of the tensors of one file, without holes; each begins at a multiple of its element's size.
+    """The extents of the tensors of one file, without gaps; each is aligned to its element size.
 
-    Tensors of whole `block`s of bytes come first, so that a file written block by block seldom cuts a tensor at a place
-    where its draw may not be cut.
+    Tensors that are whole `block`s of bytes come first: a file that is written in blocks then seldom splits a tensor
+    where its random fill cannot be split.
     """
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i] % block != 0, -itemsizes[i], i))
     extents = []

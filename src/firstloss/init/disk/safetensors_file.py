@@ -1,7 +1,7 @@
-"""Write safetensors files: where each tensor lies, and the head that says so.
+"""Lay out and write safetensors files.
 
-Format: https://github.com/huggingface/safetensors#format. The head is its length (8 bytes, little-endian), then JSON,
-which may end in spaces: here as many as let the data begin at a whole block.
+Format: https://github.com/huggingface/safetensors#format. The header is its length (8 bytes, little-endian) and JSON,
+here padded with spaces so that the data begin at a whole block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {
 
 
 class TensorMeta(NamedTuple):
-    """What is said of a tensor before it is written."""
+    """Name, dtype, shape and size of a tensor that is to be written."""
 
     name: str
     dtype: torch.dtype
@@ -46,21 +46,21 @@ class TensorMeta(NamedTuple):
 
 
 class FileLayout:
-    """Where the tensors of one file lie.
+    """The offsets of the tensors in one file.
 
     Attributes:
-        extents: of the data behind the head; `which` counts `tensors`.
+        extents: in the data that follow the header; `which` is the index in `tensors`.
         size: bytes of data.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], block: int = 1) -> None:
-        """Tensors of whole `block`s of bytes come first: see `layout`."""
+        """`block` as in `layout.layout`."""
         self._tensors = tensors
         self.extents: list[Extent] = layout([t.nbytes for t in tensors], [t.dtype.itemsize for t in tensors], block)
         self.size = self.extents[-1].end if self.extents else 0
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
-        """The head of the file: whole blocks."""
+        """The header, a multiple of BLOCK long."""
         said: dict[str, object] = {"__metadata__": dict(metadata)}
         for which, begin, end in self.extents:
             name, dtype, shape, _ = self._tensors[which]
@@ -71,9 +71,10 @@ class FileLayout:
 
     @contextmanager
     def written(self, path: str, head: Callable[[], bytes]) -> Iterator[DirectFile]:
-        """The file at `path`, into which the block writes the data; then comes `head()`, and all is on disk for good.
+        """The file at `path`, open for the block to write the data. Then `head()` is written, and all is synced to
+        disk.
 
-        Whatever is there already stays where the block does not write.
+        An existing file is not truncated first: data that the block does not write stay.
         """
         with closing(DirectFile(path)) as out:
             yield out

@@ -1,4 +1,4 @@
-"""Which tensors a safetensors file can hold, and which of them are one."""
+"""Which tensors a safetensors file can hold, and which of them share memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .safetensors_file import DTYPES
 
 
 def check_savable(tensor: torch.Tensor, name: str, error: type[FirstlossError], instead: str) -> None:
-    """An `error` that names the tensor, if a safetensors file cannot hold it.
+    """Raise `error`, which names the tensor, if a safetensors file cannot hold it.
 
     Args:
-        instead: what to do where it is a DTensor.
+        instead: what to do about a DTensor.
     """
     if local_tensor_or(tensor, None) is not None:
         raise error(f"{name} is a DTensor, of which this process has a part only. {instead}")
@@ -28,7 +28,7 @@ def check_savable(tensor: torch.Tensor, name: str, error: type[FirstlossError], 
 
 
 def memory_key(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that show the same memory in the same way; None for one without elements."""
+    """A key that is equal for tensors that are the same view of the same memory; None for an empty tensor."""
     if not tensor.numel():
         return None
     geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -1,11 +1,11 @@
-"""Straight to disk: the weights of a model of any size as safetensors, without ever holding one of them whole.
+"""Initialise a model of any size directly to safetensors files, without holding a whole weight in memory.
 
-A file is cut into pieces of some MiB. Each thread takes runs of pieces, makes the part of the tensors that lies in a
-piece in a buffer of its own, and writes it where it belongs: while one thread waits for the disk, another draws. So
-what is in memory is a buffer a thread, whatever the size of the model.
+A file is split into pieces of a few MiB. Each thread takes ranges of pieces, makes the parts of the tensors in a piece
+in its own buffer, and writes it: while one thread waits for the disk, another draws. So memory holds one buffer per
+thread, whatever the size of the model.
 
-All is written in a hidden folder inside the target folder, with a journal of the runs that are safely on disk, and
-moved out when all of it is there; until then nothing in the target folder looks like a model.
+Files are written to a hidden folder in the target folder, with a journal of the ranges that are on disk, and moved when
+all are complete; until then the target folder contains nothing that looks like a model.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .safetensors_file import FileLayout, TensorMeta
 from .state_dict import SavedTensor, config_names, tensors_to_save, write_configs
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
-_RUN = 32 * _PIECE  # bytes that one thread takes on
-_SYNC = 1 << 30  # bytes that are waited for, and journaled, together: to wait stops the disk
+_RUN = 32 * _PIECE  # bytes of a range, which one thread writes
+_SYNC = 1 << 30  # bytes between two syncs, each followed by a journal entry: a sync stalls the disk
 _INDEX = "model.safetensors.index.json"
-_COMPLETE = "complete"  # the journal's word for: everything is in the work folder, or moved out of it already
+_COMPLETE = "complete"  # the journal's entry when all files are complete in the work folder, or already moved
 
 
 def save_initialized(
@@ -53,26 +53,25 @@ def save_initialized(
 ) -> None:
     """Write the weights of a deferred module to `directory`, as `save_pretrained` would have written the eager ones.
 
-    The module stays deferred. Names, shards, index and configuration files are those of transformers'
-    `save_pretrained` (tied weights once, non-persistent buffers not at all), so `from_pretrained` opens the folder;
-    any other module is saved in the same layout and is read with `safetensors.torch.load_file` or `load_model`.
-    Tensors that are real already are written as they are. A weight is made piece by piece where its recipe allows it;
-    one that has to be made whole is held in memory whole, few at a time.
+    The module stays deferred. Names, shards, index and configuration files are those of transformers' `save_pretrained`
+    (tied weights once, no non-persistent buffers), so `from_pretrained` opens the folder. Other modules are saved in
+    the same layout, for `safetensors.torch.load_file` or `load_model`. Real tensors are written as they are. Weights
+    are made piece by piece where their recipes allow it; others are held in memory whole, a few at a time.
 
-    A run that was killed or failed leaves a hidden folder in `directory`; the same call then goes on where it ended.
-    Other calls start anew. When all is written, weight files of an earlier save are replaced or removed.
+    A run that was killed or failed leaves a hidden folder in `directory`, from which the same call resumes; any other
+    call starts again. When all files are complete, those of an earlier save are replaced or removed.
 
     Args:
         module: a Module, some of whose parameters and buffers are deferred.
-        directory: made if it does not exist.
-        max_shard_size: bytes of a file at most, or a string as "200MB" (decimal) or "2GiB"; a tensor above it gets a
+        directory: created if it does not exist.
+        max_shard_size: the largest size of a file, in bytes or as "200MB" (decimal) or "2GiB"; a larger tensor gets a
             file of its own.
-        progress: called now and then with (bytes written, bytes in all), from any thread, one at a time.
+        progress: called from time to time with (bytes written, bytes in total), from any thread, one call at a time.
 
     Raises:
-        SaveError: what is in the way: not enough space (with the bytes needed and free), no permission, a tensor that
-            safetensors cannot hold.
-        ValueError: if `max_shard_size` is no size.
+        SaveError: if there is not enough space (it says how many bytes are needed and free) or no permission, or if
+            safetensors cannot hold a tensor.
+        ValueError: if `max_shard_size` is malformed.
     """
     limit = layout.parse_size(max_shard_size)
     saved, left_out = tensors_to_save(module)
@@ -99,7 +98,7 @@ def save_initialized(
 
 
 class _File(NamedTuple):
-    """One of the files: its tensors, in the order of `layout.extents`, lie behind `head`."""
+    """One of the files; `tensors` are in the order of `layout.extents`."""
 
     name: str
     layout: FileLayout
@@ -108,7 +107,7 @@ class _File(NamedTuple):
 
     @property
     def data(self) -> int:
-        """Bytes behind the head."""
+        """Bytes of data, without the header."""
         return self.layout.size
 
     @property
@@ -117,7 +116,7 @@ class _File(NamedTuple):
 
 
 class _ByteRange(NamedTuple):
-    """Bytes [begin, end) of a file's data, which one thread writes."""
+    """Bytes [begin, end) of a file's data, written by one thread."""
 
     file: _File
     begin: int
@@ -154,7 +153,7 @@ def _write_all(
     journal: Journal,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Write the files that the journal does not have yet."""
+    """Write all that is not in the journal."""
     total = sum(file.data for file in plan)
     missing = {file.name: [run for run in _ranges(file) if run.line not in journal.done] for file in plan}
     for file in plan:
@@ -185,19 +184,19 @@ def _write_all(
 
 
 class _Writer:
-    """Threads that make pieces and write them."""
+    """Makes pieces and writes them, with a pool of threads."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._stop = threading.Event()
         self._wholes = Wholes(make_whole)
         self._own = threading.local()
-        self._written: list[_ByteRange] = []  # and not yet known to be on disk
+        self._written: list[_ByteRange] = []  # not synced yet
         self._lock = threading.Lock()
 
     def write(self, file: _File, runs: list[_ByteRange], out: DirectFile, journal: Journal) -> None:
-        """Write `runs` of `file`, all noted in the journal when they are on disk."""
-        # Twice as many threads as cores: for each that draws there is one that waits for the disk.
+        """Write ranges of `file`, and add them to the journal when they are on disk."""
+        # Two threads per core: one draws while the other waits for the disk.
         with ThreadPoolExecutor(2 * default_threads(), thread_name_prefix="firstloss-save") as pool:
             futures = [pool.submit(self._write_run, run, out, journal) for run in runs]
             try:
@@ -231,7 +230,7 @@ class _Writer:
             self._sync(out, journal)
 
     def _sync(self, out: DirectFile, journal: Journal) -> None:
-        """Wait until all that has been written so far is on disk, and note it."""
+        """Sync what has been written so far, and add it to the journal."""
         with self._lock:
             written, self._written = self._written, []
         if written:
@@ -239,7 +238,7 @@ class _Writer:
             journal.add(*(run.line for run in written))
 
     def _make(self, file: _File, begin: int, end: int, reader: Reader, buffer: torch.Tensor) -> None:
-        """Bytes [begin, end) of a file's data, in `buffer`."""
+        """Make bytes [begin, end) of a file's data in `buffer`."""
         for place, tensor in zip(file.layout.extents, file.tensors, strict=True):
             low, high = max(place.begin, begin), min(place.end, end)
             if low >= high:
@@ -259,7 +258,7 @@ def _write_index(plan: list[_File], work: str, module: torch.nn.Module) -> None:
         return
     metadata = {"total_size": sum(file.data for file in plan)}
     count: Any = getattr(module, "num_parameters", None)
-    if callable(count):  # transformers' models count theirs, and write it here
+    if callable(count):  # as transformers writes it
         metadata["total_parameters"] = count()
     weight_map = {tensor.name: file.name for file in plan for tensor in file.tensors}
     index = {"metadata": metadata, "weight_map": weight_map}
@@ -269,11 +268,11 @@ def _write_index(plan: list[_File], work: str, module: torch.nn.Module) -> None:
 
 
 def _move_out(plan: list[_File], work: str, target: str) -> None:
-    """Move all files to the target; the last is the one that makes the folder a model. May be repeated."""
+    """Move all files to the target, last the one that makes it a model. May be repeated after an interrupt."""
     names = [file.name for file in plan]
     stale = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
     waiting = {name for name in (*names, _INDEX) if os.path.exists(os.path.join(work, name))}
-    if waiting:  # else a run that ended just before it could remove its work folder has done it all
+    if waiting:  # otherwise an earlier run has moved all, and ended before it removed its work folder
         for name in sorted(os.listdir(target), reverse=True):  # the index, and the single file, before the parts
             if stale.fullmatch(name) and (name in waiting or name not in names):
                 os.remove(os.path.join(target, name))
@@ -290,11 +289,11 @@ def _move(source: str, target: str) -> None:
 
 
 def _remove_other_work(target: str, work: str) -> None:
-    """Remove what earlier saves of something else have left behind."""
+    """Remove the work folders of unfinished saves of other models."""
     for name in os.listdir(target):
         path = os.path.join(target, name)
         if re.fullmatch(r"\.init-[0-9a-f]{16}\.part", name) and path != work:
-            with Journal(os.path.join(path, "journal")):  # nobody is at it
+            with Journal(os.path.join(path, "journal")):  # an error if it is being written
                 shutil.rmtree(path)
 
 
@@ -307,7 +306,7 @@ def _check_space(folder: str, needed: int) -> None:
 
 
 def _free(folder: str) -> int:
-    """Bytes that this user may still write."""
+    """Free bytes, for this user."""
     folder = os.path.abspath(folder)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -319,7 +318,7 @@ def _free(folder: str) -> int:
 
 @contextmanager
 def _explained(target: str, plan: list[_File]) -> Iterator[None]:
-    """Turn what the system refuses into one clear error."""
+    """Turn errors of the operating system into a SaveError that says what to do."""
     try:
         yield
     except SaveError:

@@ -1,4 +1,4 @@
-"""What of a module is saved, and under which names: what transformers' `save_pretrained` would write."""
+"""The tensors of a module that are saved, and their names, as in transformers' `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .savable import check_savable, memory_key
 
 
 class SavedTensor(NamedTuple):
-    """A tensor to be saved: `ref` shows it row by row."""
+    """A tensor to be saved; `ref` is row-major."""
 
     name: str
     ref: Ref
@@ -30,7 +30,7 @@ class SavedTensor(NamedTuple):
 
 
 def tensors_to_save(module: torch.nn.Module) -> tuple[list[SavedTensor], dict[str, str]]:
-    """The tensors, in the order of the state dict, and {name left out: name of the tensor that it is tied to}."""
+    """The tensors in the order of the state dict, and {omitted name: name of the tensor that it is tied to}."""
     state = dict(module.state_dict())
     for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -38,7 +38,7 @@ def tensors_to_save(module: torch.nn.Module) -> tuple[list[SavedTensor], dict[st
         _check(name, tensor)
     left_out = _ties(state, _declared_ties(module))
     for name in left_out:
-        if name == "format":  # the metadata say there which names are left out, and what wrote the file
+        if name == "format":  # a key of the metadata, which list omitted names
             raise _misnamed(name)
         del state[name]
     state = _as_on_the_hub(module, state)
@@ -46,7 +46,7 @@ def tensors_to_save(module: torch.nn.Module) -> tuple[list[SavedTensor], dict[st
 
 
 def write_configs(module: Any, folder: str) -> None:
-    """Write what `from_pretrained` needs beside the weights: config.json, generation_config.json. Else nothing."""
+    """Write what `from_pretrained` needs beside the weights, if anything: config.json, generation_config.json."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -60,7 +60,7 @@ def write_configs(module: Any, folder: str) -> None:
 
 
 def config_names(folder: str) -> list[str]:
-    """The files that `write_configs` has written."""
+    """The names of the files that `write_configs` has written."""
     return sorted(name for name in os.listdir(folder) if name.endswith(".json") and ".safetensors." not in name)
 
 
@@ -89,7 +89,7 @@ def _check(name: str, tensor: Any) -> None:
 
 
 def _declared_ties(module: torch.nn.Module) -> list[re.Pattern[str]]:
-    """Names that transformers makes from others when it loads a model: patterns, from the root of `module`."""
+    """Patterns of the names that transformers ties to others when it loads a model."""
     patterns = []
     for prefix, sub in module.named_modules():
         for key in getattr(sub, "_tied_weights_keys", None) or ():
@@ -98,7 +98,7 @@ def _declared_ties(module: torch.nn.Module) -> list[re.Pattern[str]]:
 
 
 def _ties(state: dict[str, torch.Tensor], declared: list[re.Pattern[str]]) -> dict[str, str]:
-    """Of each group of names for one and the same memory all but one: the first that is not declared as made."""
+    """Tied names, each with the one that is kept: the first of its group that is not declared as tied."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():
@@ -112,7 +112,7 @@ def _ties(state: dict[str, torch.Tensor], declared: list[re.Pattern[str]]) -> di
 
 
 def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Undo what transformers does to a checkpoint's tensors when it loads them (fusing experts, renaming)."""
+    """Revert what transformers does to a checkpoint's tensors when it loads them (fused experts, new names)."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return state
@@ -124,7 +124,7 @@ def _row_by_row(tensor: torch.Tensor) -> Ref:
     with torch.no_grad():
         if on_backend(tensor):
             tensor = tensor._ref().view(tensor._store.resident.host())
-        # A contiguous copy of a deferred tensor is one more operation of its recipe.
+        # For a deferred tensor, `contiguous` adds an operation to its recipe.
         tensor = tensor.detach()
         if not is_contiguous(tensor.shape, tensor.stride()):
             tensor = tensor.contiguous()

@@ -1,9 +1,10 @@
-"""`firstloss.save` and `firstloss.load`: checkpoints that are whole or not there.
+"""`firstloss.save` and `firstloss.load`: atomic checkpoints.
 
-A checkpoint is a folder: `checkpoint.json` says how the object is built and which files hold its tensors; the files are
-safetensors with checksums, one a process. A new folder is made aside and renamed when all of it is on disk. In a folder
-that exists, new files are written beside the old ones, `checkpoint.json` is replaced, and the old ones are removed. So
-whenever a process is killed, what can be found under a checkpoint's name is whole: the new one, or the one before.
+A checkpoint is a folder: `checkpoint.json` has the structure of the object and the names of the files with its tensors,
+which are safetensors with checksums, one for each process. A new folder is written under a temporary name and renamed
+when it is complete. In an existing folder new files are written beside the old ones, `checkpoint.json` is replaced
+atomically, and the old ones are removed. So a process may be killed at any time: the checkpoint is the new one or the
+previous one.
 """
 
 from __future__ import annotations
@@ -41,21 +42,20 @@ _TORCH = (".pt", ".pth", ".bin")
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """Write `obj` to `path`: the state of a training run, or a part of it.
 
-    Tensors are written one after another, so that host memory holds one at a time beside what it holds already; those
-    on a backend are read from its device. Of names for one and the same memory one is stored. When the process is
-    killed, `path` is what it was before. With several processes all call this with the same objects, each writes the
-    parts of sharded tensors that it owns, and `path` must be on a file system that they share.
+    Tensors are written one after another: host memory holds at most one copy of a tensor that is on a device. Tensors
+    that share memory are stored once. If the process is killed, `path` is unchanged. Several processes must all call
+    this with the same objects; each writes the shards that it owns, so `path` must be on a shared file system.
 
     Args:
-        obj: dicts, lists and tuples, however nested, of tensors, numbers, strings, None, numpy arrays: state dicts of
-            modules, optimizers, schedulers, loaders and backends, `torch.get_rng_state()`.
-        path: a folder, made if it does not exist. With the ending `.safetensors` a file of that format (a flat dict of
-            tensors only), with `.pt`, `.pth` or `.bin` one that `torch.load` opens; both are written by process 0. A
-            folder of a flat dict of tensors, as a module's state dict is, is also read by Hugging Face libraries.
+        obj: tensors, numbers, strings, None and NumPy arrays in nested dicts, lists and tuples: state dicts of modules,
+            optimizers, schedulers, loaders and backends, `torch.get_rng_state()`.
+        path: a folder, created if it does not exist. With the suffix `.safetensors` a file of that format (for a flat
+            dict of tensors only), with `.pt`, `.pth` or `.bin` one for `torch.load`; both are written by process 0. A
+            folder with a flat dict of tensors, such as a module's state dict, is readable by Hugging Face libraries.
 
     Raises:
-        UnsavableError: for an object that is no data, naming where it is.
-        SaveError: when the system refuses to write, or another process writes there.
+        UnsavableError: if the object contains anything else; the error names where.
+        SaveError: if the files cannot be written, or another process is writing there.
     """
     target = os.path.abspath(os.fspath(path))
     with timeline.span("save"), _explained(target):
@@ -75,26 +75,26 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], map_location: str | torch.device | None = None) -> Any:
-    """What was saved at `path`, its tensors read when they are used.
+    """Load what was saved at `path`; tensors are read when they are used.
 
-    Tensors of some size are left on disk until an operation needs them, or a model that is still deferred or lives on a
-    backend takes them over by `load_state_dict`, which reads them straight to where they belong; each is checked when
-    it is read. Smaller ones are read at once. Files may be replaced meanwhile; what was loaded stays readable.
+    Large tensors stay on disk until an operation needs them. `load_state_dict` of a model that is deferred or on a
+    backend reads them directly to their destination. Checksums are verified when a tensor is read. Small tensors are
+    read at once. The files may be replaced meanwhile: what was loaded stays readable.
 
     Args:
-        path: what `save` or `save_initialized` has written; a safetensors file, or a Hugging Face folder of them; a
-            file of `torch.save`, of which only data is loaded: no code in it is ever run.
-        map_location: None: as said. A device, as "cpu": all tensors are read now, and lie there; "meta": none is read,
-            and they have shapes and dtypes alone.
+        path: written by `save` or `save_initialized`; or a safetensors file, a Hugging Face folder, or a file of
+            `torch.save`, of which only data is loaded: no code in it is ever run.
+        map_location: None: as described. A device such as "cpu": all tensors are read now and moved there; "meta": none
+            is read, they have shapes and dtypes only.
 
     Returns:
         The object that was given to `save`: tensors in the same dicts, lists and tuples.
 
     Raises:
-        CheckpointError: for another map_location.
+        CheckpointError: for another `map_location`.
         CheckpointMissingError: if there is no complete checkpoint at `path`.
-        CheckpointError: if it is damaged or nothing that can be read, naming the file and the tensor. Damage within a
-            tensor is found when the tensor is read.
+        CheckpointError: if it is damaged or of an unknown format, naming the file and the tensor. Damage within a
+            tensor is found when that is read.
     """
     if map_location is not None:
         return _on_device(load(path), map_location)
@@ -149,7 +149,7 @@ def _save_folder(tree: Any, sources: Sources, target: str, all_of_us: Processes)
 
 @contextmanager
 def _folder(target: str, number: str, all_of_us: Processes) -> Iterator[str]:
-    """The folder to write in; when the block ends, what is in it is the checkpoint `target`."""
+    """The folder to write in; when the block ends, it becomes the checkpoint `target`."""
     new = all_of_us.agree(str(int(not os.path.isdir(target)))) == "1"
     parent, name = os.path.split(target)
     folder = os.path.join(parent, f".{name}.{number}.part") if new else target
@@ -171,7 +171,7 @@ def _folder(target: str, number: str, all_of_us: Processes) -> Iterator[str]:
 
 
 def _remove_leftovers(target: str) -> None:
-    """Remove what is no part of the checkpoint: of the one before, and of saves that were killed."""
+    """Remove files of the previous checkpoint, and of saves that were killed."""
     with open(os.path.join(target, INDEX), encoding="utf-8") as file:
         current = {about["name"] for about in json.load(file)["files"]}
     for name in os.listdir(target):
@@ -184,7 +184,7 @@ def _remove_leftovers(target: str) -> None:
                 with locked(os.path.join(parent, name)):
                     shutil.rmtree(os.path.join(parent, name))
             except (SaveError, FileNotFoundError):
-                continue  # somebody is at it
+                continue  # another process is writing it
 
 
 def _description(path: str) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _write_json(path: str, content: Any) -> None:
 
 
 def _flat(tree: Any) -> dict[str, Any] | None:
-    """What a dict holds by name; None for anything else, or where a key is no name."""
+    """The items of an encoded dict with string keys; None for anything else."""
     pairs = tree.get("$state_dict", [tree])[0] if isinstance(tree, dict) else None
     if isinstance(pairs, dict) and "$ordered" in pairs:
         pairs = pairs["$ordered"]
@@ -212,7 +212,7 @@ def _flat(tree: Any) -> dict[str, Any] | None:
 
 
 def _write_hub_index(folder: str, tree: Any, files: list[dict[str, Any]]) -> None:
-    """Where the tensors of a flat dict are, as Hugging Face libraries look for them."""
+    """Write the index by which Hugging Face libraries find the tensors of a flat dict."""
     path = os.path.join(folder, foreign.HUB_INDEX)
     flat = _flat(tree) or {}
     open_files = [TensorFile(os.path.join(folder, about["name"])) for about in files]
@@ -259,7 +259,7 @@ def _load_folder(target: str) -> Any:
 
 
 def _check_data(written: str, target: str) -> None:
-    """An error if a file of `torch.save` holds what nobody loads without running code; no tensor is read."""
+    """Raise an error if a file of `torch.save` cannot be loaded without running code; reads no tensor."""
     try:
         foreign.load_torch(written, lazily=True)
     except CheckpointError as error:

@@ -1,14 +1,14 @@
-"""One file of a checkpoint: safetensors, with a checksum for every piece of a tensor.
+"""A file of a checkpoint: safetensors, with checksums.
 
-The file is an ordinary safetensors file (https://github.com/huggingface/safetensors#format) that other libraries read.
-Its metadata has, under `firstloss.crc32`, the CRC-32 of each piece of `PIECE` bytes of each tensor, under
-`firstloss.head` that of the head (with zeros in its own place), and under `firstloss.parts`, for entries that are
-parts of a tensor that several devices share, whose part and where it begins.
+It is an ordinary safetensors file (https://github.com/huggingface/safetensors#format) that other libraries can read.
+Its metadata has, under `firstloss.crc32`, the CRC-32 of each `PIECE` bytes of each tensor; under `firstloss.head`, that
+of the header (computed with zeros in its own place); and under `firstloss.parts`, for entries that are shards of a
+tensor, the tensor's name and the shard's offsets.
 
-Why it is read here, and not through `safetensors.safe_open` or `torch.load(mmap=True)`, which map the file: to bring
-256 MiB to fresh memory takes all three the same time, to memory that is there the maps twice as long (measured on 2
-cores); and when a mapped file is cut short or its disk fails, the process dies of SIGBUS, where this raises an error
-that names the tensor. Neither tries a checksum.
+Files are not read through `safetensors.safe_open` or `torch.load(mmap=True)`, which map them. Loading 256 MiB into
+fresh memory takes all three the same time; into existing memory, the maps take twice as long (measured on 2 cores).
+When a mapped file is truncated or its disk fails, the process dies of SIGBUS, where this reader raises an error that
+names the tensor. And neither of them verifies checksums.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
 _CRC, _PARTS, _HEAD = "firstloss.crc32", "firstloss.parts", "firstloss.head"
-_NO_SUM = "0" * 8  # what stands for the head's checksum where it is computed
-RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # names that mean something in the metadata
+_NO_SUM = "0" * 8  # in the place of the header's checksum while that is computed
+RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # keys of the metadata with a meaning of their own
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
 
 
 class TensorPart(NamedTuple):
-    """What is written as one entry: all of a tensor, or a box of it that begins at `begin`."""
+    """An entry to be written: a whole tensor, or the shard of it that begins at `begin`."""
 
     tensor: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class TensorPart(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The entry's name in the file."""
         if self.shape == self.whole:
             return self.tensor
         return self.tensor + str([f"{b}:{b + n}" for b, n in zip(self.begin, self.shape, strict=True)]).replace("'", "")
@@ -63,9 +63,9 @@ class TensorPart(NamedTuple):
 
 
 def write(path: str, parts: list[TensorPart], metadata: dict[str, str] | None = None) -> None:
-    """Write `parts` to `path`, one after another, each read when its turn comes; on disk for good when this returns."""
+    """Write `parts` to `path`, reading one after another; synced to disk when this returns."""
     layout = FileLayout([TensorMeta(part.key, part.dtype, part.shape, part.nbytes) for part in parts])
-    sums = {p.key: "0" * 8 * -(-p.nbytes // PIECE) for p in parts}  # as long as what will stand there
+    sums = {p.key: "0" * 8 * -(-p.nbytes // PIECE) for p in parts}  # of the final length
     about = {p.key: {"of": p.tensor, "shape": p.whole, "begin": p.begin} for p in parts if p.shape != p.whole}
 
     def head() -> bytes:
@@ -84,7 +84,7 @@ def _head_mark(value: str) -> bytes:
 
 
 def _checked(part: TensorPart, stream: _BufferedWriter) -> str:
-    """Put a part into the stream; returns its checksums."""
+    """Write a part; returns its checksums."""
     if not part.nbytes:
         return ""
     data = raw_bytes(part.read())
@@ -97,14 +97,14 @@ def _checked(part: TensorPart, stream: _BufferedWriter) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor on the host in row-major order, as one row of bytes."""
+    """The elements of a host tensor in row-major order, as bytes: uint8, one-dimensional."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat = flat.as_strided(flat.shape, (1,))  # the stride of a lone element may be anything
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 class _BufferedWriter:
-    """Bytes on their way to a file: one buffer is filled while the other is written."""
+    """Writes bytes to a file with two buffers: one is filled while the other is written."""
 
     def __init__(self, out: DirectFile, offset: int) -> None:
         self._out, self._offset = out, offset
@@ -146,20 +146,20 @@ class _BufferedWriter:
 
 
 class Entry(NamedTuple):
-    """What a file's head says of one tensor in it: `sums` are the checksums of its pieces, empty if it has none."""
+    """A tensor as the file's header describes it; `sums` are the checksums of its pieces, empty if there are none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
+    begin: int  # offset in the file, in bytes
     end: int
     sums: str
 
 
 class TensorFile:
-    """A safetensors file, open for reading. It stays readable when it is replaced or removed.
+    """A safetensors file, open for reading; it stays readable if it is replaced or removed.
 
     Raises:
-        CheckpointError: if it is no such file, or damaged, naming file and tensor.
+        CheckpointError: if it is another kind of file, or damaged; names the file and the tensor.
     """
 
     def __init__(self, path: str) -> None:
@@ -195,7 +195,7 @@ class TensorFile:
         return os.pread(self._descriptor, 8 + length, 0)
 
     def _check_head(self, said: str | None) -> None:
-        """An error if the head has another checksum than it says; files of other libraries say none."""
+        """Verify the header's checksum; files of other libraries have none."""
         if said is None and _CRC not in self.metadata:
             return
         if said is None or zlib.crc32(self.head.replace(_head_mark(said), _head_mark(_NO_SUM), 1)) != int(said, 16):
@@ -220,21 +220,21 @@ class TensorFile:
         return Entry(dtype, shape, begin, end, sums)
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor `key`, in fresh memory, its checksums tried."""
+        """The tensor `key`, in fresh memory; verifies its checksums."""
         entry = self.entries[key]
         data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         self._fill(key, entry, data, 0)
         return data.view(entry.dtype).reshape(entry.shape)
 
     def rows(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of the tensor `key`; only the pieces that they lie in are read."""
+        """Rows [first, last) of the tensor `key`; reads only the pieces that contain them."""
         entry = self.entries[key]
         row = (entry.end - entry.begin) // max(entry.shape[0], 1)
         low = first * row // PIECE * PIECE
         high = min(-(-last * row // PIECE) * PIECE, entry.end - entry.begin)
         data = torch.empty(max(high - low, 0), dtype=torch.uint8)
         self._fill(key, entry, data, low)
-        # A copy, where the rows begin amid a piece: as another dtype, memory must begin at a multiple of its size.
+        # A copy, because the rows may begin at an address that is not aligned for the dtype.
         inside = data[first * row - low : last * row - low].clone() if last > first else data[:0]
         return inside.view(entry.dtype).reshape(last - first, *entry.shape[1:])
 

@@ -1,4 +1,4 @@
-"""Weights that other libraries have written: safetensors files, Hugging Face folders, files of `torch.save`."""
+"""Read the files of other libraries: safetensors, Hugging Face folders, `torch.save`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _load_indexed(folder: str, index: str, where: dict[str, str]) -> dict[str, t
 
 
 def load_file(path: str) -> Any:
-    """What is in a file of safetensors or of `torch.save`."""
+    """The content of a safetensors file or a file of `torch.save`."""
     try:
         with open(path, "rb") as file:
             start = file.read(9)
@@ -78,7 +78,7 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
     file = TensorFile(path)
     tensors = Tensors([file])
     out = {name: tensors.get(name) for name in tensors.names()}
-    # Names left out as ties are in the metadata, as safetensors' `save_model` and `save_initialized` write them.
+    # safetensors' `save_model`, and `save_initialized`, list tied names in the metadata.
     ties = {tied: kept for tied, kept in file.metadata.items() if kept in out and tied not in out and tied != "format"}
     out.update({tied: out[kept] for tied, kept in ties.items()})
     return out
@@ -88,7 +88,7 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def load_torch(path: str, lazily: bool) -> Any:
-    """Data only: torch's own reader refuses whatever would run code. Tensors are left in the file where it is a zip."""
+    """Load data only: PyTorch's reader refuses all that would run code. Tensors stay in the file if it is a zip."""
     try:
         if not lazily:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -97,7 +97,7 @@ def load_torch(path: str, lazily: bool) -> Any:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle may raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
             f"{path} is damaged, or holds more than data, which is never run ({type(error).__name__}: {reason})"
@@ -106,7 +106,7 @@ def load_torch(path: str, lazily: bool) -> Any:
 
 
 class _Archive:
-    """The storages in a file of `torch.save`: members of a zip, stored as they are, each with a checksum."""
+    """The storages in a file of `torch.save`: uncompressed members of a zip, each with a checksum."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class _Archive:
             archive = zipfile.ZipFile(self._file)
             members = [m for m in archive.infolist() if m.compress_type == zipfile.ZIP_STORED]
             for member in members:
-                if "/data/" not in member.filename:  # what the object is made of: PyTorch's reader tries no checksum
+                if "/data/" not in member.filename:  # the pickle, whose checksum PyTorch's reader does not verify
                     archive.read(member)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged or cut short ({error})") from error
@@ -124,7 +124,7 @@ class _Archive:
         self._stores: dict[int, DeferredStorage] = {}
 
     def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor that `fake` stands for; those that share a storage go on sharing it."""
+        """The tensor for `fake`; tensors that share a storage still share it."""
         storage: Any = fake.untyped_storage()
         offset, nbytes = checkpoint_offset(storage), storage.nbytes()
         ref_geometry = (tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype)
@@ -140,7 +140,7 @@ class _Archive:
             fake_dtype = fake.dtype
             value = FileValue(shape, stride, fake.dtype, read, f"{name} in {self._path}")
             store = self._stores[offset] = DeferredStorage(value)
-        if fake.is_conj() or fake.is_neg():  # lazily: no geometry says so
+        if fake.is_conj() or fake.is_neg():  # not part of a Ref's geometry
             real = Ref(store.value, *ref_geometry).view(store.value.real)  # type: ignore[arg-type]
             real = real.conj() if fake.is_conj() else real
             return neg_view(real) if fake.is_neg() else real

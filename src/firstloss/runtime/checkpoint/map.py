@@ -1,4 +1,4 @@
-"""A copy of nested data with its tensors changed."""
+"""Map a function over the tensors of nested data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def map_tensors(obj: Any, change: Callable[[torch.Tensor, str], Any], where: str = "") -> Any:
-    """`obj` with each tensor replaced by `change(tensor, where it is)`; dicts keep their attributes (`_metadata`)."""
+    """`obj` with each tensor replaced by `change(tensor, path)`; dicts keep their attributes, such as `_metadata`."""
     if isinstance(obj, torch.Tensor):
         return change(obj, where)
     if isinstance(obj, dict):

@@ -1,4 +1,4 @@
-"""The tensors of an object that is to be saved: each once, and how to read it to the host when its turn comes."""
+"""The tensors of an object to be saved, each once, and how to read them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class _Owned(NamedTuple):
 
 
 class Sources:
-    """Tensors by name."""
+    """The tensors to be saved, by name."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[Any, str] = {}  # of each memory looked at in one way
+        self._names: dict[Any, str] = {}  # by memory and geometry
 
     def store(self, tensor: torch.Tensor, where: str) -> str:
-        """Take up a tensor found at `where`; returns the name that it is stored under.
+        """Add a tensor that was found at `where`; returns the name under which it is stored.
 
         Raises:
-            UnsavableError: for one that a safetensors file cannot hold.
+            UnsavableError: if a safetensors file cannot hold it.
         """
         instead = "Use torch.distributed.checkpoint, or save its full_tensor()."
         check_savable(tensor, where, UnsavableError, instead)
@@ -38,7 +38,7 @@ class Sources:
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, count = where or "tensor", 1
-        # "a.b" is also the way to "b" in "a"; the other is taken.
+        # A key "a.b" gives the same name as "b" within "a".
         while name in self._tensors or name == "__metadata__":
             count += 1
             name = f"{where} ({count})"
@@ -48,18 +48,18 @@ class Sources:
         return name
 
     def whole(self) -> list[TensorPart]:
-        """All of them, unsharded."""
+        """All tensors, unsharded."""
         return [_whole_part(name, tensor) for name, tensor in self._tensors.items()]
 
     def owned_by(self, index: int) -> list[TensorPart]:
-        """What process number `index` has to write."""
+        """The parts that process number `index` writes."""
         return [
             part for name, tensor in self._tensors.items() for owner, part in _parts(name, tensor) if owner == index
         ]
 
 
 def on_host(obj: Any) -> Any:
-    """`obj` with its deferred tensors as ordinary ones, which share memory with the device where they can."""
+    """`obj` with ordinary tensors in the place of deferred ones; they share the device's memory where possible."""
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
 
 

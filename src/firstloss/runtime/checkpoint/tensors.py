@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, by name: read when they are used."""
+"""The tensors in a checkpoint's files, by name; they are read when they are used."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...capture.step import dense_stride
 from ...errors import CheckpointError
 from .file import TensorFile
 
-# Smaller tensors are read at once: there would be nothing to gain, and code that looks past PyTorch's dispatcher, as
-# `torch.set_rng_state` does, finds real memory.
+# Smaller tensors are read at once: nothing would be gained by waiting, and code that bypasses PyTorch's dispatcher,
+# such as `torch.set_rng_state`, finds real memory.
 SMALL_BYTES = 1 << 16
 
 
 class _StoredBox(NamedTuple):
-    """A part of a tensor, in a file: it begins at `begin`."""
+    """A part of a tensor in a file, beginning at `begin`."""
 
     file: TensorFile
     key: str
@@ -35,7 +35,7 @@ class _StoredTensor(NamedTuple):
 
 
 class Tensors:
-    """Tensors by name. Whoever asks for one twice gets the same."""
+    """Tensors by name; the same object each time."""
 
     def __init__(self, files: list[TensorFile]) -> None:
         self._saved: dict[str, _StoredTensor] = {}
@@ -52,14 +52,14 @@ class Tensors:
                 saved.boxes.append(_StoredBox(file, key, begin, entry.shape))
 
     def names(self) -> list[str]:
-        """All of them."""
+        """The names of all tensors."""
         return list(self._saved)
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor of that name; a small one is read now.
+        """The tensor of this name; a small one is read now.
 
         Raises:
-            CheckpointError: if it is in no file, or not all of it.
+            CheckpointError: if the files have no such tensor, or only parts of it.
         """
         made = self._made.get(name)
         if made is None:
@@ -87,7 +87,7 @@ def _read(saved: _StoredTensor) -> torch.Tensor:
 
 
 def _read_box(saved: _StoredTensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a tensor that begins at `begin`: of each box in the files the rows that lie in it are read."""
+    """The part of a tensor that begins at `begin`; reads only the rows that it needs."""
     out = torch.empty(shape, dtype=saved.dtype)
     for box in saved.boxes:
         low = [max(a, b) for a, b in zip(begin, box.begin, strict=True)]

@@ -1,8 +1,8 @@
-"""What a checkpoint holds beside tensors: nested plain data, as JSON that comes back exactly as it was.
+"""Encode nested Python data as JSON, and decode it to the same types and values.
 
-Lists, None, booleans, whole numbers, strings and dicts with string keys are themselves. What JSON has no word for is an
-object with one key that begins with "$": {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}. Tensors
-are named: {"$tensor": "model.weight"}.
+Lists, None, booleans, integers, strings and dicts with string keys are JSON's own. All else is an object with one key
+that begins with "$": {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}. Tensors are stored
+elsewhere, by name: {"$tensor": "model.weight"}.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PLAIN = (type(None), bool, int, str)
 
 
 class Encoder:
-    """Turns objects into JSON; `store` is given each tensor with a name made of the keys that lead to it."""
+    """Encodes objects as JSON; `store` is called with each tensor and its path, and returns its name."""
 
     def __init__(self, store: Callable[[torch.Tensor, str], str]) -> None:
         self._store = store
         self._open: set[int] = set()
 
     def encode(self, obj: Any, where: str = "") -> Any:
-        """The JSON for `obj`, which is found at `where`.
+        """The JSON for `obj`, whose path is `where`.
 
         Raises:
-            UnsavableError: naming the place of what a checkpoint cannot hold.
+            UnsavableError: for anything that a checkpoint cannot hold, with its path.
         """
         kind = type(obj)
         if kind in _PLAIN:
@@ -104,10 +104,10 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
 
 
 def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The object that `data` was made of; `tensor` gives the tensors by their names.
+    """The object that was encoded as `data`; `tensor` returns tensors by name.
 
     Raises:
-        CheckpointError: for what no Encoder has written.
+        CheckpointError: if `data` was not written by an Encoder.
     """
 
     def walk(data: Any) -> Any:
