@@ -1,7 +1,7 @@
 """Fills under the counter policy, on tensors (`rng.counter` has the arithmetic).
 
-Elements count in the order of their indices, however the tensor lies in memory. What `rng.counter` has no rule for is
-drawn by PyTorch, with a generator that depends on the seed and on the number of the draw.
+Elements are numbered by their indices, whatever the tensor's memory layout. Operations for which `rng.counter` has no
+rule are drawn by PyTorch, with a generator that depends on the seed and the number of the draw.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def words_of(numel: int, dtype: torch.dtype) -> int:
-    """Words that a draw of `numel` elements has."""
+    """The number of words in a draw of `numel` elements."""
     real = _REAL.get(dtype, dtype)
     return numel * (2 if dtype in _REAL else 1) * (2 if real == torch.float64 else 1)
 
 
 def generator_at(stream: CounterStream, position: Position) -> torch.Generator:
-    """A generator of the draw's own."""
+    """A generator for one draw."""
     generator = torch.Generator()
     generator.set_state(torch.from_numpy(stream.state_at(position)))
     return generator
@@ -32,13 +32,13 @@ def generator_at(stream: CounterStream, position: Position) -> torch.Generator:
 def fill(
     name: str, target: torch.Tensor, first: float, second: float, stream: CounterStream, position: Position
 ) -> None:
-    """Fill `target` with "uniform" (low, high) or "normal" (mean, std) numbers; what PyTorch refuses it refuses."""
+    """Fill `target` with "uniform" (low, high) or "normal" (mean, std) numbers; invalid ones raise PyTorch's errors."""
     valid = second >= 0 if name == "normal" else first <= second
     if _REAL.get(target.dtype, target.dtype) not in _FLOATS or not valid:
         getattr(target, f"{name}_")(first, second, generator=generator_at(stream, position))
         return
     if target.dtype in _REAL:
-        # As PyTorch has it: the variance is that of the two parts together, the mean is added to both.
+        # As in PyTorch: the variance is that of both parts together, and the mean is added to each.
         each = second * 0.5**0.5 if name == "normal" else second
         fill(name, torch.view_as_real(target), first, each, stream, position)
         return

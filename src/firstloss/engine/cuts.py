@@ -1,26 +1,26 @@
-"""Where a fill may be cut, and how a strided read is cut into blocks: arithmetic on ints alone."""
+"""Where a fill can be split, and how a strided read is split into blocks: pure functions of ints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-MIN_PIECE = 16  # elements in the smallest piece that a random fill may be cut into (`rng.draws.MIN_PIECE`)
-# Words between two rows that are cheaper to jump over than to draw.
+MIN_PIECE = 16  # elements in the smallest piece that a random fill can be split into (`rng.draws.MIN_PIECE`)
+# From this many words between two rows on, jumping is cheaper than drawing them.
 _JUMP_WORTH = 1 << 20
 
 
 def cover(first: int, last: int, count: int, unit: int, piece: int) -> list[tuple[int, int]]:
     """Pieces of a fill of `count` elements that together draw its elements [first, last), and few others.
 
-    Every piece begins at a multiple of `unit` (1, or a divisor of 16), and has at least 16 elements. The kernel makes
-    the last 16 elements of a ragged fill in a way of its own, so whoever needs one of these draws to the end. Pieces
-    are about `piece` elements long (a multiple of 16), and those that hold elements outside [first, last) are short,
-    so that little is drawn beside its place and copied. `count` >= 16.
+    Every piece begins at a multiple of `unit` (1, or a divisor of 16) and has at least 16 elements. The kernel makes
+    the last 16 elements of a ragged fill differently, so a piece that needs one of them extends to the end. Pieces have
+    about `piece` elements (a multiple of 16); those with elements outside [first, last), which have to be drawn
+    elsewhere and copied, are short. `count` >= 16.
     """
     if first >= last:
         return []
-    tail = (count - MIN_PIECE) // MIN_PIECE * MIN_PIECE  # the last place where a piece may begin
+    tail = (count - MIN_PIECE) // MIN_PIECE * MIN_PIECE  # the last position at which a piece may begin
     begin = min(_down(first, unit), tail)
     if last > tail:
         end = count
@@ -52,10 +52,10 @@ class Block(NamedTuple):
 
 
 def row_blocks(size: Sequence[int], stride: Sequence[int], limit: int) -> Iterator[Block]:
-    """Cut a read of `size` and `stride` into blocks that span at most `limit` elements of memory, in memory's order.
+    """Split a read of `size` and `stride` into blocks that span at most `limit` elements of memory, in memory order.
 
-    The outermost dimension (that of the largest stride) is cut first. Rows far apart are taken one by one, so that
-    what lies between need not be made. A single element spans 1.
+    The outermost dimension (the one with the largest stride) is split first. Rows that are far apart are separate
+    blocks, so that nothing in between is made. A single element spans 1.
     """
     yield from _cut_blocks([0] * len(size), list(size), stride, limit)
 
@@ -63,8 +63,7 @@ def row_blocks(size: Sequence[int], stride: Sequence[int], limit: int) -> Iterat
 def cut_dimension(size: Sequence[int], boxes: Sequence[Box]) -> int | None:
     """The one dimension after the first along which boxes, in this order, make up the rows of a tensor of `size`.
 
-    None if there is none: they are cut along several, or do not fill the rows. The first dimension is left out of
-    account.
+    None if there is none: they are split along several, or do not cover the rows. The first dimension is ignored.
     """
     cut = {d for box in boxes for d in range(1, len(size)) if box.size[d] != size[d]}
     if len(cut) != 1:

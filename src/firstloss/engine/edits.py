@@ -1,7 +1,7 @@
-"""Edits by numbers that follow a fill, run on each piece while it is still in the cache.
+"""In-place operations with numbers that follow a fill, applied to each piece while it is in the cache.
 
-timm's `trunc_normal_` is `uniform_`, `erfinv_`, `mul_`, `add_`, `clamp_`, each over the whole weight. Done piece by
-piece the weight goes through memory once instead of five times, and every core takes part in all of it.
+timm's `trunc_normal_` is `uniform_`, `erfinv_`, `mul_`, `add_`, `clamp_`, each over the whole weight. Piece by piece,
+the weight passes through memory once instead of five times, and all cores work on all of it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ aten = torch.ops.aten
 
 
 class Finish(NamedTuple):
-    """The last edits, for which there is a native kernel: times, plus, between; each may be there or not."""
+    """The last edits, for which there is a native kernel: multiply, add, clamp; each is optional."""
 
     factor: float = 1.0
-    term: float = -0.0  # what changes no number when it is added, not even the sign of zero
+    term: float = -0.0  # added to any number it changes nothing, not even the sign of zero
     low: float = -math.inf
     high: float = math.inf
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Write the finished `source` to `target`: float32, contiguous, as long."""
+        """Write the result for `source` to `target`: both float32, contiguous, of one length."""
         native.finish(target.data_ptr(), source.data_ptr(), source.numel(), *self)
 
 
 def split_finish(edits: Sequence[Pointwise]) -> tuple[list[Pointwise], Finish | None]:
-    """The edits without the last ones, and these; None where they do not end so."""
+    """The edits without those of a Finish at the end, and that; None if they do not end so."""
     found = Finish()
     rest = list(edits)
     for kinds, read in _ENDS:
@@ -66,6 +66,6 @@ _ENDS: tuple[tuple[set, Callable[[Pointwise], dict[str, float] | None]], ...] = 
 
 
 def apply(edits: Sequence[Pointwise], piece: torch.Tensor) -> None:
-    """Run the edits on a part of what was filled."""
+    """Apply the edits to a part of what was filled."""
     for edit in edits:
         edit.op(piece, *edit.args[1:], **edit.kwargs)

@@ -1,4 +1,4 @@
-"""Fresh memory that is quick to touch for the first time."""
+"""Allocate memory on huge pages, which is quick to touch for the first time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..program.graph import Value
 
 _HUGE = 2 << 20
-# What the C library may put between two allocations that it made one after the other.
+# The most that the C library puts between two consecutive allocations.
 _BETWEEN = 1 << 16
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _madvise = ctypes.CDLL(None, use_errno=True).madvise if sys.platform == "linux" else None
@@ -21,7 +21,7 @@ if _madvise is not None:
 
 
 def allocate_huge(value: Value) -> torch.Tensor:
-    """As `Value.empty`, asking the system for huge pages where it has them.
+    """As `Value.empty`, on huge pages where the system has them.
 
     The kernel clears memory page by page when it is first touched; with pages of 2 MiB instead of 4 KiB that takes
     512 times fewer faults (measured: 1.2 to 7.6 GB/s instead of 0.4 to 4).
@@ -35,7 +35,7 @@ def allocate_huge(value: Value) -> torch.Tensor:
 def advise_huge(ranges: Iterable[tuple[int, int]]) -> None:
     """Ask for huge pages under memory that has not been touched, given as (address, bytes).
 
-    Ranges that lie one after the other are one stretch, since each by itself may be less than one page.
+    Adjacent ranges are merged, since each alone may be smaller than a page.
     """
     begin = end = 0
     for address, size in sorted(ranges):
@@ -47,9 +47,9 @@ def advise_huge(ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def _advise(begin: int, end: int) -> None:
-    """Ask for the whole huge pages between two addresses; where the system has none, nothing happens."""
+    """Ask for huge pages within the range; does nothing on systems without them."""
     if _madvise is None or _MADV_HUGEPAGE is None:
         return
     begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
     if end > begin:
-        _madvise(begin, end - begin, _MADV_HUGEPAGE)  # advice: an error changes nothing
+        _madvise(begin, end - begin, _MADV_HUGEPAGE)  # errors are ignored: it is only advice

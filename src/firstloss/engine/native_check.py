@@ -1,4 +1,4 @@
-"""Whether the native kernels give PyTorch's bits: tried out, on this machine and with this PyTorch."""
+"""Test whether the native kernels give PyTorch's bits, on this machine and with this version of PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..rng import native
 
-# (operation, count, its two arguments). Ragged ends, an interval whose end uniforms round up to, and enough numbers to
-# meet each fused or unfused multiplication: at the least noticeable one, two normals in ten thousand differ. None has
-# so many that PyTorch would start its threads to compare them, which takes longer than all the rest.
+# (operation, count, its two arguments). They include ragged ends, an interval whose end uniforms round up to, and
+# enough numbers to detect each multiplication that is fused or not: the rarest one changes two normals in ten thousand.
+# Each is small enough for PyTorch to compare without starting threads, which would take longer than everything else.
 _TRIALS = (
     ("normal", 30_007, 0.0, 1.0),
     ("normal", 16, 0.0, 1.0),
@@ -27,14 +27,14 @@ _TRIALS = (
 
 @cache
 def trusted() -> bool:
-    """Whether the native kernels may take the place of PyTorch's. Found out once in a process, in 2 ms.
+    """Whether the native kernels may replace PyTorch's. Tested once per process, in 2 ms.
 
-    PyTorch's kernels depend on its version, its compiler, the CPU and the environment (ATEN_CPU_CAPABILITY). So what
-    counts is neither, but that both give the same bits, and leave the generator in the same state.
+    PyTorch's kernels depend on its version, its compiler, the CPU and the environment (ATEN_CPU_CAPABILITY). So none of
+    these is asked; both kernels must give the same bits and leave the generator in the same state.
     """
     if not native.available():
         return False
-    with torch.no_grad(), DisableTorchDispatch():  # not to be captured, where somebody is capturing
+    with torch.no_grad(), DisableTorchDispatch():  # must not be captured if a capture is active
         generator = torch.Generator().manual_seed(20_261_120)
         torch.empty(77, dtype=torch.int32, device="cpu").random_(generator=generator)
         cursor = native.Cursor(generator.get_state().numpy())
@@ -48,8 +48,8 @@ def trusted() -> bool:
 
 
 def _finishes_alike() -> bool:
-    """Whether `native.finish` makes what PyTorch's operations make, of any numbers and of what is none."""
-    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the context says
+    """Whether `native.finish` gives what PyTorch's operations do, for any numbers and for NaN."""
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the default device is
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]
     source = torch.cat([torch.tensor(special, **options), torch.arange(2000.0, **options) / 777 - 1])
     for factor, term, low, high in ((0.3, 0.1, -0.2, 0.25), (1.0, -0.0, -2.0, 0.0), (0.0, 1e-3, float("-inf"), 2.0)):
@@ -62,19 +62,19 @@ def _finishes_alike() -> bool:
     return True
 
 
-# How close to the middle between two floats the native inverse error function leaves a number to PyTorch's, as a
-# fraction of their distance: twice what is seen to be enough with the math library that PyTorch's builds have, on
-# all 2^24 uniforms of (-1, 1) (`tests/rng/test_erfinv.py`).
+# How close to the midpoint of two floats, as a fraction of their distance, the native inverse error function leaves a
+# number to PyTorch's: twice what is enough for the math library in PyTorch's builds, on all 2^24 uniforms of (-1, 1)
+# (`tests/rng/test_erfinv.py`).
 DOUBT = 1 / 128
 
 
 @cache
 def erfinv_trusted() -> bool:
-    """Whether the native inverse error function may take the place of PyTorch's. Found out once in a process, in 1 ms.
+    """Whether the native inverse error function may replace PyTorch's. Tested once per process, in 1 ms.
 
-    PyTorch's is a math library's, and another one's on another CPU. What is asked of it here is to be twice as close to
-    the true value as the kernel counts on, at a hundred thousand numbers: a library that is less so even in a
-    sixtieth of the interval gives itself away, all but surely.
+    PyTorch's comes from a math library, which depends on the CPU. The test requires it to be twice as accurate as the
+    kernel assumes, at a hundred thousand numbers: a library that is less accurate, even in a sixtieth of the interval,
+    is almost certainly detected.
     """
     if not (native.has_erfinv() and trusted()):
         return False
@@ -85,7 +85,7 @@ def erfinv_trusted() -> bool:
         tails = 1 - torch.exp2(-torch.empty(10_000, **options).uniform_(1, 24, generator=generator))
         special = torch.tensor([0.0, -0.0, 1e-44, -1e-30, 1.0, -1.0, 1.5, float("inf"), float("nan")], **options)
         numbers = torch.cat([even, tails, -tails[:100], special])
-        expected = torch.cat([part.erfinv() for part in numbers.split(1 << 15)])  # where PyTorch starts no threads
+        expected = torch.cat([part.erfinv() for part in numbers.split(1 << 15)])  # PyTorch starts no threads
         room = Doubtful(len(numbers))
         count = native.erfinv(numbers.data_ptr(), len(numbers), room.within(DOUBT / 2))
         room.left[:count].erfinv_()
@@ -94,12 +94,12 @@ def erfinv_trusted() -> bool:
 
 
 class Doubtful:
-    """Room for the numbers among `count` whose inverse error function is in doubt: arguments, and indices."""
+    """Buffers for the numbers among `count` that the kernel leaves to PyTorch: arguments and indices."""
 
     def __init__(self, count: int) -> None:
         self.left = torch.empty(count + native.SPARE, dtype=torch.float32, device="cpu")
         self.where = torch.empty(count + native.SPARE, dtype=torch.int32, device="cpu")
 
     def within(self, share: float = DOUBT) -> native.Doubt:
-        """What the native kernels take."""
+        """As an argument of the native kernels."""
         return native.Doubt(share, self.left.data_ptr(), self.where.data_ptr())

@@ -1,9 +1,9 @@
-"""Plans: how any range of a Value's elements is made without making the rest.
+"""Plans: how to make any range of a Value's elements without making the rest.
 
-Most recipes are a random fill with a few edits on top, and such a recipe can be run on any range of its elements: only
-the words that those elements take are drawn, at their place in the stream. A plan is the steps of such a recipe. What
-has none (an operation whose result at one element depends on others, or on where it lies in a vector register) is run
-whole, node by node (`replay.py`).
+Most recipes are a random fill followed by a few edits. Such a recipe can be run on any range of its elements, drawing
+only the words for those elements, at their stream positions. A plan is the list of its steps. Recipes without a plan
+(because an operation's result at one element depends on others, or on its lane in a vector register) are run whole,
+node by node (`replay.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
 from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from ..rng import draws
 
-# Recipes are followed through so many edits and copies; beyond, they are made whole.
+# Recipes with more edits and copies than this are made whole.
 _MAX_STEPS = 64
 _MAX_DEPTH = 8
 
@@ -24,7 +24,7 @@ class RangeStep(NamedTuple):
     """One operation on the way to a Value.
 
     Attributes:
-        edits: further ones, on the same elements, whose operands are numbers: run on each piece in turn.
+        edits: later operations on the same elements whose operands are numbers; applied piece by piece.
         partial: whether it can be run on a range of the storage.
     """
 
@@ -35,14 +35,14 @@ class RangeStep(NamedTuple):
 
 
 class RangePlan(NamedTuple):
-    """`steps`, first to last, on top of `base`: a Value known, or made whole; None where they overwrite all of it."""
+    """`steps`, in order, applied to `base`: a Value that is known or made whole; None if they overwrite all of it."""
 
     base: Value | None
     steps: tuple[RangeStep, ...]
 
 
 class Planner:
-    """Finds plans, and keeps them. Thread-safe."""
+    """Makes plans, and caches them. Thread-safe."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Value, bool], RangePlan] = {}
@@ -61,7 +61,7 @@ class Planner:
         return plan
 
     def can_run(self, value: Value, partial: bool) -> bool:
-        """Whether a part of `value`, or all of it, can be made so; if not, it is made node by node."""
+        """Whether a part of `value`, or all of it, has a plan; otherwise it is made node by node."""
         found = self._runnable.get((value, partial))
         if found is None:
             found = is_dense(value) and _can_run(self.plan(value, partial), value)
@@ -69,7 +69,7 @@ class Planner:
         return found
 
     def first_draw(self, value: Value) -> int:
-        """The number of the node where its recipe first draws: the order of these is that of the stream, mostly."""
+        """The index of the first node of its recipe that draws; mostly in the order of the stream."""
         for _ in range(_MAX_DEPTH):
             if value.known or not self.can_run(value, False):
                 break
@@ -95,13 +95,13 @@ def is_empty(value: Value) -> bool:
 
 
 def _can_run(plan: RangePlan, value: Value) -> bool:
-    """Whether the plan begins with something else than `value` made whole."""
+    """Whether the plan does not begin with `value` made whole."""
     return plan.base is not value or value.known or is_empty(value)
 
 
 def _find(value: Value, partial: bool, depth: int) -> RangePlan:
     steps: list[RangeStep] = []
-    # Ranges that a later step writes anew, as the second fill of a padded shard.
+    # Ranges that a later step overwrites, such as the second fill of a padded shard.
     replaced: list[tuple[int, int]] = []
     at = value
     base: Value | None = None
@@ -127,7 +127,7 @@ def _find(value: Value, partial: bool, depth: int) -> RangePlan:
 
 
 def _fused(steps: list[RangeStep]) -> tuple[RangeStep, ...]:
-    """Edits by numbers, of what the fill before them has filled, belong to the fill."""
+    """Merge edits with numbers into the fill before them, if they cover the same elements."""
     out: list[RangeStep] = []
     for step in steps:
         if out and _is_edit(step.does, out[-1]):
@@ -141,14 +141,14 @@ def _is_edit(edit: Fill | Copy | Pointwise, filled: RangeStep) -> bool:
     if not isinstance(edit, Pointwise) or not isinstance(filled.does, Fill) or not edit.in_place:
         return False
     draw, target = filled.node.draw, filled.does.target
-    if draw is not None and draw.rejection is not None:  # it is not through after its first round
+    if draw is not None and draw.rejection is not None:  # drawn by rejection: its first round is not the result
         return False
     same = edit.target[1:] == target[1:] and is_contiguous(target.size, target.stride)
     return same and all(isinstance(a, (int, float, type(None))) for a in (*edit.args[1:], *edit.kwargs.values()))
 
 
 def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
-    """The operation that made `value`, if it can be run on the bare storage."""
+    """The operation that made `value`, if it can be run on a range of the storage."""
     does = kind_of(node)
     if not isinstance(does, (Fill, Copy, Pointwise)) or not is_dense(value) or value.device.type != "cpu":
         return None
@@ -180,13 +180,13 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
             continue
         if ref.size != target.size:
             return None
-        # Its own storage read while it is written, or a source that is expensive to enter: at once or not at all.
+        # It reads the storage that it writes, or a source that is expensive to start in: only as a whole.
         partial = partial and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
     return RangeStep(does, node, (), partial)
 
 
 def _is_flat(ref: Ref) -> bool:
-    """Whether a read shows elements one after the other as they lie in memory."""
+    """Whether a read is of consecutive elements, in memory order."""
     return is_contiguous(ref.size, ref.stride) and ref.dtype == ref.value.dtype and is_dense(ref.value)
 
 
@@ -203,7 +203,7 @@ def _span(target: Ref) -> tuple[int, int] | None:
 
 
 def _is_within(node: Node, replaced: list[tuple[int, int]]) -> bool:
-    """Whether all that `node` writes is written anew later, by whom nothing is read of it."""
+    """Whether all that `node` writes is overwritten later, without having been read."""
     if len(node.outputs) != 1 or len(node.writes) != 1 or (span := _span(node.writes[0])) is None:
         return False
     return any(begin <= span[0] and span[1] <= end for begin, end in replaced)

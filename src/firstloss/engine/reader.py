@@ -1,4 +1,4 @@
-"""Readers: write what a Ref shows, or any part of it, into memory that is there."""
+"""Readers: write what a Ref shows, or any part of it, into existing memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from .sampler import StreamSampler, has_erfinv, is_native
 
 aten = torch.ops.aten
 
-# Bytes of a source that are made at a time where its reader takes only some of them, as a column block takes of a
-# weight's rows.
+# Bytes of a source that are made at a time if only some of them are used, as by a block of columns.
 _BLOCK_BYTES = 8 << 20
-# Elements drawn at a time: they stay in a core's L2 cache, which PyTorch's normal kernel goes over twice (measured:
-# 300 M values/s in pieces of 256 KiB, 200 M/s on the whole).
+# Elements drawn at a time: they fit in a core's L2 cache, and PyTorch's kernel for normals makes two passes (measured:
+# 300 M values/s in pieces of 256 KiB, 200 M/s for the whole).
 _PIECE = 1 << 16
-# The native kernels keep to the cache by themselves. Pieces of some milliseconds tell how far they are.
+# The native kernels need no small pieces for the cache; these take some milliseconds, for reports of progress.
 _NATIVE_PIECE = 1 << 22
-# With edits behind them a piece has to stay in the cache as well, but threads that hand each other the interpreter's
-# lock for every edit wait for it: measured, pieces of 1 MiB take 30% less than those of 256 KiB.
+# With edits after it a piece has to stay in the cache, but threads then contend for the interpreter's lock at each
+# edit: pieces of 1 MiB take 30% less time than 256 KiB (measured).
 _EDITED_PIECE = 1 << 18
-# A fill this short is drawn whole: nothing is saved by cutting it.
+# Shorter fills are drawn whole: splitting them saves nothing.
 _SHORT = 1 << 10
 
 
 class Wholes:
-    """Values that had to be made whole, remembered for the next reader: the last `keep` of them. Thread-safe."""
+    """A cache of the last `keep` Values that had to be made whole. Thread-safe."""
 
     def __init__(self, make: Callable[[Value], torch.Tensor] = make_whole, keep: int = 2) -> None:
         self._make = make
@@ -48,7 +47,7 @@ class Wholes:
 
     def __call__(self, value: Value) -> torch.Tensor:
         """The content of `value`; not to be written."""
-        with self._lock:  # one at a time: it is memory that is short
+        with self._lock:  # one at a time, to save memory
             buffer = self._made.pop(value, None)
             if buffer is None:
                 while len(self._made) >= self._keep:
@@ -59,10 +58,10 @@ class Wholes:
 
 
 class Reader:
-    """Makes Values, and parts of them. It goes on in the stream where it is, so use one per thread."""
+    """Makes Values and parts of them. Keeps its stream position between calls, so use one per thread."""
 
     def __init__(self, whole: Callable[[Value], torch.Tensor] | None = None, planner: Planner | None = None) -> None:
-        """`whole` gives the buffer of a Value that has to be made whole; what it returns is only read."""
+        """`whole` returns the buffer of a Value that has to be made whole; it is only read."""
         self.planner = planner or Planner()
         self._whole = whole or Wholes()
         self._sampler = StreamSampler()
@@ -70,7 +69,7 @@ class Reader:
     def materialize(self, ref: Ref, box: Box | None, out: torch.Tensor) -> None:
         """Write what `ref` shows, or the part of it in `box`, into `out`, a tensor of that size.
 
-        Where the dtypes differ, elements are converted.
+        Elements are converted if the dtypes differ.
         """
         if box is not None:
             offset = ref.offset + sum(b * s for b, s in zip(box.begin, ref.stride, strict=True))
@@ -100,7 +99,7 @@ class Reader:
             part.copy_(memory.as_strided(block.size, ref.stride, 0))
 
     def make(self, value: Value, out: torch.Tensor) -> None:
-        """Make all of `value` in `out`, a tensor laid out as it is; of what it copies, only what it copies is made."""
+        """Make all of `value` in `out`, a tensor of its layout; of its sources, only what it reads is made."""
         if not value.numel:
             return
         if self.planner.can_run(value, False):
@@ -109,7 +108,7 @@ class Reader:
             out.copy_(self.content(value))
 
     def window(self, value: Value, begin: int, end: int, out: torch.Tensor) -> None:
-        """Make elements [begin, end) of `value`, as they lie in memory, in `out`: one-dimensional, of its dtype."""
+        """Make elements [begin, end) of `value`, in memory order, in `out`: one-dimensional, of its dtype."""
         plan = self.planner.plan(value, not (begin == 0 and end == value.numel))
         if plan.base is not None and not is_empty(plan.base):
             if plan.base.known:
@@ -124,10 +123,10 @@ class Reader:
         return value.content() if value.known else self._whole(value)
 
     def fill_columns(self, ref: Ref, dim: int, rows: tuple[int, int], parts: Sequence[torch.Tensor]) -> bool:
-        """Make rows [first, last) of what `ref`, row-major, shows, cut along `dim` into `parts`, each row-major.
+        """Make rows [first, last) of the row-major `ref`, split along `dim` into `parts`, each row-major.
 
         Returns:
-            Whether that was done. It is for a recipe that is one fill by a native kernel; else nothing has happened.
+            Whether that was done: only for a recipe that is a single fill by a native kernel.
         """
         plan = self.planner.plan(ref.value, True)
         step = plan.steps[0] if len(plan.steps) == 1 else None
@@ -140,7 +139,7 @@ class Reader:
         first, last = (ref.offset + number * row - fill.target.offset for number in rows)
         if not is_contiguous(fill.target.size, fill.target.stride) or not 0 <= first < last <= count:
             return False
-        # A kernel makes so many normals together, and the last of a ragged fill anew.
+        # A kernel makes this many normals together, and the last ones of a ragged fill again.
         group = draws.MIN_PIECE
         if first % group or last % group or (count % group and last > count - group):
             return False
@@ -154,7 +153,7 @@ class Reader:
     # -- the steps of a plan -----------------------------------------------------------------------------------------
 
     def _run(self, step: RangeStep, begin: int, end: int, out: torch.Tensor) -> None:
-        """Run one step on elements [begin, end) of the storage, which `out` holds."""
+        """Run one step on elements [begin, end) of the storage, in `out`."""
         does = step.does
         target = does.target
         count = math.prod(target.size)
@@ -179,7 +178,7 @@ class Reader:
         if copy.dim is not None:
             into, at = into.view(copy.target.size), 0
             for source in copy.sources:
-                if source.size != (0,):  # which may stand beside tensors of any shape
+                if source.size != (0,):  # `cat` accepts empty tensors beside any others
                     self.materialize(source, None, into.narrow(copy.dim, at, source.size[copy.dim]))
                     at += source.size[copy.dim]
             return
@@ -204,18 +203,18 @@ class Reader:
             into.copy_(edit.op(*args, **edit.kwargs).view(into.shape))
 
     def _operand(self, ref: Ref, first: int, last: int, count: int) -> torch.Tensor:
-        """Elements [first, last) of an operand that has `count` elements; one of one element as it is."""
+        """Elements [first, last) of an operand of `count` elements; all of an operand of one element."""
         if math.prod(ref.size) == 1 != count or last - first == count:
             made = torch.empty(ref.size, dtype=ref.dtype)
             self.materialize(ref, None, made)
-            # Whether it has dimensions matters to type promotion; how many does not.
+            # Type promotion depends on whether it has dimensions, not on how many.
             return made.reshape(-1) if made.numel() == 1 != count and made.dim() else made
         part = torch.empty(last - first, dtype=ref.dtype)
         self.window(ref.value, ref.offset + first, ref.offset + last, part)
         return part
 
     def _fill(self, step: RangeStep, fill: Fill, first: int, last: int, count: int, into: torch.Tensor) -> None:
-        """Elements [first, last) of a fill of `count` elements, and the edits behind it."""
+        """Elements [first, last) of a fill of `count` elements, with its edits."""
         draw = step.node.draw
         if draw is None:
             into.fill_(fill.value)
@@ -236,7 +235,7 @@ class Reader:
     def _draw(
         self, step: RangeStep, fill: Fill, draw: Draw, first: int, last: int, count: int, into: torch.Tensor
     ) -> None:
-        """Draw piece by piece, each with its edits."""
+        """Draw piece by piece, and apply the edits to each."""
         native = is_native(fill.name, into, *fill.pair)
         edits, finish = split_finish(step.edits) if native and step.edits else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
@@ -274,17 +273,17 @@ class Reader:
 
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
-    """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does so for many, on all cores."""
+    """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does that for many, on all cores."""
     with torch.no_grad(), DisableTorchDispatch():
         Reader().materialize(ref, box, out)
 
 
 def flat(buffer: torch.Tensor, value: Value) -> torch.Tensor:
-    """A buffer laid out as `value` as its elements lie in memory."""
+    """A buffer with the layout of `value` as one dimension, in memory order."""
     return buffer.as_strided((value.numel,), (1,), buffer.storage_offset())
 
 
 def _position(draw: Draw, fill: Fill, element: int) -> Position:
-    """Where a fill draws the element of this number, which begins a piece."""
+    """The stream position of an element that begins a piece of a fill."""
     words = draws.words_before(fill.name, dtype_name(fill.target), element)
     return Position(draw.position.words + words, draw.position.spare)

@@ -1,8 +1,8 @@
-"""Normals inside bounds, drawn by rejection: how many rounds it takes, and what the later rounds change.
+"""Truncated normals by rejection: how many rounds they take, and what the later rounds change.
 
-PyTorch draws the whole tensor, and draws the whole tensor again as long as a value lies outside, each time replacing
-the values that do. Where the stream goes on depends on the number of rounds alone, and that is found without the
-tensor: piece by piece, in a core's cache, each piece for as many rounds as it needs, on all cores.
+PyTorch draws the whole tensor, and draws it again as long as a value is out of bounds, each time replacing those
+values. The stream position afterwards depends only on the number of rounds, which is found without the tensor: on all
+cores, each piece in a core's cache and for as many rounds as it needs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..rng.stream import Position, Stream
 from .sampler import StreamSampler
 
 _PIECE = 1 << 18
-# Drawing so many pieces in vain costs what a jump does.
+# Skipping more pieces than this is cheaper by a jump than by drawing them.
 _JUMP_PIECES = 2
-# What later rounds change is remembered up to this size, over all tensors: a tenth of a tensor's bytes at two
-# standard deviations, and drawing it anew costs some four times what the tensor's first round does.
+# What later rounds change is cached up to this size, for all tensors together: a tenth of a tensor's bytes for bounds
+# at two standard deviations, and finding it again takes four times as long as the tensor's first round.
 _REMEMBERED_BYTES = 1 << 30
 _remembered = 0
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corrections(NamedTuple):
-    """What later rounds change: the elements' places, in ascending order, and their values."""
+    """What later rounds change: indices of elements, in ascending order, and their values."""
 
     rounds: int
     places: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Corrections(NamedTuple):
 
 
 class Rejection:
-    """One such tensor: `numel` contiguous elements of `dtype`, drawn at `position` of `stream`."""
+    """A tensor drawn by rejection: `numel` contiguous elements of `dtype`, at `position` of `stream`."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Rejection:
 
     @property
     def words_a_round(self) -> int:
-        """32-bit words that one round draws."""
+        """32-bit words drawn in one round."""
         return round_words(self._numel, self._dtype)
 
     def words(self) -> int:
-        """32-bit words drawn in all."""
+        """32-bit words drawn in all rounds."""
         with self.lowck:
             if self._rounds is None:
                 self._find()
@@ -78,7 +78,7 @@ class Rejection:
             return self._rounds * self.words_a_round
 
     def correct(self, first_round: torch.Tensor, begin: int = 0) -> None:
-        """Give elements from `begin` on, which hold their first round, their final content.
+        """Replace the values of the first round by the final ones, in elements from `begin` on.
 
         Args:
             first_round: contiguous, or all of the elements.
@@ -86,10 +86,10 @@ class Rejection:
         part = first_round.view(-1)
         end = begin + part.numel()
         found = self._found
-        if found is None:  # each piece takes as many rounds as it needs, so others need not be looked at
+        if found is None:  # pieces are independent: each takes as many rounds as it needs
             found = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
         low, high = np.searchsorted(found.places, (begin, end))
-        # By numpy, as elsewhere here: PyTorch would start its own threads, which go on looking for work.
+        # By NumPy, as elsewhere here: PyTorch would start its own threads, which keep spinning.
         bits = _BITS[part.dtype.itemsize]
         values = torch.from_numpy(found.values[low:high]).to(part.dtype).view(bits).numpy()
         part.view(bits).numpy()[found.places[low:high] - begin] = values
@@ -105,7 +105,7 @@ class Rejection:
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
                 found = list(pool.map(self._search, parts))
-        # By numpy: PyTorch would start its own threads, which go on looking for work while ours search again.
+        # By NumPy: PyTorch would start its own threads, which keep spinning while ours search.
         places, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("places", "values"))
         result = Corrections(max(part.rounds for part in found), places, values)
         self._rounds = result.rounds
@@ -121,13 +121,13 @@ class Rejection:
             _remembered -= self._found.places.nbytes + self._found.values.nbytes
 
     def _search(self, pieces: list[tuple[int, int]]) -> Corrections:
-        """What later rounds change of some of the pieces."""
+        """What later rounds change in some of the pieces."""
         with torch.no_grad(), DisableTorchDispatch():
             walks: list[_Walk] = [_Walk(self, 0, pieces)]
             places, values, most = [], [], 1
             for number, (begin, _) in enumerate(pieces):
                 changed = outside = walks[0].outside(number)
-                open_ = np.arange(len(outside))  # the elements still outside: their numbers among `changed`
+                open_ = np.arange(len(outside))  # indices in `changed` of the elements that are still out of bounds
                 kept = np.empty(len(outside), walks[0].precision)
                 round_ = 1
                 while len(outside):
@@ -147,10 +147,10 @@ class Rejection:
 
 
 class _Walk:
-    """One round's candidates, piece after piece; a piece that nobody needs is drawn in vain or jumped over.
+    """The candidates of one round, piece after piece; unneeded pieces are drawn and dropped, or jumped over.
 
     Attributes:
-        precision: of the candidates that it returns.
+        precision: the dtype of the candidates.
     """
 
     def __init__(self, rejection: Rejection, round_: int, pieces: list[tuple[int, int]]) -> None:
@@ -159,27 +159,27 @@ class _Walk:
         self._pieces = pieces
         self._next: int | None = None
         self._sampler = StreamSampler()
-        half = rejection._dtype in (torch.float16, torch.bfloat16)  # numpy has no bfloat16, and is slow at float16
+        half = rejection._dtype in (torch.float16, torch.bfloat16)  # NumPy has no bfloat16, and its float16 is slow
         self.precision = np.dtype(np.float64 if rejection._dtype == torch.float64 else np.float32)
         self._scratch: torch.Tensor | None = None
         self._half = half
 
     def outside(self, number: int) -> np.ndarray:
-        """The indices of those of piece `number` that lie outside the bounds, counted from its beginning."""
+        """The indices, within piece `number`, of candidates that are out of bounds."""
         own, count = self._rejection, self._go_to(number)
         if self._sampler.has_selection(count, own._dtype):
             return self._sampler.normals_outside(count, own._mean, own._std, own.low, own.high)
         return own._outside(self._drawn(count))
 
     def at(self, number: int, places: np.ndarray) -> np.ndarray:
-        """The candidates at these indices of piece `number`."""
+        """The candidates at these indices within piece `number`."""
         own, count = self._rejection, self._go_to(number)
         if self._sampler.has_selection(count, own._dtype):
             return self._sampler.normals_at(count, own._mean, own._std, places)
         return self._drawn(count)[places]
 
     def _go_to(self, number: int) -> int:
-        """The sampler stands where piece `number` begins; returns how many elements it has, which are drawn next."""
+        """Move the sampler to the beginning of piece `number`; returns the number of its elements."""
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
             stream, position = own._where[0].absolute(own._where[1])
@@ -218,12 +218,12 @@ def round_words(numel: int, dtype: torch.dtype) -> int:
 
 
 def may_be_cut(numel: int, dtype: torch.dtype) -> bool:
-    """Whether such a tensor can be drawn piece by piece."""
+    """Whether such a tensor can be drawn in pieces."""
     return numel >= draws.MIN_PIECE and draws.granule("normal", _name(dtype)) is not None
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    # The kernel makes the end of a tensor in a way of its own, for which the last piece must not be short.
+    # The kernel makes the end of a tensor differently, for which the last piece must not be short.
     cuts = [*range(0, max(numel - _PIECE, 0) + 1, _PIECE), numel]
     yield from zip(cuts, cuts[1:], strict=False)
 

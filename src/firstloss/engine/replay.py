@@ -1,7 +1,7 @@
-"""Run nodes for real, one by one, in the order in which they were recorded.
+"""Execute nodes one by one, in the order in which they were recorded.
 
-Every storage gets one buffer, views are views of it and in-place operations happen in place, just as eager PyTorch
-would have done it: so whatever aliasing does in eager it does here. What was not asked for is not run.
+Every storage is one buffer, views are views of it, and in-place operations happen in place, so aliasing works as in
+eager PyTorch. Only what is asked for is run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..rng.philox_stream import PhiloxStream
 from . import counter_fill
 from .sampler import call_with
 
-# Values up to this size are kept once they have been computed, so that reading one element after another of a
-# captured tensor does not run its recipe for each.
+# Values up to this size are kept when they have been computed, so that code that reads a captured tensor element by
+# element does not run its recipe each time.
 _KEEP_BYTES = 1 << 16
 
 
 class _Unforeseen:
-    """In the place of a result unlike what its meta kernel says: an error as soon as somebody asks for it."""
+    """Stands for a result that differs from what its meta kernel promised; using it is an error."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -35,7 +35,7 @@ class _Unforeseen:
 
 
 def _laid_out(tensor: torch.Tensor | None, value: Value, node: Node) -> torch.Tensor | _Unforeseen:
-    """What `node` has returned, laid out as capture foresaw it."""
+    """A result of `node`, with the strides that capture predicted."""
     if tensor is None:
         return _Unforeseen(f"{node.source}: {node.op} returned None where capture foresaw a tensor {list(value.shape)}")
     if tensor.dtype != value.dtype or tensor.shape != value.shape:
@@ -52,7 +52,7 @@ def _laid_out(tensor: torch.Tensor | None, value: Value, node: Node) -> torch.Te
 
 
 class Replay:
-    """Buffers by Value, and how to fill them."""
+    """Executes nodes, and keeps the buffer of each Value."""
 
     def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class Replay:
         self._generator = torch.Generator()
 
     def buffer(self, value: Value) -> torch.Tensor:
-        """The buffer that holds `value`: computed, known, or fresh memory where nothing has been written."""
+        """The buffer of `value`: computed, known, or uninitialised memory."""
         buffer = self.buffers.get(value)
         if buffer is None:
             buffer = self.allocate(value)
@@ -72,7 +72,7 @@ class Replay:
         return buffer
 
     def run(self, nodes: Iterable[Node]) -> None:
-        """Run `nodes`, which are in the order of recording."""
+        """Execute `nodes`, which must be in the order of recording."""
         with torch.no_grad():
             for node in nodes:
                 self._run_one(node)
@@ -96,12 +96,12 @@ class Replay:
             self._keep(node, made, tensors[max(len(tensors) - len(made), 0) :])
 
     def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Keep what `node` has newly made."""
+        """Keep the new tensors that `node` has returned."""
         for value, tensor in zip(made, tensors, strict=True):
             self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
 
     def _draw(self, node: Node, draw: Draw, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What a random operation returns at its place in the stream."""
+        """Execute a random operation at its stream position."""
         stream, position = draw.stream, draw.position
         if isinstance(stream, PhiloxStream):
             generator = torch.Generator(node.outputs[0].device)
@@ -129,14 +129,14 @@ class Replay:
 
 
 def make_whole(value: Value) -> torch.Tensor:
-    """All of one Value, on fresh memory that nobody else holds."""
+    """All of one Value, in fresh memory."""
     replay = Replay()
     replay.run(slice_for([value]))
     return replay.buffer(value)
 
 
 def compute(refs: list[Ref]) -> list[torch.Tensor]:
-    """The tensors that `refs` describe, on fresh memory that nobody else holds."""
+    """The tensors that `refs` describe, in fresh memory."""
     values = {ref.value for ref in refs}
     replay = Replay()
     replay.run(slice_for(values))

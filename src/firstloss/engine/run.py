@@ -1,10 +1,10 @@
-"""The CPU engine: whole Values, and boxes of what Refs show, made on all cores.
+"""The CPU engine: make whole Values, and boxes of them, on all cores.
 
-Nearly all the work of a constructor is random fills, which depend on nothing but their place in the stream. So the work
-is cut into tasks, laid end to end in stream order, and cut into segments of about equal cost; a thread takes a segment
-at a time: where one task ends in the stream the next begins, and only a gap (a dead fill, another device's shard) costs
-a jump. What recipes have besides, operations that cannot be run on a range, is replayed afterwards node by node,
-independent parts of it side by side.
+Nearly all the work of a constructor is random fills, which depend only on their stream positions. So the work is split
+into tasks, which are ordered by stream position and divided into segments of about equal cost. A thread runs one
+segment at a time: each task begins where the previous one ended in the stream, and only a gap (a dead fill, another
+device's shard) needs a jump. Operations that cannot be run on a range are replayed afterwards, node by node, with
+independent ones in parallel.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from .plan import Planner, RangeStep
 from .reader import Reader, Wholes, flat
 from .replay import Replay
 
-# Elements of a task: what one thread makes in one go. Fewer where there are few in all, for all threads to have some.
+# Elements of a task, which one thread makes. Fewer if there are few in total, so that all threads have some.
 _SPAN = 1 << 22
 _LEAST_SPAN = 1 << 18
-# A segment of so many elements takes 30 ms to draw natively and 100 without, against some ms for the jump to its start.
+# A segment of this many elements takes 30 ms with the native kernels and 100 ms without, and a few ms to jump to.
 _SEGMENT = 1 << 25
-_TASKS = 8  # that a thread has at least, for its share to be as large as the others'
-_LEAST = 1 << 16  # elements of a segment that is worth a thread
-_JUMP_COST = 1 << 14  # elements that could be drawn in the time that a task takes beside its elements
-# Bytes of the blocks of rows of which columns are copied; they stay in a core's cache.
+_TASKS = 8  # per thread at least, so that all threads end at about the same time
+_LEAST = 1 << 16  # elements of the smallest segment that is worth a thread
+_JUMP_COST = 1 << 14  # the fixed cost of a task, in elements drawn
+# Bytes of a block of rows from which columns are copied; it fits in a core's cache.
 _ROWS_BYTES = 1 << 21
-_APART_BYTES = 1 << 25  # rows so long are jumped to
-# Copies out of less than this many bytes are made from the whole: that costs nothing there.
+_APART_BYTES = 1 << 25  # longer rows are jumped to one by one
+# Copies from a smaller Value than this make all of it, at no noticeable cost.
 _WORTH = 1 << 16
 
 
 def default_threads() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def give_way(niceness: Sequence[int]) -> Callable[[], None]:
-    """What each thread of a pool runs first: the n-th takes the n-th of these priorities, the others stay as they are.
+    """An initializer for a pool's threads: the n-th thread sets the n-th niceness, further ones none.
 
-    So some leave their cores to whoever is on the way to the first loss.
+    So some threads yield their cores to work that the first loss waits for.
     """
     mine = iter(niceness)
 
     def lower_priority() -> None:
         priority = next(mine, 0)
-        if priority and sys.platform == "linux":  # elsewhere a priority is a whole process's
+        if priority and sys.platform == "linux":  # on other systems niceness applies to the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
 
     return lower_priority
 
 
 class Task(NamedTuple):
-    """A piece of work: its place in the order of recording and drawing, its cost in elements, and what to call."""
+    """A unit of work: its place in the order of recording and drawing, its cost in elements, and a function."""
 
     order: tuple[int, int]
     cost: int
@@ -79,13 +79,13 @@ def materialize_values(
     done: Callable[[int], None] | None = None,
     niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
-    """Make all of each of `values`; returns for each a buffer laid out as it is, that nobody else holds.
+    """Make each of `values`; returns a new buffer for each, with its layout.
 
     Args:
-        allocate: gives the memory for a Value; called from several threads.
-        num_threads: threads to draw with; default all cores of this process.
-        done: told the number of bytes each time a piece has been made, by several threads.
-        niceness: the first threads' priorities, where others are on the way to the first loss meanwhile.
+        allocate: returns the memory for a Value; called from several threads.
+        num_threads: default all cores of this process.
+        done: called with the number of bytes of each piece that has been made, from several threads.
+        niceness: of the first threads, so that they yield to work that the first loss waits for.
     """
     wanted = list(dict.fromkeys(values))
     planner = Planner()
@@ -116,14 +116,14 @@ def make_whole(value: Value) -> torch.Tensor:
 
 
 class WantedPart(NamedTuple):
-    """A part of what a Ref shows and the memory it goes to: several where it is wanted several times."""
+    """A part of what a Ref shows, and the tensors that it is written to."""
 
     box: Box
     into: list[torch.Tensor]
 
 
 def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
-    """Make the parts of what each Ref shows. What lies together in the stream is drawn together."""
+    """Make parts of what each Ref shows; parts that are adjacent in the stream are drawn together."""
     planner = Planner()
     with torch.no_grad(), DisableTorchDispatch():
         tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
@@ -137,7 +137,7 @@ def execute(
     num_threads: int | None = None,
     niceness: Sequence[int] = (),
 ) -> None:
-    """Do all tasks, on all cores; the first error ends the rest."""
+    """Run all tasks on all cores; the first error cancels the rest."""
     threads = num_threads or default_threads()
     failed = threading.Event()
 
@@ -164,10 +164,10 @@ def execute(
 
 
 def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
-    """Cut the tasks, in stream order, into segments of about equal cost."""
+    """Divide the tasks, in stream order, into segments of about equal cost."""
     tasks = sorted(tasks, key=lambda task: task.order)
     total = sum(task.cost + _JUMP_COST for task in tasks)
-    rounds = max(-(-total // (threads * _SEGMENT)), 1)  # alike for all threads, so that all end at once
+    rounds = max(-(-total // (threads * _SEGMENT)), 1)  # the same number for each thread, so that all end together
     goal = max(total / (threads * rounds), _LEAST)
     segments: list[list[Task]] = []
     spent = 0
@@ -184,7 +184,7 @@ def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
 
 
 class _Output:
-    """The memory of a Value. It is taken when its first piece is made, by the thread that makes it."""
+    """The memory of a Value, allocated by the thread that makes its first piece."""
 
     def __init__(self, value: Value, allocate: Callable[[Value], torch.Tensor]) -> None:
         self.value = value
@@ -193,7 +193,7 @@ class _Output:
         self._buffer: torch.Tensor | None = None
 
     def buffer(self) -> torch.Tensor:
-        """The memory, laid out as the Value is."""
+        """The memory, with the layout of the Value."""
         with self._lock:
             if self._buffer is None:
                 self._buffer = self._allocate(self.value)
@@ -220,7 +220,7 @@ def _whole_tasks(output: _Output, planner: Planner, span: int, done: Callable[[i
 
 
 def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
-    """Find where the streams that a recipe draws from begin, now, while all cores may be used for it."""
+    """Resolve the origins of the streams that a recipe draws from now, while all cores are free for it."""
     for step in planner.plan(value, False).steps:
         if step.node.draw is not None:
             step.node.draw.stream.absolute(step.node.draw.position)
@@ -230,10 +230,10 @@ def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
 
 
 def by_range(wanted: Sequence[Value], planner: Planner) -> set[Value]:
-    """Those of `wanted` that are made range by range: they share no work with others, or leave out some of it.
+    """Those of `wanted` that are made by ranges: they share no work with others, or need only a part of it.
 
-    A shard is nothing of its own kind. `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view
-    of the whole weight, and are recorded doing it; here such a copy makes just what it shows.
+    Shards are no special case: `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view of the
+    whole weight, which is recorded like any operation. Here such a copy makes only what it reads.
     """
     found = set()
     sources: dict[Value, list[Ref | None]] = {}
@@ -265,12 +265,12 @@ def by_range(wanted: Sequence[Value], planner: Planner) -> set[Value]:
 
 
 def _is_part(ref: Ref) -> bool:
-    """Whether a read takes so much less than the whole Value that the rest is worth leaving out."""
+    """Whether a read is so much smaller than the Value that making only that much pays."""
     return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _WORTH
 
 
 def _sources(value: Value, planner: Planner, depth: int = 8) -> Iterator[Ref | None]:
-    """The reads of Values that have to be made for a recipe, but are not what it makes; None if they are too many."""
+    """The reads of other Values that have to be made for a recipe; None if there are too many."""
     if not depth:
         yield None
         return
@@ -286,7 +286,7 @@ def _sources(value: Value, planner: Planner, depth: int = 8) -> Iterator[Ref | N
 
 
 def _reads(step: RangeStep) -> list[Ref]:
-    """What a step reads of Values that have to be made."""
+    """The reads, by a step, of Values that have to be made."""
     does = step.does
     if isinstance(does, Fill):
         return []
@@ -296,7 +296,7 @@ def _reads(step: RangeStep) -> list[Ref]:
 
 
 def _hoisted(nodes: list[Node], wanted: set[Value], planner: Planner) -> dict[Value, list[Node]]:
-    """The fills among `nodes`, each with the edits behind it that nobody else sees, by the Value that they make."""
+    """The fills among `nodes`, each with the edits after it that nothing else reads, by the Value that they make."""
     users: dict[Value, list[Node]] = {}
     for node in nodes:
         for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
@@ -325,12 +325,12 @@ def _hoisted(nodes: list[Node], wanted: set[Value], planner: Planner) -> dict[Va
 
 
 def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness: Sequence[int]) -> None:
-    """Run what is left node by node; what touches no common Value, side by side."""
+    """Replay the remaining nodes; groups that share no Value run in parallel."""
 
     def run_component(component: list[Node]) -> None:
         with DisableTorchDispatch():
             own = Replay(shared.allocate)
-            own.buffers = shared.buffers  # components share no Value, and a dict may be written from several threads
+            own.buffers = shared.buffers  # groups share no Value, and a dict may be written from several threads
             own.run(component)
 
     components = _components(nodes)
@@ -342,7 +342,7 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
 
 
 def _components(nodes: list[Node]) -> list[list[Node]]:
-    """Groups of nodes that touch no common Value, each in the order of recording."""
+    """Groups of nodes that share no Value, each in the order of recording."""
     owner: dict[Value, int] = {}
     parent: list[int] = []
 
@@ -370,7 +370,7 @@ def _components(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _part_tasks(ref: Ref, parts: list[WantedPart], planner: Planner) -> Iterator[Task]:
-    """The work of some parts of what `ref` shows."""
+    """The tasks for some parts of what `ref` shows."""
     value = ref.value
     number = planner.first_draw(value)
     if not math.prod(ref.size):
@@ -393,7 +393,7 @@ def _part_tasks(ref: Ref, parts: list[WantedPart], planner: Planner) -> Iterator
             yield Task((number, first + begin), end - begin, partial(_straight, value, first, begin, end, part))
     row = strides[0] if strides else 1
     for (begin, size), group in rows.items():
-        if row * value.dtype.itemsize > _APART_BYTES and len(group) == 1:  # experts, say: rows apart
+        if row * value.dtype.itemsize > _APART_BYTES and len(group) == 1:  # experts, say: rows far apart
             yield Task((number, begin * row), size * row, partial(_apart, ref, group[0]))
             continue
         step = max(_SPAN // row, 1)
@@ -403,7 +403,7 @@ def _part_tasks(ref: Ref, parts: list[WantedPart], planner: Planner) -> Iterator
 
 
 def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
-    """Elements [begin, end) of a part that lies straight in the whole, where its first one is number `first`."""
+    """Elements [begin, end) of a part that is contiguous in the whole, where it begins at element `first`."""
     own = part.into[0].view(-1)[begin:end]
     reader.window(value, first + begin, first + end, own)
     for other in part.into[1:]:
@@ -411,7 +411,7 @@ def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, 
 
 
 def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
-    """Rows [top, bottom) of the whole, of which each part of the group takes its columns."""
+    """Rows [top, bottom) of the whole, from which each part of the group takes its columns."""
     group = sorted(group, key=lambda part: part.box.begin)
     cut = cut_dimension(ref.size, [part.box for part in group])
     own = [[into[top - part.box.begin[0] : bottom - part.box.begin[0]] for into in part.into] for part in group]
@@ -425,7 +425,7 @@ def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: R
 def _copy_columns(
     reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], own: list[list[torch.Tensor]]
 ) -> None:
-    """Make the rows in blocks, of which the columns are copied."""
+    """Make the rows in blocks, and copy the columns from these."""
     row = math.prod(ref.size[1:])
     step = min(max(_ROWS_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
     memory = torch.empty(step * row, dtype=ref.dtype)
@@ -438,14 +438,14 @@ def _copy_columns(
 
 
 def _apart(ref: Ref, part: WantedPart, reader: Reader) -> None:
-    """A part whose rows lie so far apart that each is jumped to."""
+    """A part whose rows are so far apart that each needs a jump."""
     reader.materialize(ref, part.box, part.into[0])
     for other in part.into[1:]:
         other.copy_(part.into[0])
 
 
 def _cut_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
-    """A weight that is made whole, or that is small: then each part is cut out of it."""
+    """Make a Value whole, because it is small or has no plan, and copy each part from it."""
     if len(parts) == 1 and parts[0].box.size == ref.size:
         _apart(ref, parts[0], reader)
         return

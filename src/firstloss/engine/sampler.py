@@ -1,6 +1,6 @@
-"""Stream samplers: what a random stream has at a place, as uniforms and normals in tensors.
+"""Stream samplers: fill tensors with uniforms and normals from a position of a random stream.
 
-A fill is written by PyTorch's kernel, or by a native one where that is known to write the same bits.
+A fill is made by PyTorch's kernel, or by a native one if that is known to give the same bits.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ..rng.stream import Position, Stream
 from . import counter_fill
 from .native_check import Doubtful, erfinv_trusted, trusted
 
-_ALONE = 1 << 15  # elements of which PyTorch starts no threads, which would be more than there are cores
+_ALONE = 1 << 15  # for up to this many elements PyTorch starts no threads; with ours there would be too many
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class StreamSampler:
-    """Fills tensors from a stream, one after another; goes on where it is without a jump. One thread at a time.
+    """Fills tensors from a stream one after another, without a jump between adjacent ones. Not thread-safe.
 
-    Fills are told by name, "uniform" (low, high) or "normal" (mean, std).
+    A fill is "uniform" (low, high) or "normal" (mean, std).
 
     Attributes:
-        at: the place in the stream; None when that is not known.
+        at: the position in the stream; None if it is not known.
     """
 
     def __init__(self) -> None:
         self.at: tuple[Stream, Position] | None = None
         self._generator = torch.Generator()
-        self._cursor: native.Cursor | None = None  # if there is one, it is where we are, and the generator is not
+        self._cursor: native.Cursor | None = None  # if set, it has the position, and the generator does not
         self._counter: tuple[CounterStream, Position] | None = None  # likewise
-        self._doubtful: Doubtful | None = None  # room that is kept from fill to fill
+        self._doubtful: Doubtful | None = None  # buffers that are reused
 
     def seek(self, stream: Stream, position: Position) -> None:
-        """Go to a position, unless the sampler is there."""
+        """Move to a position, unless the sampler is there already."""
         if isinstance(stream, CounterStream):
             self._counter = self.at = stream, position
         elif self.at != (stream, position):
@@ -50,7 +50,7 @@ class StreamSampler:
             self.at = (stream, position)
 
     def fill(self, name: str, target: torch.Tensor, first: float, second: float) -> None:
-        """Fill `target`. The caller knows how far that goes in the stream, and sets `at`."""
+        """Fill `target`. The caller knows where that leaves the stream, and sets `at`."""
         self.at = None
         if self._counter is not None:
             counter_fill.fill(name, target, first, second, *self._counter)
@@ -69,7 +69,7 @@ class StreamSampler:
     def fill_erfinv(
         self, target: torch.Tensor, low: float, high: float, finish: tuple[float, float, float, float]
     ) -> None:
-        """As `fill` with uniforms, then `erfinv_()` and `native.finish`, in one go, where `has_erfinv`."""
+        """`fill` with uniforms, `erfinv_()` and `native.finish` in one pass; requires `has_erfinv`."""
         self.at = None
         count = target.numel()
         room = self._doubtful
@@ -84,10 +84,10 @@ class StreamSampler:
         native.put(target.data_ptr(), doubt, doubtful)
 
     def fill_columns(self, name: str, rows: int, parts: Sequence[torch.Tensor], first: float, second: float) -> bool:
-        """As `fill`, of so many rows that are cut into `parts` side by side; the rows of each lie one after another.
+        """As `fill`, of `rows` rows that are split into `parts` side by side, each contiguous.
 
         Returns:
-            Whether there is a kernel for it; if not, nothing has been drawn.
+            Whether there is a kernel for it; otherwise nothing has been drawn.
         """
         if self._counter is not None or not native.available():
             return False
@@ -99,17 +99,17 @@ class StreamSampler:
         return True
 
     def has_selection(self, count: int, dtype: torch.dtype) -> bool:
-        """Whether the next two are there, for so many normals that are not their fill's end."""
+        """Whether `normals_outside` and `normals_at` can be used for this many normals, not the end of their fill."""
         whole = dtype == torch.float32 and count % native.MIN_NORMAL == 0 and count < 1 << 31
         return whole and self._counter is None and trusted()
 
     def normals_outside(self, count: int, mean: float, std: float, low: float, high: float) -> NDArray[np.int32]:
-        """As `fill` with normals, but only says which are not in [low, high]: their indices, in ascending order."""
+        """Draw normals, and return only the indices of those outside [low, high], in ascending order."""
         self.at = None
         return self._native().normals_outside(count, mean, std, low, high)
 
     def normals_at(self, count: int, mean: float, std: float, where: NDArray[np.int32]) -> NDArray[np.float32]:
-        """As `fill` with normals, but only makes those at the ascending indices `where`."""
+        """Draw normals, and return only those at the ascending indices `where`."""
         self.at = None
         return self._native().normals_at(count, mean, std, where)
 
@@ -120,7 +120,7 @@ class StreamSampler:
 
 
 def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, second: float) -> bool:
-    """Whether a sampler has `fill_erfinv` for this fill, of target or parts of it."""
+    """Whether `fill_erfinv` can be used for this fill of `target` or parts of it."""
     return (
         name == "uniform"
         and not isinstance(stream, CounterStream)
@@ -131,7 +131,7 @@ def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, se
 
 
 def is_native(name: str, target: torch.Tensor, first: float, second: float) -> bool:
-    """Whether a sampler makes this fill with a native kernel. Those gain nothing from pieces that fit into a cache."""
+    """Whether this fill is made by a native kernel, which gains nothing from pieces that fit in a cache."""
     if (
         target.dtype != torch.float32
         or target.device.type != "cpu"
@@ -141,7 +141,7 @@ def is_native(name: str, target: torch.Tensor, first: float, second: float) -> b
         or not trusted()
     ):
         return False
-    # What PyTorch refuses is left to it, for the error.
+    # Invalid arguments are left to PyTorch, which raises the error.
     if name == "normal":
         return first == first and second >= 0
     return -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
@@ -156,10 +156,10 @@ def fill_with(name: str, target: torch.Tensor, first: float, second: float, gene
 
 
 def call_with(op: Any, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator) -> Any:
-    """Call any random operation with `generator` in the place of its own, or of the global one."""
+    """Call a random operation with `generator` instead of its own or the global one."""
     if any(a.name == "generator" for a in schema_of(op).arguments):
         return op(*args, **{**kwargs, "generator": generator})
-    # The overload has no generator argument (torch.rand and friends): its twin with one draws the same.
+    # This overload has no generator argument (torch.rand and others): another one has, and draws the same.
     twin = getattr(op.overloadpacket, "generator", None)
     if twin is not None and overload_name(op) == "default":
         return twin(*args, **{**kwargs, "generator": generator})
