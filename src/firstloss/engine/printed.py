@@ -38,9 +38,13 @@ def draw(stream: Any, position: int | tuple[int, int], op: Any, *args: Any, **kw
     return call_with(op, args, kwargs, generator)
 
 
-def made(results: Any, count: int) -> list[torch.Tensor]:
-    """The last `count` tensors that an operation has returned: those before them are what it has written to."""
-    tensors = [r for r in ((results,) if isinstance(results, torch.Tensor) else results) if isinstance(r, torch.Tensor)]
+def made(results: Any, count: int) -> list[torch.Tensor | None]:
+    """The last `count` results of an operation, which come after the tensors that it has written to; a kernel may give
+    None for one of them."""
+    several = (results,) if isinstance(results, torch.Tensor) else results
+    tensors: list[torch.Tensor | None] = [r for r in several if isinstance(r, torch.Tensor)]
+    if len(tensors) < count:
+        tensors = [r for r in several if r is None or isinstance(r, torch.Tensor)]
     return tensors[len(tensors) - count :]
 
 
