@@ -17,7 +17,8 @@ QUICK = {
     "xla_cpu_use_fusion_emitters": (False, True),
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
-FLAGS = os.environ.get("XLA_FLAGS", "")
+# The user's own: xdist's workers inherit what this file has set in the process that started them.
+FLAGS = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if f.removeprefix("--").split("=")[0] not in QUICK)
 AS_USERS = bool(os.environ.get("FIRSTLOSS_AS_USERS"))
 if not AS_USERS:  # in the environment: child processes have it, too
     os.environ["XLA_FLAGS"] = " ".join([FLAGS, *(f"--{name}={value}".lower() for name, (value, _) in QUICK.items())])
