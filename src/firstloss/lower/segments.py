@@ -17,7 +17,7 @@ import torch
 
 from ..program.graph import Program, Ref, Value
 from .lists import calls_apart
-from .program import Call, view_of
+from .program import Call, View, view_of
 from .repeats import Repeats, find_runs
 
 # A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
@@ -59,17 +59,18 @@ class Segment(NamedTuple):
     outputs: tuple[Value, ...]
 
 
-def cut(program: Program, first: Iterable[str] = ()) -> Cut | None:
+def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) -> Cut | None:
     """Cut `program` where it repeats; None if too little of it does.
 
     Args:
         first: names of outputs that are wanted as soon as can be: it is cut behind the call that makes the last of
             these, too. (A loss is there long before the backward pass has even been compiled.)
+        apart: names of outputs that get a Value of their own, which is no input and no other output.
     """
     if len(program.nodes) < _SAVED:
         return None
     calls = calls_apart(program.nodes)
-    looks = {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None}
+    looks = {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in apart}
     for look in looks.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)
     kinds: dict[Hashable, int] = {}
@@ -91,8 +92,8 @@ def cut(program: Program, first: Iterable[str] = ()) -> Cut | None:
 
 def _look(ref: Ref) -> Call:
     """A call that makes a Value of its own of what `ref` sees."""
-    view = view_of(ref)
-    assert view is not None
+    value = ref.value
+    view = View(value.shape, value.stride, value.dtype, ref.size, ref.stride, ref.offset, ref.dtype)
     return Call(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
 
 

@@ -17,6 +17,7 @@ Transactions run one at a time, whichever threads they are in: no thread sees ha
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import itertools
 import threading
@@ -175,6 +176,34 @@ _this_thread = _ThreadLocal()
 def calling(run: Any) -> None:
     """Note that `run` is about to call compiled functions in this thread; None when it is done."""
     _this_thread.run = run
+
+
+# XLA's CPU client lets each device have 32 executions begun, and launches the 33rd in a thread that the others need to
+# end: with several devices in a process all would wait for ever.
+_MOST_BEGUN = 16
+
+
+class _Begun:
+    """The latest executions on a mesh of CPU devices, of which so many are under way at a time."""
+
+    def __init__(self) -> None:
+        self._arrays: collections.deque[jax.Array] = collections.deque()
+
+    def wait(self) -> None:
+        """Until another one may begin."""
+        while len(self._arrays) >= _MOST_BEGUN:
+            array = self._arrays.popleft()
+            if array.is_deleted():  # donated to a later one, which is waited for
+                continue
+            with contextlib.suppress(Exception):  # raised where what it makes is needed
+                array.block_until_ready()
+
+    def add(self, array: jax.Array) -> None:
+        """One has begun that makes `array`."""
+        self._arrays.append(array)
+
+
+begun = _Begun()
 
 
 class Shield:

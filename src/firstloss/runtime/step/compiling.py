@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,14 @@ from ...capture.recorder import DeferredStorage
 from ...errors import LoweringError
 from ...lower import program as lowering
 from ...lower.dtypes import to_jax
+from ...lower.program import view_of
 from ...lower.segments import cut
+from ...program.graph import Program, Value
 from ..backend import Backend
 from ..device import dispatch
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, x64
+from ..mesh.edges import Edges
 from .first_loss import FirstLoss
 from .inputs import Inputs
 from .segmented import SegmentedStep
@@ -46,13 +49,22 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any
     made, names = traced.outputs.made, traced.results
     where = inputs.shardings((*changed, *read))
     with timeline.span("lower"):
-        # On a mesh the partitioner has to see all of it.
-        whole = mesh is not None or backend.validate_only
-        pieces = None if whole else cut(program, first=names)
+        outputs = {f"new{i}": where[v] for i, v in enumerate(changed)}
+        if mesh is not None:
+            outputs |= traced.outputs.where
+            if mesh.of_results() is not None:
+                outputs |= dict.fromkeys(names, mesh.of_results())
+        apart = _apart(program, outputs, where) if mesh is not None else ()
+        pieces = None if backend.validate_only else cut(program, names, apart)
+        edges = None
+        if pieces is not None and mesh is not None:
+            wanted = {pieces.outputs[name]: lies for name, lies in outputs.items()}
+            edges = Edges(pieces, mesh, where, traced.owners.arguments, wanted)
+            pieces = edges.cut
     first_loss = _first_loss(traced, names, backend)
     if pieces is not None:
         new = [f"new{i}" for i in range(len(changed))]
-        return SegmentedStep(traced.name, pieces, changed, read, (new, made, names), first_loss)
+        return SegmentedStep(traced.name, pieces, changed, read, (new, made, names), first_loss, edges)
 
     if first_loss is None:
         begin_behind()  # a step in one piece waits for all
@@ -94,12 +106,23 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any
     return WholeStep(compile, (*changed, *read), (len(changed), len(made)), first_loss)
 
 
+def _apart(program: Program, outputs: Mapping[str, Any], given: Mapping[Value, Any]) -> set[str]:
+    """Names of outputs that lie otherwise than an input or another output which is the same Value."""
+    found = set()
+    lies = dict(given)
+    for name, where in outputs.items():
+        value = program.outputs[name].value
+        if view_of(program.outputs[name]) is None and lies.setdefault(value, where) != where:
+            found.add(name)
+    return found
+
+
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:
     """What computes the results of the first step without a compiler: that of new weights, not of those which a
     checkpoint had, so that a run that goes on has the losses of one that was never interrupted."""
-    if backend.first_loss != "eager" or backend.stepped or backend.mesh is not None or traced.raised is not None:
+    if backend.first_loss != "eager" or backend.stepped or traced.raised is not None:
         return None
-    if backend.compile_only or backend.validate_only:
+    if backend.compile_only or backend.validate_only or jax.process_count() > 1:  # each process has some of the parts
         return None
     found = FirstLoss(traced.program, names)
     owners = [traced.owners.inputs[value] for value in found.inputs]

@@ -19,10 +19,11 @@ from ...lower.dtypes import to_jax
 from ...lower.program import constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.dispatch import Shield, called, calling, direct, flat, probe_memory
+from ..device.dispatch import Shield, begun, called, calling, direct, flat, probe_memory
 from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
+from ..mesh.edges import Edges
 from . import notes
 from .first_loss import FirstLoss
 
@@ -70,6 +71,7 @@ class SegmentedStep:
         state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
         outputs: names of the Program's outputs, in groups as the call shall return them.
         first_loss: what computes the last group without a compiler, the first time, if that is possible.
+        edges: on a mesh, where what goes from one segment to another lies.
     """
 
     def __init__(
@@ -80,22 +82,27 @@ class SegmentedStep:
         rest: Sequence[Value],
         outputs: Sequence[Sequence[str]],
         first_loss: FirstLoss | None = None,
+        edges: Edges | None = None,
     ) -> None:
+        self._put = jax.device_put if edges is None else edges.put
+        self._numbers: dict[int, tuple[Any, Any]] = {}  # by slots, what was put on the mesh last
+        self._on_mesh = edges is not None
+        self.edges = edges
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
         self._given = len(self._slots)
         self._made = {value for segment in cut.segments for value in segment.outputs}
         self._constants: dict[int, Any] = {}
         kept = {cut.outputs[n] for group in outputs for n in group}
         renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
-        functions = _functions(cut.segments, renewed, kept)
+        functions = _functions(cut.segments, renewed, kept, edges)
         self._turns = self._plan(cut.segments, functions, kept)
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
         with x64():
-            self._constants = {slot: jax.device_put(array) for slot, array in self._constants.items()}
+            self._constants = {slot: self._put(array) for slot, array in self._constants.items()}
         reuse = {n for n, function in functions.items() if function.reused}
         self._first = self._turns_to(self._results[-1], reuse)
         self._functions = functions
-        self._compiled = _Compiling(name, functions)
+        self._compiled = _Compiling(name, functions, edges)
         self.first_loss = first_loss
         if first_loss is None:
             self.lower_first()
@@ -170,11 +177,23 @@ class SegmentedStep:
         group is there: those in the others are lazy. So the first loss does not wait until the backward pass is
         compiled.
         """
-        seed = seed if isinstance(seed, jax.Array) else jax.device_put(seed)
+        seed = seed if isinstance(seed, jax.Array) else self._put(seed)
         slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given)]
+        if self._on_mesh:
+            self._put_numbers(slots)
         for slot, array in self._constants.items():
             slots[slot] = array
         return SegmentedRun(self, slots, seed)
+
+    def _put_numbers(self, slots: list[Any]) -> None:
+        """Numbers, such as the learning rate, go to all devices once, and not with each segment that reads them."""
+        for slot in range(self._given):
+            number = slots[slot]
+            if isinstance(number, np.generic):
+                before = self._numbers.get(slot)
+                if before is None or before[0] != number:
+                    before = self._numbers[slot] = number, self._put(np.asarray(number))
+                slots[slot] = before[1]
 
     def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
         """The Program's outputs, in the groups of `outputs`."""
@@ -267,11 +286,17 @@ class SegmentedRun:
     def _run(self, turns: Sequence[_Turn]) -> None:
         """Run those of `turns` that have not been run: it may go on where it was interrupted."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
+        few = self._step._on_mesh and on_cpu()
         calling(self)
         for turn in turns:
             fills = turn.fills
-            if slots[fills.start] is _NOT_YET:  # the results are in their slots when the instruction is through
+            if slots[fills.start] is _NOT_YET:
+                if few:
+                    begun.wait()
+                # The results are in their slots when the instruction is through.
                 slots[fills] = flat(called(compiled[turn.function], ((seed, *[slots[i] for i in turn.reads]),)))
+                if few:
+                    begun.add(slots[fills.stop - 1])
             for slot in turn.frees:
                 slots[slot] = None
         calling(None)
@@ -344,8 +369,9 @@ class SegmentedRun:
 class _Compiling:
     """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
 
-    def __init__(self, name: str, functions: Mapping[int, _Function]) -> None:
+    def __init__(self, name: str, functions: Mapping[int, _Function], edges: Edges | None) -> None:
         self._name = name
+        self._edges = edges
         self.digest = _digest(functions.values())
         self._functions = functions
         self._todo = dict(functions)
@@ -365,7 +391,7 @@ class _Compiling:
         if number is None:
             return False
         with timeline.span("lower"):
-            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number])
+            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number], self._edges)
         del self._todo[number]
         if not hold:
             self.release()
@@ -413,7 +439,7 @@ def _digest(functions: Iterable[_Function]) -> str:
     return found.hexdigest()
 
 
-def _lower(name: str, function: _Function) -> Any:
+def _lower(name: str, function: _Function, edges: Edges | None) -> Any:
     segment = function.like
     inputs = [segment.inputs[i] for i in function.takes]
     outputs = [segment.outputs[i] for i in function.gives]
@@ -432,11 +458,15 @@ def _lower(name: str, function: _Function) -> Any:
 
     run.__name__ = name
     with x64():
-        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)))
-        return jitted.lower(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
+        options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
+        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
+        seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)
+        return jitted.lower(seed, *(_shape(value, edges) for value in inputs))
 
 
-def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value]) -> dict[int, _Function]:
+def _functions(
+    segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value], edges: Edges | None
+) -> dict[int, _Function]:
     """The distinct functions, in the order of their first call."""
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
     reusable: dict[int, set[tuple[int, int]]] = {}
@@ -450,7 +480,7 @@ def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept
                 and new in places
                 and last[value] == n
                 and value not in kept
-                and _shape(value) == _shape(new)
+                and _shape(value, edges) == _shape(new, edges)
             ):
                 pairs.add((i, places[new]))
         reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
@@ -465,7 +495,8 @@ def _functions(segments: Sequence[Segment], renewed: Mapping[Value, Value], kept
     return functions
 
 
-def _shape(value: Value | int) -> jax.ShapeDtypeStruct:
+def _shape(value: Value | int, edges: Edges | None) -> jax.ShapeDtypeStruct:
+    where = None if edges is None else edges.of(value)
     if isinstance(value, int):
-        return jax.ShapeDtypeStruct((), np.uint32)
-    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype))
+        return jax.ShapeDtypeStruct((), np.uint32, sharding=where)
+    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype), sharding=where)

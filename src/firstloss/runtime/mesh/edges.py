@@ -1,0 +1,77 @@
+"""Shardings at the edges of a step's segments."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...lower.segments import Cut
+from ...lower.sharding import Placed, Spec, propagate
+from ...program.graph import Value
+from ..jaxlib import x64
+from .mesh import Mesh
+
+
+class Edges:
+    """Where each array lies that goes from one segment to another.
+
+    Attributes:
+        cut: the segments; those of one number compute the same, and what they take and give lies alike.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        mesh: Mesh,
+        given: Mapping[Value, NamedSharding],
+        batch: Container[Value],
+        wanted: Mapping[Value, NamedSharding],
+    ) -> None:
+        """
+        Args:
+            given: where the inputs lie.
+            batch: those of them that are the batch.
+            wanted: where outputs have to lie; the others do as they come.
+        """
+        self.whole = mesh.whole
+        placed = {v: Placed(_spec(where, len(v.shape)), v in batch) for v, where in given.items()}
+        specs = {value: _spec(where, len(value.shape)) for value, where in wanted.items()}
+        found = propagate(cut.segments, placed, specs, mesh.axes)
+        named: dict[Spec, NamedSharding] = {}
+
+        def sharding(spec: Spec) -> NamedSharding:
+            while spec and not spec[-1]:
+                spec = spec[:-1]
+            if not spec:
+                return mesh.whole
+            if spec not in named:
+                entries = (None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+                named[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
+            return named[spec]
+
+        self._where = {**{value: sharding(spec) for value, spec in found.items()}, **given, **wanted}
+        numbers: dict[Hashable, int] = {}
+        segments = []
+        for segment in cut.segments:
+            kind = segment.function, *map(self.of, segment.inputs), *map(self.of, segment.outputs)
+            segments.append(segment._replace(function=numbers.setdefault(kind, len(numbers))))
+        self.cut = cut._replace(segments=segments)
+
+    def of(self, value: Value | int) -> NamedSharding:
+        """Where a value lies; the number of a draw, and what the step's code holds, on every device."""
+        return self.whole if isinstance(value, int) else self._where.get(value, self.whole)
+
+    def put(self, values: np.ndarray) -> Any:
+        """A copy of `values`, which every process has, on every device."""
+        values = np.asarray(values)
+        with x64():
+            return jax.make_array_from_callback(values.shape, self.whole, lambda index: values[index])
+
+
+def _spec(where: NamedSharding, dims: int) -> Spec:
+    entries = (*where.spec, *(None,) * (dims - len(where.spec)))
+    return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)
