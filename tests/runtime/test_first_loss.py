@@ -9,7 +9,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import BackendError
-from firstloss.runtime.step import first_loss, whole
+from firstloss.runtime.step import first_loss, segmented
 
 
 class Block(nn.Module):
@@ -192,7 +192,7 @@ def test_interrupted_while_it_is_computed(monkeypatch, tmp_path):
 
 
 def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_path):
-    finish = whole._FirstRun._finish
+    finish = segmented.SegmentedRun._finish
     failures = [RuntimeError("no memory left")]
 
     def fail(self):
@@ -200,7 +200,7 @@ def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_pat
             raise failures.pop()
         finish(self)
 
-    monkeypatch.setattr(whole._FirstRun, "_finish", fail)
+    monkeypatch.setattr(segmented.SegmentedRun, "_finish", fail)
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     torch.manual_seed(0)
     with backend.device:

@@ -1,4 +1,4 @@
-"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py."""
+"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py and mesh_deep_cases.py."""
 
 import json
 import os
@@ -12,8 +12,9 @@ import firstloss as fl
 
 
 @pytest.mark.timeout(600)
-def test_eight_devices_in_one_process():
-    cases = os.path.join(os.path.dirname(__file__), "mesh_cases.py")
+@pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py"])
+def test_eight_devices_in_one_process(cases):
+    cases = os.path.join(os.path.dirname(__file__), cases)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases],
         cwd=os.path.dirname(os.path.dirname(os.path.dirname(cases))),

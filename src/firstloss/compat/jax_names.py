@@ -29,13 +29,9 @@ def executable_of(compiled: Any) -> Any:
     return getattr(compiled, "_executable", None)
 
 
-def cpp_call_of(compiled: Any) -> Any:
-    """What calls a compiled function from C++, with no Python of JAX's in between; None where there is none yet."""
-    return getattr(compiled, "_call", None)
-
-
 def make_cpp_call(compiled: Any, executable: Any) -> Any:
-    """As `cpp_call_of`, made if need be; None of a JAX that has no such thing."""
+    """What calls a compiled function from C++, with no Python of JAX's in between; None of a JAX that has no such
+    thing."""
     if not hasattr(compiled, "_call") or not hasattr(compiled, "_params"):
         return None
     if compiled._call is None:

@@ -10,14 +10,14 @@ modules: any Program that repeats is cut, whatever wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..program.graph import Program, Ref, Value
 from .lists import calls_apart
-from .program import Call, View, view_of
+from .program import Call, View, call_of, view_of
 from .repeats import Repeats, find_runs
 
 # A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
@@ -70,7 +70,7 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     if len(program.nodes) < _SAVED:
         return None
     calls = calls_apart(program.nodes)
-    looks = {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in apart}
+    looks = _looks(program, apart)
     for look in looks.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)
     kinds: dict[Hashable, int] = {}
@@ -78,7 +78,7 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     runs = find_runs(keys, least=_SAVED // 4)
     if sum(run.stop - run.start - run.period for run in runs) < max(_SAVED, _SHARE * len(calls)):
         return None
-    outputs = {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
+    outputs = _outputs(program, looks)
     last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
     last_use.update(dict.fromkeys(outputs.values(), len(calls)))
     wanted = {outputs[name] for name in first}
@@ -88,6 +88,24 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     bounds = sorted({*bounds, len(calls)})
     pieces = [calls[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
     return Cut(_shared(pieces, set(program.inputs.values()), set(outputs.values())), outputs)
+
+
+def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
+    """As `cut`, all of `program` as one segment."""
+    looks = _looks(program, apart)
+    outputs = _outputs(program, looks)
+    calls = [*map(call_of, program.nodes), *looks.values()]
+    return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
+
+
+def _looks(program: Program, apart: Iterable[str]) -> dict[str, Call]:
+    """For outputs that are no whole Values, and those that are to have one of their own, the calls that make these."""
+    own = set(apart)
+    return {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
+
+
+def _outputs(program: Program, looks: Mapping[str, Call]) -> dict[str, Value]:
+    return {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
 
 
 def _look(ref: Ref) -> Call:

@@ -49,27 +49,25 @@ def propagate(
 ) -> dict[Value, Spec]:
     """How to cut each array that crosses from one of `segments` to another, or leaves them.
 
-    First forward, from the inputs to what is computed of them; then back from what is `wanted`: so a gradient, a sum
-    over the batch, lies as its weight does. Segments that are alike and whose inputs lie alike are looked at once.
+    Forward, from the inputs to what is computed of them; then back from what is `wanted` and from the other operands
+    of those that read it: so a gradient, a sum over the batch, lies as its weight does. All of it twice. Segments that
+    are alike and whose arrays lie alike are looked at once.
 
     Args:
         given: the inputs.
         wanted: what the results are to be; they will be.
     """
-    found = dict(given)
-    forward = functools.cache(lambda number, ins: _forward(like[number], ins, axes))
-    back = functools.cache(lambda number, ins, outs: _back(like[number], ins, outs, axes))
     like = {segment.function: segment for segment in reversed(segments)}
-    for segment in segments:
-        outs = forward(segment.function, tuple(_known(found, value) for value in segment.inputs))
-        for value, placed in zip(segment.outputs, outs, strict=True):
-            found[value] = Placed(wanted[value], placed.of_batch) if value in wanted else placed
-    for segment in reversed(segments):
-        ins = tuple(_known(found, value) for value in segment.inputs)
-        outs = tuple(found[value] for value in segment.outputs)
-        for value, spec in zip(segment.inputs, back(segment.function, ins, outs), strict=True):
-            if isinstance(value, Value) and value in found and value not in given and value not in wanted:
-                found[value] = found[value]._replace(spec=spec)
+    look = functools.cache(lambda number, ins, outs, back: _look(like[number], ins, outs, back, axes))
+    found: dict[Value, Placed] = {**given, **{value: Placed(spec) for value, spec in wanted.items()}}
+    for back in (False, True, False, True):
+        for segment in reversed(segments) if back else segments:
+            ins = tuple(_known(found, value) for value in segment.inputs)
+            outs = tuple(_known(found, value) for value in segment.outputs)
+            crossing = (*segment.inputs, *segment.outputs)
+            for value, placed in zip(crossing, look(segment.function, ins, outs, back), strict=True):
+                if isinstance(value, Value) and value not in given:
+                    found[value] = Placed(wanted[value], placed.of_batch) if value in wanted else placed
     return {value: placed.spec for value, placed in found.items()}
 
 
@@ -79,48 +77,49 @@ def _known(found: Mapping[Value, Placed], value: Value | int) -> Placed:
     return found.get(value) or Placed(((),) * len(value.shape))
 
 
-def _forward(segment: Segment, ins: Sequence[Placed], axes: Axes) -> tuple[Placed, ...]:
-    found = _inside(segment, ins, axes)
-    return tuple(found[value] for value in segment.outputs)
-
-
-def _inside(segment: Segment, ins: Sequence[Placed], axes: Axes) -> dict[Value, Placed]:
-    """All that a segment reads and makes."""
-    found = {value: placed for value, placed in zip(segment.inputs, ins, strict=True) if isinstance(value, Value)}
+def _look(
+    segment: Segment, ins: Sequence[Placed], outs: Sequence[Placed], back: bool, axes: Axes
+) -> tuple[Placed, ...]:
+    """Where what a segment takes and gives lies: cut further than now, if what is inside says so."""
+    crossing = (*segment.inputs, *segment.outputs)
+    found = {v: placed for v, placed in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
     for call in segment.calls:
-        operands = [_known(found, value) for value in call.inputs]
-        alike = _alike_of(call)
-        # What is of the batch is asked first, then what is larger.
-        order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
-        asked = [(n, cut) for i in order for n, cut in zip(alike.operands[i], operands[i].spec, strict=True) if cut]
-        of_batch = any(operand.of_batch for operand in operands)
-        for value, dims in zip(call.outputs, alike.results, strict=True):
-            spec: Spec = ((),) * len(value.shape)
-            for number, cut in asked:
-                if number in dims:
-                    spec = _cut(spec, dims.index(number), cut, value.shape, axes)
-            found[value] = Placed(spec, of_batch)
-    return found
+        _forward(call, found, axes)
+    for call in reversed(segment.calls) if back else ():
+        _back(call, found, axes)
+    return tuple(_known(found, value) for value in crossing)
 
 
-def _back(segment: Segment, ins: Sequence[Placed], outs: Sequence[Placed], axes: Axes) -> tuple[Spec, ...]:
-    """The specs of a segment's inputs, cut further as its results are."""
-    found = {value: placed.spec for value, placed in _inside(segment, ins, axes).items()}
-    found.update((value, placed.spec) for value, placed in zip(segment.outputs, outs, strict=True))
-    for call in reversed(segment.calls):
-        alike = _alike_of(call)
-        asked = {}
-        for value, dims in zip(call.outputs, alike.results, strict=True):
-            for number, cut in zip(dims, found[value], strict=True):
-                if cut:
-                    asked.setdefault(number, cut)
-        for value, dims in zip(call.inputs, alike.operands, strict=True):
-            spec = found.get(value) or ((),) * len(value.shape)
-            for dim, number in enumerate(dims):
-                if number in asked:
-                    spec = _cut(spec, dim, asked[number], value.shape, axes)
-            found[value] = spec
-    return tuple(found[value] if isinstance(value, Value) else () for value in segment.inputs)
+def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
+    operands = [_known(found, value) for value in call.inputs]
+    alike = _alike_of(call)
+    # What is of the batch is asked first, then what is larger.
+    order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
+    asked = [(n, cut) for i in order for n, cut in zip(alike.operands[i], operands[i].spec, strict=True) if cut]
+    of_batch = any(operand.of_batch for operand in operands)
+    for value, dims in zip(call.outputs, alike.results, strict=True):
+        spec = _known(found, value).spec
+        for number, cut in asked:
+            if number in dims:
+                spec = _cut(spec, dims.index(number), cut, value.shape, axes)
+        found[value] = Placed(spec, of_batch)
+
+
+def _back(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
+    alike = _alike_of(call)
+    asked: dict[int, tuple[str, ...]] = {}
+    known = (*zip(call.outputs, alike.results, strict=True), *zip(call.inputs, alike.operands, strict=True))
+    for value, dims in known:
+        for number, cut in zip(dims, _known(found, value).spec, strict=True):
+            if cut:
+                asked.setdefault(number, cut)
+    for value, dims in zip(call.inputs, alike.operands, strict=True):
+        placed = _known(found, value)
+        spec = placed.spec
+        for dim, number in enumerate(dims):
+            if number in asked:
+                spec = _cut(spec, dim, asked[number], value.shape, axes)
+        found[value] = placed._replace(spec=spec)
 
 
 def _cut(spec: Spec, dim: int, cut: tuple[str, ...], shape: Sequence[int], axes: Axes) -> Spec:
@@ -243,6 +242,14 @@ def _by_size(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[lis
                 for place, size in enumerate(shape):
                     if theirs[place] == size:
                         dims.same(operand[place], result[place])
+
+
+def _by_place(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Parts and joins of arrays: dimensions of one place, whatever their size. So XLA's partitioner has it, and where
+    it is another one than here, what crosses a cut is sent once more."""
+    for operand in operands:
+        for place, dim in enumerate(operand):
+            dims.same(dim, results[0][place])
 
 
 def _broadcast_in_dim(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
@@ -377,6 +384,7 @@ _RULES = {
     "gather": _gather,
     "conv_general_dilated": _conv_general_dilated,
     "iota": _none,
+    **dict.fromkeys(("slice", "pad", "concatenate"), _by_place),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce
     ),

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from ...capture import session
-from ...compat.jax_names import ExecuteReplicated, cpp_call_of, executable_of, make_cpp_call
+from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
 from ...compat.python_names import getframe
 from ...errors import StateLostError, StepMemoryError
 from ..jaxlib import on_cpu, x64
@@ -213,9 +213,8 @@ class Shield:
     Python code of JAX, where an interrupt would lose the results; so they are kept here.
     """
 
-    def __init__(self, turn: int, in_tree: bool) -> None:
+    def __init__(self, turn: int) -> None:
         self.turn = turn  # the number of the call within the run
-        self.in_tree = in_tree  # whether it returns the function's results, not a flat list of them
         self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
         self._done = threading.Event()
         self._outcome: tuple[Any, BaseException | None] = (None, None)
@@ -258,14 +257,14 @@ class _Shielded(ExecuteReplicated):
     __slots__ = ()
 
     def __call__(self, *args: Any) -> Any:
-        return _shield(super().__call__, args, in_tree=False)
+        return _shield(super().__call__, args)
 
 
-def _shield(function: Callable[..., Any], args: tuple, in_tree: bool) -> Any:
+def _shield(function: Callable[..., Any], args: tuple) -> Any:
     run = _this_thread.run
     if run is None:
         return function(*args)
-    run.shield = Shield(run.turn(), in_tree)
+    run.shield = Shield(run.turn())
     return run.shield.call(function, args)
 
 
@@ -279,48 +278,7 @@ def direct(compiled: Any) -> Callable[..., Any]:
         execute.__class__ = _Shielded
     if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
         return call
-    return lambda *args: _shield(compiled, args, in_tree=True)  # a version of JAX that is not known
-
-
-class WholeRun:
-    """One execution of a step that is a single compiled function."""
-
-    def __init__(self, compiled: Any, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
-        self._compiled = compiled
-        self._function = cpp_call_of(compiled) or direct(compiled)
-        self._args: tuple = (state, rest, seed)
-        self._returned: list[Any] = []
-        self.shield: Shield | None = None
-
-    def turn(self) -> int:
-        """The number of the next call: there is only one."""
-        return 0
-
-    def advance(self) -> None:
-        """Call the function, if it has not been called."""
-        if not self._returned:
-            calling(self)
-            self._returned[:] = called(self._function, (self._args,))
-            calling(None)
-
-    def begun(self) -> bool:
-        """Whether the function has been called."""
-        if not self._returned and self.shield is not None:
-            results = self.shield.rescued()
-            if results is not None:
-                tree = self._compiled.out_tree
-                self._returned[:] = (results if self.shield.in_tree else jax.tree.unflatten(tree, results),)
-        return bool(self._returned)
-
-    def outputs(self) -> Sequence[Sequence[Any]]:
-        """The function's results."""
-        return self._returned[0]
-
-
-def begin(compiled: Any, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> Any:
-    """An execution of a compiled step; `advance` starts it."""
-    begin = getattr(compiled, "begin", None)
-    return WholeRun(compiled, state, rest, seed) if begin is None else begin(state, rest, seed)
+    return lambda *args: _shield(compiled, args)  # a version of JAX that is not known
 
 
 def probe_memory(executables: Iterable[Any]) -> None:

@@ -71,12 +71,16 @@ class Request(NamedTuple):
         with timeline.span("trace"):
             traced = tracing.trace_step(self.step, self.arguments, backend, around)
             try:
-                same = find(traced) if backend.mesh is None else None
+                same = find(traced)
             except BaseException:
                 tracing.abandon(traced, around)
                 raise
             traced.modes.undo()  # what the step leaves is left when it has been run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
+        if backend.mesh is not None:
+            inputs.shardings((*traced.owners.changed, *traced.owners.read))
+            if same is not None and not (inputs.lie_as(same.inputs) and traced.outputs.lie_as(same.traced.outputs)):
+                same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 

@@ -30,7 +30,7 @@ from . import loop as loops
 from .arguments import Arguments
 from .inputs import Inputs, write_back
 from .owners import Owner
-from .segmented import SegmentedStep
+from .segmented import SegmentedRun, SegmentedStep
 from .traced import TracedProgram
 from .tracing import Shared
 
@@ -61,7 +61,9 @@ class CompiledStep:
         executable: what computes it; see `compiling.compile_step`.
     """
 
-    def __init__(self, traced: TracedProgram, inputs: Inputs, executable: Any, backend: Backend, ran: bool) -> None:
+    def __init__(
+        self, traced: TracedProgram, inputs: Inputs, executable: SegmentedStep, backend: Backend, ran: bool
+    ) -> None:
         """`ran`: the executable has been run already, by another step that does the same."""
         self.traced = traced
         self.inputs = inputs
@@ -80,8 +82,7 @@ class CompiledStep:
     def leave_unexecuted(self, arguments: Arguments) -> Any:
         """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
         call leaves it, and weights as they are."""
-        if isinstance(self.executable, SegmentedStep):
-            self.executable.compile_all()
+        self.executable.compile_all()
         traced = self.traced
         call = Call(arguments, ())
         env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
@@ -113,14 +114,14 @@ class CompiledStep:
             dispatch.settled()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
                 owners.moved()
-            wait = self._ran or not hasattr(self.executable, "ran")  # those wait themselves for what is to come
+            wait = self._ran  # else the executable waits itself for what is to come
             state_owners = owners.of_call(leaves)
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None
             seed = key if key is not None else _no_seed(backend.mesh is None)
             begin = timeline.current().now()
-            run = dispatch.begin(self.executable, state, rest, seed)
+            run = self.executable.begin(state, rest, seed)
 
             call = Call(arguments, state_owners.values())
 
@@ -133,7 +134,7 @@ class CompiledStep:
                         buffer.lose(error)
 
             step = dispatch.Transaction(run, state, commit, lose)
-            first = not self._ran or not getattr(self.executable, "ran", True)
+            first = not self._ran or not self.executable.ran
             gradients = traced.gradients.now() if first else None
             results = step.execute_or_settle()[2]
             if first:
@@ -197,14 +198,14 @@ class CompiledStep:
 
     def _first(
         self,
-        run: Any,
+        run: SegmentedRun,
         state: Sequence[Any],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         gradients: Any,
     ) -> None:
         """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
-        later = getattr(run, "later", None)
+        later = run.later
         if later is None:
             return
         arrays = [None if buffer is None else buffer.newest for buffer in buffers]

@@ -110,6 +110,10 @@ class Inputs:
         self.where = found if self._backend.mesh is not None else {}
         return found
 
+    def lie_as(self, other: Inputs) -> bool:
+        """On a mesh: whether those of another step that does the same lie where these do."""
+        return list(self.where.values()) == list(other.where.values())
+
     def _sharding(self, value: Value) -> Any:
         mesh = self._backend.mesh
         if mesh is None:

@@ -72,6 +72,7 @@ class SegmentedStep:
         outputs: names of the Program's outputs, in groups as the call shall return them.
         first_loss: what computes the last group without a compiler, the first time, if that is possible.
         edges: on a mesh, where what goes from one segment to another lies.
+        compiles: whether it is for more than to see that all can be lowered.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class SegmentedStep:
         outputs: Sequence[Sequence[str]],
         first_loss: FirstLoss | None = None,
         edges: Edges | None = None,
+        compiles: bool = True,
     ) -> None:
         self._put = jax.device_put if edges is None else edges.put
         self._numbers: dict[int, tuple[Any, Any]] = {}  # by slots, what was put on the mesh last
         self._on_mesh = edges is not None
-        self.edges = edges
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
         self._given = len(self._slots)
         self._made = {value for segment in cut.segments for value in segment.outputs}
@@ -102,9 +103,11 @@ class SegmentedStep:
         reuse = {n for n, function in functions.items() if function.reused}
         self._first = self._turns_to(self._results[-1], reuse)
         self._functions = functions
-        self._compiled = _Compiling(name, functions, edges)
+        self._compiled = _Compiling(name, functions, edges, compiles)
         self.first_loss = first_loss
         if first_loss is None:
+            if not self._first:  # all of it has to be there before anything is run
+                begin_behind()
             self.lower_first()
         self.ran = False
 
@@ -120,7 +123,7 @@ class SegmentedStep:
         return self._compiled.all()
 
     def compile_all(self) -> None:
-        """Compile what no step has asked for yet."""
+        """Compile what no step has asked for yet; or only lower it, where that is all that is wanted."""
         while self._compiled.lower_next():
             pass
         self._compiled.release()
@@ -177,8 +180,10 @@ class SegmentedStep:
         group is there: those in the others are lazy. So the first loss does not wait until the backward pass is
         compiled.
         """
-        seed = seed if isinstance(seed, jax.Array) else self._put(seed)
-        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given)]
+        if not isinstance(seed, jax.Array) and (self._on_mesh or len(self._turns) > 1):
+            seed = self._put(seed)
+        # One more than there are: where the last segment gives nothing, it begins there.
+        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given + 1)]
         if self._on_mesh:
             self._put_numbers(slots)
         for slot, array in self._constants.items():
@@ -369,9 +374,10 @@ class SegmentedRun:
 class _Compiling:
     """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
 
-    def __init__(self, name: str, functions: Mapping[int, _Function], edges: Edges | None) -> None:
+    def __init__(self, name: str, functions: Mapping[int, _Function], edges: Edges | None, compiles: bool) -> None:
         self._name = name
         self._edges = edges
+        self._compiles = compiles
         self.digest = _digest(functions.values())
         self._functions = functions
         self._todo = dict(functions)
@@ -399,6 +405,8 @@ class _Compiling:
 
     def release(self) -> None:
         """Compile what is lowered."""
+        if not self._compiles:
+            self._held.clear()
         while self._held:
             number = next(iter(self._held))
             self._futures[number] = self._pool.submit(self._compile, self._held[number])

@@ -1,0 +1,192 @@
+"""Cases of deep models on a mesh of eight devices on one CPU, whose alike layers are compiled once; run by test_mesh.py
+in a process that has them."""
+
+import re
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import firstloss as fl  # noqa: E402
+from firstloss.lower import segments  # noqa: E402
+
+
+def array_of(tensor):
+    return tensor._store.resident.array()
+
+
+class Block(nn.Module):
+    """A layer of a transformer, with a dropout."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.after(x)))), 0.1, self.training)
+
+
+class Deep(nn.Module):
+    """Its head is tied to the embedding."""
+
+    def __init__(self, layers=8):
+        super().__init__()
+        self.embed = nn.Embedding(128, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+MEGATRON = {
+    "*.up.weight": ("tp", "fsdp"),
+    "*.up.bias": ("tp",),
+    "*.down.weight": ("fsdp", "tp"),
+    "*.out.weight": ("fsdp", "tp"),
+}
+DEEP = {
+    "fsdp": ({"fsdp": 8}, None),
+    "fsdp and tensor parallel": ({"fsdp": 4, "tp": 2}, MEGATRON),
+    "data parallel and fsdp": ({"dp": 2, "fsdp": 4}, None),
+    "tensor parallel": ({"tp": 4}, {name: [a for a in spec if a != "fsdp"] for name, spec in MEGATRON.items()}),
+}
+DEEP["tensor parallel"][1].update({"*.down.weight": (None, "tp"), "*.out.weight": (None, "tp"), "*": ()})
+# Of 20 steps; the issue's bound. Measured: up to 5e-7.
+OVER_20 = 1e-5
+
+
+class DeepRun:
+    def __init__(self, folder, mesh=None, specs=None, clip=False, first_loss="eager"):
+        torch.manual_seed(0)
+        self.backend = fl.backend("XLA", mesh=mesh, artifact_dir=folder, first_loss=first_loss)
+        with self.backend.device:
+            self.model = Deep()
+        if specs:
+            fl.shard(self.model, specs, mesh)
+        compiled = fl.compile(self.model, self.backend)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+        @fl.trace
+        def step(tokens):
+            logits = compiled(tokens)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0) if clip else None
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss, norm
+
+        self.step = step
+
+    def train(self, steps):
+        generator = torch.Generator().manual_seed(7)
+        batches = [torch.randint(0, 128, (32, 16), generator=generator) for _ in range(steps)]
+        return [self.step(tokens)[0].item() for tokens in batches]
+
+    @property
+    def executable(self):
+        return self.step._cache.latest.executable
+
+
+@pytest.fixture
+def cut_early(monkeypatch):
+    monkeypatch.setattr(segments, "_SAVED", 100)
+
+
+@pytest.fixture(scope="module")
+def deep_losses(tmp_path_factory):
+    return DeepRun(tmp_path_factory.mktemp("deep")).train(20)
+
+
+def sent(executables):
+    """Bytes that compiled functions' collectives make on each device, by kind."""
+    found = {}
+    widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
+    for executable in executables:
+        for results, kind in re.findall(
+            r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", executable.as_text()
+        ):
+            for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
+                count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
+                found[kind] = found.get(kind, 0) + int(count) * widths[dtype]
+    return found
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatch, tmp_path):
+    """The losses of one device; what is sent is what XLA's partitioner sends, when it sees all of the step."""
+    run = DeepRun(tmp_path, *DEEP[name])
+    losses = run.train(20)
+    assert losses == pytest.approx(deep_losses, rel=OVER_20)
+    turns, functions = run.executable._turns, run.executable.executables
+    assert len(turns) > len(functions) and len(functions) <= 8
+    where = {n: array_of(t).sharding for n, t in run.model.named_parameters()}
+    for parameter in run.model.parameters():
+        moments = [array_of(s) for s in run.optimizer.state[parameter].values() if s.shape == parameter.shape]
+        assert [m.sharding for m in moments] == [array_of(parameter).sharding] * 2
+    apart = sent(run.executable._compiled._futures[turn.function].result() for turn in turns)
+    monkeypatch.setattr(segments, "_SAVED", 1 << 30)
+    whole = DeepRun(tmp_path, *DEEP[name])
+    whole.train(2)
+    assert where == {n: array_of(t).sharding for n, t in whole.model.named_parameters()}
+    assert len(whole.executable._turns) == 1
+    together = sent(whole.executable.executables)
+    assert sum(apart.values()) <= 1.05 * sum(together.values()), (apart, together)
+
+
+def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, monkeypatch, tmp_path):
+    def functions(layers):
+        monkeypatch.setattr(Deep.__init__, "__defaults__", (layers,))
+        run = DeepRun(tmp_path, {"fsdp": 8})
+        run.train(1)
+        return len({turn.function for turn in run.executable._turns})
+
+    assert functions(16) == functions(8)
+
+
+def test_state_is_updated_in_place_segment_by_segment(cut_early, tmp_path):
+    run = DeepRun(tmp_path, {"fsdp": 8})
+    run.train(1)
+    weights = [array_of(p) for p in run.model.parameters()]
+    moments = [array_of(s) for p in run.model.parameters() for s in run.optimizer.state[p].values() if s.dim()]
+    run.train(1)
+    kept = [tuple(array.shape) for array in (*weights, *moments) if not array.is_deleted()]
+    assert kept == []
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_many_steps_at_once(cut, monkeypatch, tmp_path):
+    """Nobody reads a loss, so that steps are dispatched ahead: XLA's CPU client hangs if all of them are begun."""
+    monkeypatch.setattr(segments, "_SAVED", 100 if cut else 1 << 30)
+    run = DeepRun(tmp_path, {"fsdp": 8})
+    tokens = torch.randint(0, 128, (16, 12))
+    losses = [run.step(tokens)[0] for _ in range(60)]
+    assert losses[-1].item() < losses[0].item()
+
+
+def test_a_gradient_norm_over_all_layers(cut_early, tmp_path):
+    def three_steps(mesh):
+        run, tokens = DeepRun(tmp_path, mesh, clip=True), torch.randint(0, 128, (16, 12), generator=torch.Generator())
+        return [number.item() for _ in range(3) for number in run.step(tokens)]
+
+    assert three_steps({"fsdp": 8}) == pytest.approx(three_steps(None), rel=OVER_20)
+
+
+def test_the_first_loss_from_the_compiled_step(cut_early, deep_losses, tmp_path):
+    loss = DeepRun(tmp_path, {"fsdp": 8}, first_loss="compiled").train(1)
+    assert loss == pytest.approx(deep_losses[:1], rel=OVER_20)
