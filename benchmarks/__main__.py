@@ -18,6 +18,7 @@ FIGURES = (
     "trace_and_lower",
     "guards",
     "deep_layers",
+    "mesh_compile",
     "first_loss_ways",
     "traced_loop",
     "step_memory",
