@@ -8,6 +8,7 @@ that nothing has to be tolerated. The rules of the lowering have tests of their 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,32 @@ WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as us
 _compile = compiling.compile_step
 
 
+class _Run:
+    """One execution: takes what a compiled step takes, and like it takes the state away."""
+
+    later = None
+
+    def __init__(self, step: Interpreted, state: Sequence[Any], rest: Sequence[Any]) -> None:
+        self._step = step
+        self._given = state, rest
+        self._outputs: tuple | None = None
+
+    def advance(self) -> None:
+        if self._outputs is None:
+            self._outputs = self._step.execute(*self._given)
+
+    def begun(self) -> bool:
+        return self._outputs is not None
+
+    def outputs(self) -> tuple:
+        assert self._outputs is not None
+        return self._outputs
+
+
 class Interpreted:
-    """Stands for the executable of a step: takes what that takes, and like it takes the state away."""
+    """Stands for the executable of a step: runs its Program, operation by operation."""
+
+    ran = False
 
     def __init__(self, traced: TracedProgram) -> None:
         self._program = traced.program
@@ -35,7 +60,10 @@ class Interpreted:
         self._made = list(traced.outputs.made)
         self._names = traced.results
 
-    def _call(self, state: tuple, rest: tuple, seed: Any) -> tuple:
+    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> _Run:
+        return _Run(self, state, rest)
+
+    def execute(self, state: Sequence[Any], rest: Sequence[Any]) -> tuple:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             replay = Kernels()
             for value, array in zip(self._inputs, [*state, *rest], strict=True):
@@ -49,6 +77,7 @@ class Interpreted:
         for array in state:
             if isinstance(array, jax.Array):
                 array.delete()
+        self.ran = True
         return tuple(tuple(found[name] for name in names) for names in (self._new, self._made, self._names))
 
 

@@ -561,3 +561,45 @@ def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
     expected = list(program(fl.backend("CPU")))
     found = list(program(fl.backend(backend)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "channels_last": lambda x: x.reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "permuted": lambda x: x.reshape(2, 3, 4).permute(2, 0, 1),
+    "a row": lambda x: x[:1].transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arguments_lie_as_they_are_given(layout):
+    """The step may ask how; another layout is another graph. (What a step returns lies row by row.)"""
+
+    @fl.trace
+    def step(x):
+        return x * 2.0 if x.is_contiguous() else x * 3.0, x.stride()
+
+    def run(backend):
+        found = []
+        for make in (lambda x: x.clone(), LAYOUTS[layout], lambda x: x.clone(), LAYOUTS[layout]):
+            found.append(step(make(torch.arange(24.0).reshape(6, 4))))
+        return found
+
+    for (x, stride), (y, expected) in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
+        assert torch.equal(x, y) and stride == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_step_writes_to_arguments_that_lie_otherwise(layout):
+    @fl.trace
+    def step(x):
+        x.mul_(2.0)
+        x[0] = 1.0
+        return x.sum()
+
+    def run(backend):
+        x = LAYOUTS[layout](torch.arange(24.0).reshape(6, 4))
+        return [step(x).item() for _ in range(3)], x
+
+    (sums, x), (expected, y) = run(fl.backend("XLA")), run(fl.backend("CPU"))
+    assert sums == expected and torch.equal(x, y) and x.stride() == y.stride()

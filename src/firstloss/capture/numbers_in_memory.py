@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compat.patches import replaces
+from ..compat.patches import READ_IN_MEMORY, replaces
 from ..compat.python_names import getframe
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.source import Source
@@ -47,7 +47,7 @@ def matrix_rank(original: Any, *args: Any, out: Any = None, **kwargs: Any) -> to
     return rank if out is None else torch.add(rank, 0, out=out)
 
 
-@replaces(*(f"torch.Tensor.{name}" for name in ("tolist", "numpy", "__array__", "__dlpack__")))
+@replaces(*(f"torch.Tensor.{name}" for name in READ_IN_MEMORY))
 def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """As `original`, a method that gives the values of real tensors; the trace under way is told what its step reads.
 

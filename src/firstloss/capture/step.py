@@ -167,12 +167,14 @@ class StepTrace(recorder._Tracing):
         return tensor
 
     def new_input(self, tensor: torch.Tensor, label: str, may_change: bool = False) -> DeferredTensor:
-        """A traced tensor that stands for an argument of the step, shaped as `tensor` is.
+        """A traced tensor that stands for an argument of the step, shaped as `tensor` is; it lies as that does, but has
+        no gaps.
 
         Args:
             may_change: what the step writes to it is among `changes`.
         """
-        shape, stride = tuple(tensor.shape), dense_stride(tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        stride = tensor.stride() if is_dense(tensor) else dense_stride(shape)
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
         store = DeferredStorage(value)
         store.trace = self
@@ -340,6 +342,15 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
             )
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of the dimensions."""
+    if tensor.layout != torch.strided:
+        return False
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    shape = tuple([tensor.shape[d] for d in order if tensor.shape[d] != 1])
+    return tuple([tensor.stride(d) for d in order if tensor.shape[d] != 1]) == dense_stride(shape)
 
 
 def dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

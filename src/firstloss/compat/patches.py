@@ -50,6 +50,9 @@ _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory without telling the dispatcher"
 _COPY = "Every rank has the recipe: there is nothing to send"
 
+# Methods of tensors that look at their memory.
+READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
+
 PATCHES = {
     # -- tensors --
     "torch.Tensor.data": Patch(DEFERRED, "Assigned without telling the dispatcher"),
@@ -114,7 +117,7 @@ PATCHES = {
     "torch.linalg.matrix_rank": Patch(TRACE, "It leaves an `out` as it was"),
     **{
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
-        for name in ("tensor_split", "tolist", "numpy", "__array__", "__dlpack__")
+        for name in ("tensor_split", *READ_IN_MEMORY)
     },
     "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Of every scheduler: it runs after the step, in Python"),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...capture.lost_history import is_returned
+from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, is_parameter, post_accumulate_grad_hooks
 from .describe import with_article
 from .executed import Lines
@@ -66,6 +67,8 @@ class GuardSet:
             for key, value in entries:
                 if isinstance(value, torch.Tensor):
                     self.tensors.setdefault(id(value), []).append((guard, key))
+                if isinstance(key, torch.Tensor):  # nothing stands in for it there
+                    self.tensors.setdefault(id(key), []).append((guard, key))
 
     def let_go(self) -> None:
         """Watch nothing any more, and keep nothing alive."""
@@ -185,6 +188,11 @@ def _facts(tensors: list[torch.Tensor]) -> list[tuple]:
     return [(t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype) for t in tensors]
 
 
+def _own_class(tensor: torch.Tensor) -> type:
+    """Its class, which code may ask for, but for what the backend makes of a tensor."""
+    return torch.Tensor if type(tensor) is DeferredTensor else type(tensor)
+
+
 def _alike(old: Any, new: Any) -> bool:
     """Whether a tensor can stand in the place of another."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
@@ -194,6 +202,8 @@ def _alike(old: Any, new: Any) -> bool:
     if (old.requires_grad or new.requires_grad) and not (is_returned(old) and is_returned(new)):
         return False
     if (old.shape, old.dtype, old.device, old.layout) != (new.shape, new.dtype, new.device, new.layout):
+        return False
+    if old.stride() != new.stride() or _own_class(old) is not _own_class(new):
         return False
     attributes = {*old.__dict__, *new.__dict__} - {"_store", PARAMETER_FLAG}
     return not attributes and not is_parameter(new) and not is_parameter(old)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...capture.step import dense_stride
+from ...capture.step import dense_stride, is_dense
 from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from ..guards.left import same_memory
@@ -80,9 +80,10 @@ class Arguments:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._one_in_two_places()
-        if alone and not shared and not self.itself and not self.gradients:
+        lie = tuple([tensor.stride() for tensor in tensors if not tensor.is_contiguous()])
+        if alone and not shared and not lie and not self.itself and not self.gradients:
             return ()
-        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else ())
+        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), lie)
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
 
     def _one_in_two_places(self) -> bool:
@@ -163,16 +164,19 @@ def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The view of an argument that a step has made of what stands for it, which lies row by row.
+    """The view of an argument that a step has made of what stands for it, which lies as it does, but without gaps.
 
-    Where the argument lies otherwise, and the view runs through several of its dimensions at once, it is a copy: eager
+    Where the argument has gaps, and the view runs through several of its dimensions at once, it is a copy: eager
     PyTorch, too, can show that only as one.
     """
     size, stride, offset, dtype = geometry
     tensor = tensor.detach()
     if tensor.dtype != dtype:
-        tensor = tensor.contiguous().flatten().view(dtype)
-    elif not tensor.is_contiguous():
+        if is_dense(tensor):
+            tensor = tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
+        else:
+            tensor = tensor.contiguous().flatten().view(dtype)
+    elif not is_dense(tensor):
         places = _places(tuple(tensor.shape), size, stride, offset)
         if places is None:
             tensor = tensor.contiguous()
