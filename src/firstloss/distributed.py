@@ -39,6 +39,49 @@ class ClusterConfig(Settings):
             raise BackendError(f"num_workers_per_csx={workers!r} is not a whole number of at least 0.")
 
 
+def initialize(
+    coordinator: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    *,
+    timeout: int = 120,
+    heartbeat: int = 10,
+) -> int:
+    """Join the processes that train together, before the backend is made: `jax.distributed.initialize`, from what
+    torchrun, SLURM or an indexed Kubernetes Job has left in the environment.
+
+    Args:
+        coordinator: "host:port", where process 0 listens.
+        count: how many processes there are.
+        index: which one this is, from 0.
+        timeout: seconds to wait for all of them; if some have not come then, this process says so and ends.
+        heartbeat: after so many seconds without a sign of one of them, the others end.
+
+    Returns:
+        How many there are: 1, and nothing is done, where no launcher has started this process.
+
+    Raises:
+        BackendError: if what the launcher says is incomplete, or if some processes have other versions of Firstloss,
+            JAX, PyTorch or Python than process 0.
+    """
+    from .runtime.mesh.launchers import Launch, launch_of
+
+    given = (coordinator, count, index)
+    if coordinator is not None and count is not None and index is not None:
+        launch: Launch | None = Launch("fl.distributed.initialize", coordinator, count, index)
+    elif any(part is not None for part in given):
+        raise BackendError("fl.distributed.initialize takes the coordinator, the count and the index, or none of them.")
+    else:
+        launch = launch_of(os.environ)
+    if launch is None or launch.processes == 1:
+        return 1
+    from . import __version__
+    from .runtime.mesh.join import join
+
+    join(launch, __version__, timeout, heartbeat)
+    return launch.processes
+
+
 # -- which process this is. Cerebras' names: its workers only stream data; here each process reads and trains. --
 
 

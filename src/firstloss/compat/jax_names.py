@@ -20,6 +20,12 @@ NAMES = {
     "compiler": Name("jax._src.compiler", "Compiles a module's text", "running StableHLO files"),
     "mlir": Name("jax._src.interpreters.mlir", "Parses a module's text", "running StableHLO files"),
     "sdy": Name("jax._src.lib.mlir.dialects.sdy", "Reads how a module's outputs are cut", "running StableHLO files"),
+    "global_state": Name(
+        "jax._src.distributed.global_state",
+        "Processes that join tell each other their versions",
+        "nothing; processes of other versions are not told apart when they join",
+        otherwise=object,
+    ),
     "xla_client": Name("jax._src.lib.xla_client", "Lists devices for the compiler", "running StableHLO files"),
 }
 
@@ -37,6 +43,11 @@ def make_cpp_call(compiled: Any, executable: Any) -> Any:
     if compiled._call is None:
         compiled._call = executable.create_cpp_call(compiled._params)
     return compiled._call
+
+
+def distributed_client() -> Any:
+    """What this process talks to the others by; None of a JAX that has no such thing."""
+    return getattr(__getattr__("global_state"), "client", None)
 
 
 def __getattr__(name: str) -> Any:
