@@ -512,9 +512,16 @@ def losses(backend, make):
 def _as_it_was(monkeypatch):
     """What the cases change of the process is put back, and nothing is compiled: what is asked is what is traced."""
     folder, argv, modules, environment = os.getcwd(), list(sys.argv), dict(sys.modules), dict(os.environ)
+    spoken, limit, threads = locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), torch.get_num_threads()
+    errors = np.geterr()
     monkeypatch.setattr(compiling, "compile_step", interpreted)
     yield
     os.chdir(folder)
+    locale.setlocale(locale.LC_ALL, spoken)
+    sys.setrecursionlimit(limit)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = False
+    np.seterr(**errors)
     sys.argv[:] = argv
     os.environ.clear()
     os.environ.update(environment)

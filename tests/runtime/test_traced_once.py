@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 import firstloss as fl
+from firstloss.compat import torch_names
 from firstloss.errors import GraphChangeWarning
 from firstloss.runtime.step import changes
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
@@ -371,6 +372,12 @@ def a_print_in_a_closure():
         shown.append(loss.item())
 
     return lambda loss, x: show(loss), lambda: len(shown) == STEPS
+
+
+@kept_inside
+def what_the_runtime_looks_up():
+    """It keeps names that it has once looked up in globals of its own: no reading of the step's."""
+    return lambda loss, x: torch_names.__getattr__("decomposition_table"), lambda: True
 
 
 @kept_inside

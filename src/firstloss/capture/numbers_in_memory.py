@@ -54,7 +54,7 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     Weights are made meanwhile, by other threads, and by code of ours.
     """
     ours = getframe(2).f_code.co_filename.startswith(_OURS)
-    if ours or session.trace is None or type(self) is DeferredTensor:
+    if ours or session.trace is None or type(self) is DeferredTensor or self.is_meta:
         return original(self, *args, **kwargs)
     self = session.trace.read_real(self)
     if type(self) is DeferredTensor:  # the step has written to it

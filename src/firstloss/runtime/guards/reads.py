@@ -84,6 +84,8 @@ class Reads:
         for cell, name, function, uses in cells.values():
             self._cell(cell, name, function, uses)
         for table in recording.whole:
+            if is_ours(table.get("__name__")) or is_installed(table.get("__name__")):
+                continue
             self._values.table(table, describe_global(table), None)
             for name, value in self._values.before(table).items():
                 if not name.startswith("__"):
