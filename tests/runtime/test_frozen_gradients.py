@@ -95,10 +95,6 @@ def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypat
         ]
 
     expected = seen(fl.backend("CPU"))
-    if does is zero and frozen == "between":  # docs/traced-steps.md says so
-        with pytest.raises(fl.errors.GraphChangedError, match="zero_"):
-            seen(fl.backend("XLA", artifact_dir=tmp_path))
-        return
     found = seen(fl.backend("XLA", artifact_dir=tmp_path))
     for a, b in zip(expected, found, strict=True):
         for x, y in zip(a, b, strict=True):

@@ -235,10 +235,10 @@ def today():
 
 @case
 def pytorch_s_settings():
-    def change(i):
-        torch.backends.cudnn.benchmark = i in (3, 4)
-
-    return lambda: 2.0 if torch.backends.cudnn.benchmark else 1.0, change
+    return (
+        lambda: 2.0 if torch.get_float32_matmul_precision() == "high" else 1.0,
+        lambda i: torch.set_float32_matmul_precision("high" if i in (3, 4) else "highest"),
+    )
 
 
 @case
@@ -520,7 +520,7 @@ def _as_it_was(monkeypatch):
     locale.setlocale(locale.LC_ALL, spoken)
     sys.setrecursionlimit(limit)
     torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
     np.seterr(**errors)
     sys.argv[:] = argv
     os.environ.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 import threading
 
@@ -32,7 +33,7 @@ def join(launch: Launch, version: str, timeout: int, heartbeat: int) -> None:
             "fl.distributed.initialize(timeout=...) waits longer.\n"
         )
         sys.stderr.flush()
-        os._exit(1)  # this thread cannot end the wait of the other otherwise
+        os.kill(os.getpid(), signal.SIGKILL)  # this thread cannot end the wait of the other otherwise
 
     timer = threading.Timer(timeout, late)
     timer.daemon = True
