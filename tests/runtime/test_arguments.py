@@ -589,6 +589,21 @@ def test_arguments_lie_as_they_are_given(layout):
         assert torch.equal(x, y) and stride == expected
 
 
+def test_which_of_two_arguments_lies_otherwise():
+    @fl.trace
+    def step(x, y):
+        return torch.stack(
+            [x.sum() * (2.0 if x.is_contiguous() else 3.0), y.sum() * (5.0 if y.is_contiguous() else 7.0)]
+        )
+
+    def run(backend):
+        a = torch.arange(9.0).reshape(3, 3)
+        pairs = [*[(a.t(), a.clone())] * 3, (a, a.clone().t()), (a.t(), a.clone().t())]
+        return [step(x, y).tolist() for x, y in pairs]
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_step_writes_to_arguments_that_lie_otherwise(layout):
     @fl.trace

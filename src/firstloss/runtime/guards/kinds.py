@@ -35,6 +35,7 @@ _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safet
 _CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
 # Objects of these are not looked into: they are the runtime itself.
 _OURS = ("firstloss.", "jax.", "jaxlib.")
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # our own code
 INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
 
 

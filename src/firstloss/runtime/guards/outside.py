@@ -25,9 +25,7 @@ import numpy as np
 
 from ...compat.torch_names import settings_of_torch
 from ...program.source import Source
-from .kinds import is_closed, is_harmless_module, is_installed, is_ours
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+from .kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
 
 
 class Asked(NamedTuple):
@@ -177,7 +175,7 @@ def _is_runtimes(frame: types.FrameType | None) -> bool:
     """Whether a call made by `frame` is the runtime's own: it changes settings while it traces."""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
-        if is_ours(name) or frame.f_code.co_filename.startswith(_PACKAGE):
+        if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
             return True
         if not is_closed(name):
             return False
@@ -191,7 +189,7 @@ def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source 
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
-        if is_ours(name) or frame.f_code.co_filename.startswith(_PACKAGE):
+        if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
             return asks, None
         if not asks and top in _WRITERS:
             return False, None

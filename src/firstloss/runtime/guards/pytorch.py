@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import types
 from typing import Any
 
 import torch
 
+from .kinds import PACKAGE
 from .objects import class_table
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)
 
 
@@ -50,7 +49,7 @@ def _lazy(name: str, value: Any) -> bool:
 def undisguised(value: Any) -> Any:
     """A function; if one of ours stands in its place while a step is traced, perhaps in another thread, that which it
     stands for."""
-    while isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_PACKAGE):
+    while isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(PACKAGE):
         original = getattr(value, "__wrapped__", None)
         if original is None:
             break

@@ -14,15 +14,14 @@ import torch.nn.modules.module
 
 from ...compat.python_names import getframe
 from ...undo import Undo
-from .kinds import can_be_instrumented, is_closed, is_ours
+from .kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
 from .native import native
 from .outside import Outside
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_RUNTIME = os.path.join(_PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
+_RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
 # nn.Module looks up its parameters and modules in its own __dict__.
-_LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), _PACKAGE)
+_LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
 
 
 class Recording:
@@ -91,7 +90,7 @@ class Recording:
 def is_closed_code(code: types.CodeType, table: dict) -> bool:
     """Whether a library's code, which reads no state of the user's."""
     name = table.get("__name__")
-    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(_PACKAGE)
+    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
 
 
 def _give_back(cls: type, own: Any) -> None:

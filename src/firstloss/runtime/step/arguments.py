@@ -80,7 +80,8 @@ class Arguments:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._one_in_two_places()
-        lie = tuple([tensor.stride() for tensor in tensors if not tensor.is_contiguous()])
+        strides = [(tensor.stride(), dense_stride(tuple(tensor.shape))) for tensor in tensors]
+        lie = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
         if alone and not shared and not lie and not self.itself and not self.gradients:
             return ()
         pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), lie)

@@ -17,6 +17,7 @@ from ...compat.torch_names import DisableTorchDispatch, schema_of
 from ...engine.replay import Replay
 from ...errors import FirstlossError
 from ...program.graph import Node, Program, Ref, Value, slice_for
+from ...program.python_text import is_number
 from ..device.lazy import LazyArray
 from ..jaxlib import given, to_host
 
@@ -33,7 +34,7 @@ class Kernels(Replay):
                 self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
             return
         schema = schema_of(node.op).arguments
-        numbers = {argument.name for argument in schema if _is_number(argument.type)}
+        numbers = {argument.name for argument in schema if is_number(argument.type)}
         if not numbers or not any(True for _ in node.refs()):
             return super()._run_one(node)
         args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
@@ -46,11 +47,6 @@ class Kernels(Replay):
         if type(argument) is Ref:
             return argument.view(self.buffer(argument.value)).item()
         return [self._number(part) for part in argument] if type(argument) in (list, tuple) else argument
-
-
-def _is_number(kind: Any) -> bool:
-    text = str(kind)
-    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
 
 
 class FirstLoss:
