@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from gc import disable, enable, isenabled  # the step that is traced meets others
 
 from .undo import Undo
 
@@ -17,12 +18,12 @@ class Paused:
     """
 
     def __enter__(self) -> None:
-        self._enabled = gc.isenabled()
-        gc.disable()
+        self._enabled = isenabled()
+        disable()
 
     def __exit__(self, *exception: object) -> None:
         if self._enabled:
-            gc.enable()
+            enable()
 
 
 @contextmanager
@@ -32,10 +33,10 @@ def uncollected() -> Iterator[None]:
     A capture or a lowering makes tens of thousands of small objects, nearly all of which live on. With torch and JAX
     imported a full collection takes 0.15 s, and one would follow at once when collection is allowed again.
     """
-    if not gc.isenabled():
+    if not isenabled():
         yield
         return
-    gc.disable()
+    disable()
     try:
         yield
     finally:
@@ -44,16 +45,48 @@ def uncollected() -> Iterator[None]:
 
 def pause(undo: Undo) -> None:
     """As `Paused`, until `undo` is through: for blocks that are interrupted."""
-    if gc.isenabled():
-        undo(gc.enable)
-        gc.disable()
+    if isenabled():
+        undo(_resume, enable)
+        _begin()
 
 
 def put_off(undo: Undo) -> None:
     """As `uncollected`, until `undo` is through."""
-    if gc.isenabled():
-        undo(_collect_again)
-        gc.disable()
+    if isenabled():
+        undo(_resume, _collect_again)
+        _begin()
+
+
+_unwanted: bool | None = None  # whether the user's code has switched it off while we have; None if we have not
+
+
+def is_wanted() -> bool:
+    """Whether collection is on, or will be when we are through: what `gc.isenabled` says to the user's code."""
+    return isenabled() if _unwanted is None else not _unwanted
+
+
+def want(on: bool) -> None:
+    """As `gc.enable` and `gc.disable`, for the user's code; in a block without collection, for the time after it."""
+    global _unwanted
+    if _unwanted is not None:
+        _unwanted = not on
+    elif on:
+        enable()
+    else:
+        disable()
+
+
+def _begin() -> None:
+    global _unwanted
+    disable()
+    _unwanted = False
+
+
+def _resume(again: Callable[[], None]) -> None:
+    global _unwanted
+    unwanted, _unwanted = _unwanted, None
+    if not unwanted:
+        again()
 
 
 _others_freeze = False  # somebody has frozen objects, which are to stay so; counting them takes as long as collecting
@@ -61,9 +94,9 @@ _others_freeze = False  # somebody has frozen objects, which are to stay so; cou
 
 def _collect_again() -> None:
     global _others_freeze
-    if not gc.isenabled():
+    if not isenabled():
         _others_freeze = _others_freeze or gc.get_freeze_count() > 0
         if not _others_freeze:
             gc.freeze()  # moves all objects out of the generations, and
             gc.unfreeze()  # puts them into the oldest
-    gc.enable()
+    enable()

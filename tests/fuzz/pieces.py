@@ -938,6 +938,79 @@ def outside(d: Draft) -> None:
         d.post.append(put.format(0.7))
 
 
+def stored(d: Draft) -> None:
+    """Something that the step sets, mostly to what it is already, and that others set otherwise between steps."""
+    k, seen, cls = d.name("kept"), d.name("seen"), d.name("Stored")
+    d.names.remove(cls)
+    ones, twos, threes = d.pick(("1.0", "2.0", "3.0"), ("True", "False", "None"), ("'a'", "'b'", "'c'"))
+    attribute = (f"{k}.value = {{}}", f"{k}.value")
+    named = (d.pick(f"setattr({k}, 'value', {{}})", f"object.__setattr__({k}, 'value', {{}})"), f"{k}.value")
+    setup, (put, get) = d.pick(
+        (f"{k} = types.SimpleNamespace(value={ones})", attribute),
+        (f"{k} = {cls}()", attribute),
+        (f"{k} = {cls}()", attribute),
+        (f"{k} = {cls}()", named),
+        (f"{k} = {cls}()", (f"vars({k})['value'] = {{}}", f"{k}.value")),
+        (f"{k} = {cls}()", (f"{cls}.value = {{}}", f"{k}.value")),
+        (f"{k} = {cls}()", (f"{k}.shown = {{}}", f"{k}.value")),
+        (f"{k} = nn.ReLU()\n{k}.value = {ones}", attribute),
+        (f"{k} = torch.ones(2)\n{k}.value = {ones}", attribute),
+        (f"{k} = {cls}\n{k}.value = {ones}", attribute),
+        (f"{k} = types.ModuleType('stored')\n{k}.value = {ones}", attribute),
+        (f"{k} = functools.partial(int)\n{k}.value = {ones}", attribute),
+        (f"{k} = {{'value': {ones}}}", (f"{k}['value'] = {{}}", f"{k}['value']")),
+        (f"{k} = {{'value': {ones}}}", (f"{k}.update(value={{}})", f"{k}['value']")),
+        (f"{k} = [{ones}]", (f"{k}[0] = {{}}", f"{k}[0]")),
+        (f"{k} = contextvars.ContextVar('{k}', default={ones})", (f"{k}.set({{}})", f"{k}.get()")),
+        (f"{k} = None", (f"os.environ['FUZZED_{k}'] = str({{}})", f"os.environ.get('FUZZED_{k}')")),
+        (f"{k} = None", ("$o.param_groups[0]['tag'] = {}", "$o.param_groups[0].get('tag')")),
+        (f"{k} = $o", (f"{k}.tag = {{}}", f"{k}.tag")),
+    )
+    numbers = [
+        (f"{k} = np.ones(2)", (f"{k}[0] = {{}}", f"float({k}[0])")),
+        (f"{k} = array.array('d', [1.0])", (f"{k}[0] = {{}}", f"{k}[0]")),
+        (f"{k} = random.Random(1)", (f"{k}.seed({{}})", f"{k}.getstate()[1][5]")),
+        (f"{k} = None", ("random.seed({})", "random.getstate()[1][5]")),
+        (f"{k} = torch.Generator()", (f"{k}.manual_seed(int({{}}))", f"{k}.get_state().sum().item()")),
+        (f"{k} = None", ("$o.param_groups[0]['lr'] = {} / 50", "$o.param_groups[0]['lr']")),
+        (f"{k} = sys.getrecursionlimit()", (f"sys.setrecursionlimit({k} + int({{}}))", "sys.getrecursionlimit()")),
+    ]
+    truths = [
+        (f"{k} = $m.a", (f"{k}.train({{}})", f"{k}.training")),
+        (f"{k} = $m", (f"{k}.train({{}})", f"[part.training for part in {k}.modules()]")),
+        (f"{k} = nn.Dropout(0.0)", (f"{k}.train({{}})", f"{k}.training")),
+        (f"{k} = $m.a.weight", (f"{k}.requires_grad_({{}})", f"{k}.requires_grad")),
+        (f"{k} = None", ("torch.use_deterministic_algorithms({}, warn_only=True)",
+                         "torch.are_deterministic_algorithms_enabled()")),
+        (f"{k} = None", ("gc.enable() if {} else gc.disable()", "gc.isenabled()")),
+    ]  # fmt: skip
+    if ones == "1.0" and d.chance(0.5):
+        setup, (put, get) = d.rng.choice(numbers)
+    elif ones == "True" and d.chance(0.6):
+        setup, (put, get) = d.rng.choice(truths)
+        threes = "True"
+    d.top.append(
+        f"class {cls}:\n    value = {ones}\n\n    @property\n    def shown(self):\n        return self.value\n\n"
+        "    @shown.setter\n    def shown(self, value):\n        self.value = value"
+    )
+    first, other = d.pick((ones, twos), (ones, twos), (twos, threes))
+    outside = put.replace("$", "")
+    d.setup.append(setup.replace("$", ""))
+    d.setup.append(f"{outside.format(ones)}\n{seen} = []")
+    store = put.format(first)
+    if d.chance(0.2):
+        store = f"{put.format(other)}\n{store}"
+    elif d.chance(0.15):
+        store = f"if {get} != {first}:\n    {store}"
+    (d.pre if d.chance(0.5) else d.post).append(store)
+    for _ in range(d.rng.randint(1, 3)):
+        d.at(outside.format(other))
+    if d.chance(0.2):
+        d.each.append(outside.format(twos))
+    d.after.append(f"{seen}.append({get.replace('$', '')})")
+    d.end.append(outside.format(ones))
+
+
 def keyed(d: Draft) -> None:
     """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
     k, t = d.name("Key"), d.name("by")
@@ -1041,6 +1114,7 @@ PIECES = (
     + [second_step] * 3
     + [held_objects] * 3
     + [keyed] * 3
+    + [stored] * 5
     + [outside] * 3
     + [reused_batch] * 3
     + [edited_after] * 3

@@ -65,17 +65,17 @@ class NewMemory:
         if made is not None and self._trace.is_from_outside(made._store):
             made = None
         if made is None and not self._is_constant(other):
-            self._refuse(weight, "is memory from outside of the step")
+            self.refuse(weight, "is memory from outside of the step")
         if type(weight) is not DeferredTensor:
             self._real.append((weight, here()))
         elif weight._ref().covers:
             self._part(weight)
         elif len(weight._store.alive()) > 1:
-            self._refuse(weight, "takes it from the memory of a larger tensor")
+            self.refuse(weight, "takes it from the memory of a larger tensor")
         sharing = [] if made is None else made._store.alive()
         alike = made is not None and geometry_of(made) == geometry_of(weight)
         if len(sharing) > 1 and not (alike and made._ref().covers):  # type: ignore[union-attr]
-            self._refuse(weight, "is a part of a larger tensor")
+            self.refuse(weight, "is a part of a larger tensor")
         with torch.no_grad(), preserve_version_counter(weight):
             weight.copy_(other)
         if type(weight) is DeferredTensor:
@@ -113,7 +113,11 @@ class NewMemory:
         kept = self.weights.get(store)
         return store if kept is None else kept._store
 
-    def _refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
+    def refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
+        """
+        Raises:
+            TraceError: always.
+        """
         raise TraceError(
             f"{here()}: the step gives a tensor of shape {list(weight.shape)} other memory by `.data = ...`, which "
             f"{why}, and others would share it. Write weight.data.copy_(...), or weight.data = ....clone()."

@@ -7,12 +7,14 @@ are in place says the table of `compat/patches.py`. (`Tensor.data` is in `tensor
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from typing import Any
 
 import torch
 
+from .. import uncollected
 from ..compat.patches import put, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
@@ -70,7 +72,7 @@ def get_rng_state(original: Any) -> torch.Tensor:
 def set_rng_state(original: Any, new_state: Any) -> None:
     """As `torch.set_rng_state`; what a generator said of itself during a capture means nothing after it."""
     if session.trace is not None:
-        session.trace.set_generator_state(new_state)
+        session.trace.set_generator_state(new_state, functools.partial(original, new_state))
         return
     if not session.depth and is_ticket(new_state):
         raise CaptureError(
@@ -85,9 +87,27 @@ def manual_seed(original: Any, seed: Any) -> torch.Generator:
     """As `torch.manual_seed`; counted, since a generator does not tell that it was given the seed that it had."""
     session.seedings += 1
     if session.trace is not None:
-        session.trace.set_generator_state(None)
+        session.trace.set_generator_state(None, functools.partial(manual_seed, original, seed))
         return torch.default_generator
     return original(seed)
+
+
+@replaces("gc.enable")
+def enable(original: Any) -> None:
+    """As `gc.enable`, once the step has been traced."""
+    uncollected.want(True)
+
+
+@replaces("gc.disable")
+def disable(original: Any) -> None:
+    """As `gc.disable`, likewise."""
+    uncollected.want(False)
+
+
+@replaces("gc.isenabled")
+def isenabled(original: Any) -> bool:
+    """As `gc.isenabled`, as if there were no trace."""
+    return uncollected.is_wanted()
 
 
 @replaces("torch.nn.parameter.UninitializedTensorMixin.materialize")

@@ -171,7 +171,7 @@ def _record(call: Call) -> Any:
 
     if how.random is not None and draws_at_all(call):
         if trace is not None:
-            trace.key_draw(node)
+            trace.key_draw(node, call.given_generator())
         elif not record_draw(call, node, geometry):
             return run_to_find_out(call)
         node.args = tuple(None if isinstance(a, torch.Generator) else a for a in node.args)

@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,12 +47,12 @@ class Tracing:
 
     def refuse_read(self, op: OpOverload) -> None: ...
 
-    def key_draw(self, node: Node) -> None: ...
+    def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...
 
     def generator_state(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def set_generator_state(self, state: torch.Tensor | None) -> None: ...
+    def set_generator_state(self, state: torch.Tensor | None, leave: Callable[[], Any]) -> None: ...
 
 
 class _ThreadLocal(threading.local):

@@ -57,6 +57,7 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
+        generator_left: what gives PyTorch's generator the state that the step has left it in.
         made: the storages of what the step's operations have made.
         new_memory: the weights that the step gives other memory.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
@@ -72,6 +73,7 @@ class StepTrace(recorder._Tracing):
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
+        self.generator_left: Callable[[], Any] | None = None
         self._seed = torch.initial_seed()
         self.changes: Any = None
         self.draws = 0
@@ -187,8 +189,14 @@ class StepTrace(recorder._Tracing):
         """Somebody asks for a value, or for what depends on one."""
         raise ValueReadError(dynamic.message(op))
 
-    def key_draw(self, node: Node) -> None:
-        """A random operation: the next key of the step's stream."""
+    def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
+        """A random operation, perhaps from a generator that it was given: the next key of the step's stream."""
+        if generator is not None and generator is not torch.default_generator:
+            raise TraceError(
+                f"{node.source}: the step draws from a generator of its own, which a compiled step has not, and which "
+                "would not move on. Draw before the step and pass the numbers as an argument; or leave `generator` "
+                "out, and the step draws anew each time, from the run's seed."
+            )
         position = self._position
         if position is None or torch.initial_seed() != self._seed:
             raise TraceError(
@@ -207,11 +215,12 @@ class StepTrace(recorder._Tracing):
         with DisableTorchDispatch():
             return recorder.generators.ticket(torch.default_generator, self.stream, self._position)  # type: ignore[arg-type]
 
-    def set_generator_state(self, state: torch.Tensor | None) -> None:
-        """The step restores a state, or (None) seeds the generator."""
+    def set_generator_state(self, state: torch.Tensor | None, leave: Callable[[], Any]) -> None:
+        """The step restores a state, or (None) seeds the generator; `leave` does that at the end of a call."""
         with DisableTorchDispatch():
             named = None if state is None else recorder.generators.named(state)
         self._position = named[1] if named is not None and named[0] is self.stream else None
+        self.generator_left = leave if self._position is None else None
 
     # -- around the step --
 

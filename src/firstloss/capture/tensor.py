@@ -509,6 +509,8 @@ def _is_state(tensor: Tensor) -> bool:
 
 def _assign_data(self: Tensor, other: Any) -> None:
     if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
+        if session.trace is not None:
+            session.trace.new_memory.refuse(self, "is memory from outside of the step")
         _set_data(self, other)
         return
     alike = self.shape == other.shape and self.dtype == other.dtype

@@ -119,6 +119,7 @@ PATCHES = {
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
         for name in ("tensor_split", *READ_IN_MEMORY)
     },
+    **{f"gc.{name}": Patch(TRACE, "There is no collection meanwhile") for name in ("enable", "disable", "isenabled")},
     "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Of every scheduler: it runs after the step, in Python"),
 }  # fmt: skip
 

@@ -224,19 +224,33 @@ def inner_overload(op: Any) -> Any:
     return getattr(op, "_opoverload", op)
 
 
-# Settings of the process's, from torch.backends and its like: functions without arguments in torch._C.
-_SETTINGS = ("get_num_threads", "get_num_interop_threads", "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
-             "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only",
-             "_get_deterministic_fill_uninitialized_memory", "_get_float32_matmul_precision", "_get_warnAlways",
-             "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32",
-             "_get_cublas_allow_tf32", "_get_mkldnn_enabled", "_get_nnpack_enabled", "_get_flash_sdp_enabled",
-             "_get_math_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled")  # fmt: skip
+# Settings of the process's, from torch.backends and its like: what gives each in torch._C, and what sets it.
+_SETTINGS = {
+    "get_num_threads": "set_num_threads",
+    "is_anomaly_enabled": "set_anomaly_enabled",
+    "_get_deterministic_algorithms": "_set_deterministic_algorithms",
+    "_get_deterministic_fill_uninitialized_memory": "_set_deterministic_fill_uninitialized_memory",
+    "_get_float32_matmul_precision": "_set_float32_matmul_precision",
+    "_get_warnAlways": "_set_warnAlways",
+    "_get_cudnn_enabled": "_set_cudnn_enabled",
+    "_get_cudnn_benchmark": "_set_cudnn_benchmark",
+    "_get_cudnn_deterministic": "_set_cudnn_deterministic",
+    "_get_cudnn_allow_tf32": "_set_cudnn_allow_tf32",
+    "_get_cublas_allow_tf32": "_set_cublas_allow_tf32",
+    "_get_mkldnn_enabled": "_set_mkldnn_enabled",
+    "_get_nnpack_enabled": "_set_nnpack_enabled",
+    "_get_flash_sdp_enabled": "_set_sdp_use_flash",
+    "_get_math_sdp_enabled": "_set_sdp_use_math",
+    "_get_mem_efficient_sdp_enabled": "_set_sdp_use_mem_efficient",
+    "_get_cudnn_sdp_enabled": "_set_sdp_use_cudnn",
+}
 
 
-def settings_of_torch() -> dict[str, Callable[[], Any]]:
-    """By name, the functions that give a setting of PyTorch's which a step may ask for; but for those that are gone."""
+def settings_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Of PyTorch's settings that a step may ask for or set, how each is read and set; but for those that are gone."""
     module = _imported("C")
-    return {name: function for name in _SETTINGS if callable(function := getattr(module, name, None))}
+    pairs = [(getattr(module, read, None), getattr(module, write, None)) for read, write in _SETTINGS.items()]
+    return [(read, write) for read, write in pairs if callable(read) and callable(write)]
 
 
 def local_tensor_or(tensor: Any, otherwise: Any) -> Any:

@@ -320,7 +320,9 @@ static PyObject *stop(PyObject *module, PyObject *unused) {
 
 static PyTypeObject *noted_type;
 static getattrofunc plain_lookup;
+static setattrofunc plain_store;
 static PyObject *noter;
+static PyObject *store_noter;
 
 static PyObject *noting_lookup(PyObject *self, PyObject *name) {
     if (noter != NULL) {
@@ -331,26 +333,39 @@ static PyObject *noting_lookup(PyObject *self, PyObject *name) {
     return plain_lookup(self, name);
 }
 
-static PyObject *note_reads(PyObject *module, PyObject *args) {
+static int noting_store(PyObject *self, PyObject *name, PyObject *value) {
+    if (store_noter != NULL) {
+        PyObject *result = PyObject_CallFunctionObjArgs(store_noter, self, name, NULL);
+        if (result == NULL) return -1;
+        Py_DECREF(result);
+    }
+    return plain_store(self, name, value);
+}
+
+static PyObject *note_attributes(PyObject *module, PyObject *args) {
     PyTypeObject *type;
-    PyObject *function;
-    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &function)) return NULL;
+    PyObject *read, *stored;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &type, &read, &stored)) return NULL;
     if (noted_type == NULL) {
         noted_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
         plain_lookup = type->tp_getattro;
+        plain_store = type->tp_setattro;
     } else if (noted_type != type) {
         PyErr_SetString(PyExc_ValueError, "one type only");
         return NULL;
     }
-    Py_XSETREF(noter, function == Py_None ? NULL : Py_NewRef(function));
+    Py_XSETREF(noter, read == Py_None ? NULL : Py_NewRef(read));
+    Py_XSETREF(store_noter, stored == Py_None ? NULL : Py_NewRef(stored));
     type->tp_getattro = noter == NULL ? plain_lookup : noting_lookup;
+    type->tp_setattro = store_noter == NULL ? plain_store : noting_store;
     PyType_Modified(type);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"note_reads", note_reads, METH_VARARGS,
-     "note_reads(type, function): call function(object, name) before each look-up of an attribute; None for no more."},
+    {"note_attributes", note_attributes, METH_VARARGS,
+     "note_attributes(type, read, stored): call read(object, name) before each look-up of an attribute, and stored("
+     "object, name) before it is set or deleted; None for no more."},
     {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
     {"start", start, METH_VARARGS,

@@ -131,6 +131,29 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(s.argument for s in _instructions(code) if s.name in _GLOBALS)
 
 
+@functools.lru_cache(maxsize=65536)
+def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals, and the variables of enclosing functions, that `code` itself sets or deletes."""
+    steps = _instructions(code)
+    globals_ = frozenset(s.argument for s in steps if s.name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"))
+    return globals_, frozenset(s.argument for s in steps if s.name in ("STORE_DEREF", "DELETE_DEREF"))
+
+
+@functools.lru_cache(maxsize=65536)
+def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """What `code` itself sets or deletes by way of a global, as in `torch.nn.functional.gelu = ...`: its path."""
+    steps = _instructions(code)
+    found = []
+    for i, step in enumerate(steps):
+        if step.name in ("STORE_ATTR", "DELETE_ATTR"):
+            path = [step.argument]
+            while i > 0 and steps[i := i - 1].name == "LOAD_ATTR":
+                path.append(steps[i].argument)
+            if steps[i].name in _GLOBALS:
+                found.append((steps[i].argument, *reversed(path)))
+    return frozenset(found)
+
+
 def imports(code: types.CodeType, table: dict) -> list[str]:
     """The modules that `code` itself imports, run with the globals in `table`; and those that it may import by a name
     that it works out."""

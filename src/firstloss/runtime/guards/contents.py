@@ -130,12 +130,23 @@ def environment() -> tuple:
 
 def put_back_environment(before: tuple) -> None:
     """Make `os.environ` what `environment` gave."""
-    now = dict(environment())
-    for name in now.keys() - dict(before).keys():
-        del os.environ[os.fsdecode(name)]
-    for name, value in before:
-        if now.get(name) != value:
-            os.environ[os.fsdecode(name)] = os.fsdecode(value)
+    set_environment(environment_changes(environment(), before))
+
+
+def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
+    """The variables that are others `after`, None for those that are gone."""
+    old, new = dict(before), dict(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return {os.fsdecode(name): os.fsdecode(new[name]) if name in new else None for name in names}
+
+
+def set_environment(values: dict[str, str | None]) -> None:
+    """Set these variables, and delete those that are None."""
+    for name, value in values.items():
+        if value is not None:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
 
 
 def ambient(held: Any) -> Callable[[], Any] | None:

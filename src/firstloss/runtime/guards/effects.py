@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import operator
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +28,11 @@ from .bindings import (
     setting_in,
 )
 from .containers import put_items, put_table
+from .describe import with_article
 from .kinds import Kind, items_of, kind_of, table_of
 from .left import Env, Left
-from .objects import MISSING, slot_value
+from .objects import MISSING, define, definition, slot_value
+from .outside import set_state, state_of
 from .reads import Reads
 from .same import same, same_items
 from .snapshot import Snapshot
@@ -40,6 +43,7 @@ class Effects:
 
     Attributes:
         places: the ids of the dicts, lists, variables and objects in which something has changed.
+        why_not: what it has changed that cannot be changed so again, so that it has to be traced at each call; if any.
     """
 
     def __init__(self, snapshot: Snapshot, reads: Reads | None, left: Left) -> None:
@@ -48,6 +52,7 @@ class Effects:
             reads: what the step has read; None where it is only to be undone.
         """
         self.places: set[int] = set()
+        self.why_not: str | None = None
         self._undo: list[Bind] = []
         self._apply: list[Callable[[Env], Bind]] = []
         self._left = left
@@ -71,14 +76,50 @@ class Effects:
                 self._undo.append(functools.partial(object.__setattr__, what, "__class__", cls))
                 new = type(what)
                 self._apply.append(always(functools.partial(object.__setattr__, what, "__class__", new)))
+        for module, name, old in snapshot.module_names.values():
+            if (now := vars(module).get(name, MISSING)) is not old:
+                self._module_name(vars(module), name, old, now)
+        for function, made_of in snapshot.definitions.values():
+            if not same(made_of, now := definition(function)):
+                self._again(function, functools.partial(define, function), made_of, now)
+        changed = contents.environment_changes(snapshot.environment, contents.environment())
+        if changed:
+            old_values = contents.environment_changes(contents.environment(), snapshot.environment)
+            self._again(os.environ, contents.set_environment, old_values, changed)
+        for generator, state in reads.generators if reads is not None else ():
+            if not same(state, now := state_of(generator)):
+                self._again(generator, functools.partial(set_state, generator), state, now)
         for content, read, before in snapshot.opaque.values():
             if id(content) in snapshot.sequences or id(content) in snapshot.tables:
                 continue
             if isinstance(content, contextvars.ContextVar):
                 self._context(content, before, reads)
-            elif reads is not None and not same(before, read()):  # it cannot be repeated: the step is traced each time
-                self.places.add(id(content))
-                reads.guard_content(content)
+            elif reads is not None and (_has_run(content, reads) or not same(before, read())):
+                self._content(content, before, read(), reads)
+
+    def _again(self, what: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
+        """Something that is put back by what puts it where the step has left it, too."""
+        self.places.add(id(what))
+        self._undo.append(functools.partial(put, before))
+        self._apply.append(always(functools.partial(put, after)))
+
+    def _content(self, content: Any, before: Any, after: Any, reads: Reads) -> None:
+        """An array, a buffer, a generator and their like hold something else."""
+        reads.guard_content(content)
+        if contents.put_back(content, after):
+            self._again(content, functools.partial(contents.put_back, content), before, after)
+        else:
+            self.places.add(id(content))
+            self.why_not = (
+                f"it takes something from {with_article(type(content).__qualname__)}, or changes what is in it"
+            )
+
+    def _module_name(self, table: dict, name: str, old: Any, now: Any) -> None:
+        self.places.add(id(table))
+        put: Callable[[Any], None] = functools.partial(table.__setitem__, name)
+        delete = functools.partial(delete_name, table, name, table.__delitem__)
+        self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
+        self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
     def also(self, undo: Bind, apply: Callable[[Env], Bind]) -> None:
         """A change that somebody else has found."""
@@ -227,6 +268,8 @@ class Effects:
 
     def _sequence(self, container: Any, before: list, reads: Reads | None) -> None:
         now = items_of(container)
+        if reads is not None and reads.updates.only_collected(container):
+            reads.guard_collection(container, before)
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
         self._undo.append(lambda: put_items(container, before))
@@ -249,6 +292,11 @@ class Effects:
                 self._apply.append(setting_in(place, i, make))
             return
         self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
+
+
+def _has_run(content: Any, reads: Reads) -> bool:
+    """Whether it is a generator that may have run: it may stand where it stood, by all that can be seen."""
+    return isinstance(content, types.GeneratorType) and content.gi_code in reads.ran
 
 
 def put_back(snapshot: Snapshot) -> bool:

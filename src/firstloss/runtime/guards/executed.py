@@ -14,6 +14,7 @@ from .snapshot import Snapshot
 # Code of the user's that mentions one of these may look at all attributes of an object.
 _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
                   "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
+_BY_METHOD = {"__setattr__", "__delattr__"}
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
@@ -25,6 +26,7 @@ class Executed:
         cached: functions behind `lru_cache` whose results were there already.
         mentioned: all names in what is not an installed package's.
         any_attribute: some of that may look at all attributes of an object.
+        stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
         lines: where it does so.
     """
 
@@ -44,6 +46,7 @@ class Executed:
         own = [code for code, table in executed if not is_installed(table.get("__name__"))]
         self.mentioned = {name for code in own for name in _names(code)}
         self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
+        self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in own)
 
 
 class Lines:

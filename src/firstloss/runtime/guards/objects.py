@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MISSING: Any = object()
@@ -31,6 +32,11 @@ def slot_value(what: Any, name: str) -> Any:
     return MISSING
 
 
+def slot_reader(what: Any, name: str) -> Callable[[], Any]:
+    """Gives what the slot holds at each call."""
+    return functools.partial(slot_value, what, name)
+
+
 def cell_content(cell: types.CellType) -> Any:
     """What a variable holds, MISSING if nothing yet."""
     try:
@@ -48,6 +54,12 @@ def definition(function: types.FunctionType) -> tuple:
     """What a function is made of, and can be given another."""
     defaults = function.__kwdefaults__
     return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
+
+
+def define(function: types.FunctionType, made_of: tuple) -> None:
+    """Make it what `definition` gave."""
+    function.__code__, function.__defaults__, keywords = made_of
+    function.__kwdefaults__ = None if keywords is None else dict(keywords)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

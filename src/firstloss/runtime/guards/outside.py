@@ -1,7 +1,7 @@
 """What a step asks of the world outside of Python's objects: files, clocks, the operating system.
 
-The answers can be something else at the next call without any object having changed. A setting of the process's is
-asked for again at each call, and compared; for all else the step has to be traced at each call.
+The answers can be something else at the next call without any object having changed, so that the step has to be traced
+at each call. Settings of the process's are no matter of this: see `step/modes.py`.
 
 Seen while a step is traced: each function written in C that its Python calls, by name. Those of unknown modules count,
 since nobody can say what they look at. What only writes does not: it is done where the step is traced.
@@ -10,20 +10,18 @@ since nobody can say what they look at. What only writes does not: it is done wh
 from __future__ import annotations
 
 import datetime
-import functools
-import gc
 import io
 import locale
-import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from ...compat.torch_names import settings_of_torch
+from ...compat.torch_names import DisableTorchDispatch
 from ...program.source import Source
 from .kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
 
@@ -40,12 +38,14 @@ class Outside:
 
     Attributes:
         asked: the functions whose answers cannot be watched, by name.
-        settings: the functions without arguments that give a setting, by name, each with what it gave first.
+        sets_by_string: the user's code calls `setattr` or `delattr`.
+        generators: PyTorch's, by id, whose states are asked for or set, each with the state that it had.
     """
 
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
-        self.settings: dict[str, tuple[Callable[[], Any], Any]] = {}
+        self.sets_by_string = False
+        self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
 
     def ran(self, codes: Iterable[types.CodeType]) -> None:
         """Note what has run that asks, and is not written in C."""
@@ -59,11 +59,15 @@ class Outside:
         Returns:
             Whether its next call is to be noted as well.
         """
-        setting = _settings().get(function)
-        if setting is not None:
-            if setting not in self.settings and not _is_runtimes(frame):
-                self.settings[setting] = (function, function())
-            return setting not in self.settings
+        if function in _BY_STRING:
+            name = frame.f_globals.get("__name__") or ""
+            self.sets_by_string |= not is_closed(name) and not is_installed(name)
+            return not self.sets_by_string
+        owner = function.__self__
+        if isinstance(owner, torch.Generator) and function.__name__ in _OF_GENERATORS:
+            if id(owner) not in self.generators and owner is not torch.default_generator:
+                self.generators[id(owner)] = (owner, state_of(owner))
+            return True
         module, what = _name_of(function)
         if not _looks_outside(function, module):
             return False
@@ -74,18 +78,20 @@ class Outside:
         return True
 
 
-@functools.cache
-def _settings() -> dict[Any, str]:
-    """The functions that give a setting of the process's, with their names."""
-    found = {
-        os.getcwd: "os.getcwd",
-        os.getcwdb: "os.getcwdb",
-        sys.getrecursionlimit: "sys.getrecursionlimit",
-        sys.getswitchinterval: "sys.getswitchinterval",
-        gc.isenabled: "gc.isenabled",
-        gc.get_threshold: "gc.get_threshold",
-    }
-    return {**found, **{function: f"torch's {name}" for name, function in settings_of_torch().items()}}
+_BY_STRING = (setattr, delattr)
+_OF_GENERATORS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state"}
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """The state of a generator of PyTorch's, to compare."""
+    with DisableTorchDispatch():
+        return generator.get_state().numpy().tobytes()
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Set it."""
+    with DisableTorchDispatch():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 # Modules of Python's own, in C, whose functions look at what they are given, and at nothing else.
@@ -105,6 +111,7 @@ _ALL_BUT: dict[str, set[str]] = {
     "posix": {"fspath", "_path_normpath", "_path_splitroot", "_path_splitroot_ex", "getpid", "cpu_count", "strerror",
               "write", "close", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "chmod", "chown", "link",
               "symlink", "truncate", "ftruncate", "fsync", "fdatasync", "utime", "kill", "putenv", "unsetenv", "isatty",
+              "getcwd", "getcwdb", "chdir",
               "get_terminal_size", "sched_yield", "register_at_fork", "set_inheritable", "get_inheritable", "uname",
               "sysconf", "dup", "dup2", "umask", "nice", "_exit", "fchmod", "waitstatus_to_exitcode"},
     "time": {"sleep"},
@@ -125,12 +132,22 @@ _SOME: dict[str, set[str]] = {
     "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
     "sys": {"getallocatedblocks", "_current_frames", "_current_exceptions", "getrefcount"},
     "numpy": {"fromfile"},
+    "functools": {"cache_clear", "cache_info"},
     "_ctypes": {"get_errno", "get_last_error"},
 }
-# Python's own and NumPy's, in Python, that ask what they keep for the process or the thread.
+# Python's own and NumPy's, in Python, that ask for what they keep for the process or the thread, or set it.
 _IN_PYTHON: dict[types.CodeType, str] = {
     function.__code__: f"{function.__module__}.{function.__name__}"
-    for function in (threading.active_count, threading.enumerate, np.geterr, np.get_printoptions, locale.getlocale)
+    for function in (
+        threading.active_count,
+        threading.enumerate,
+        np.geterr,
+        np.seterr,
+        np.get_printoptions,
+        np.set_printoptions,
+        torch.set_printoptions,
+        locale.getlocale,
+    )
     if isinstance(function, types.FunctionType)
 }
 _SOME["io"] = _SOME["_io"]
@@ -169,18 +186,6 @@ def _looks_outside(function: Any, module: str) -> bool:
     if top in sys.stdlib_module_names:
         return name not in _ALL_BUT.get(top, ())
     return not is_closed(module) and not is_harmless_module(module)
-
-
-def _is_runtimes(frame: types.FrameType | None) -> bool:
-    """Whether a call made by `frame` is the runtime's own: it changes settings while it traces."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
-        if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
-            return True
-        if not is_closed(name):
-            return False
-        frame = frame.f_back
-    return True
 
 
 def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source | None]:

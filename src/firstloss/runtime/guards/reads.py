@@ -8,6 +8,8 @@ was not there counts as missing.
 from __future__ import annotations
 
 import builtins
+import functools
+import operator
 import os
 import random
 import sys
@@ -18,18 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compat.torch_names import MODULE_TABLES
 from . import bytecode, contents
 from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
 from .guard_set import GuardSet
 from .guards import CellGuard
-from .kinds import Kind, is_closed, is_installed, is_ours, kind_of
-from .objects import MISSING, cell_content, own_attributes, slot_value
+from .kinds import Kind, is_closed, is_installed, is_ours, items_of, kind_of
+from .objects import MISSING, cell_content, own_attributes, slot_reader
+from .outside import state_of
 from .pytorch import namespaces
 from .recording import Recording, is_closed_code
 from .snapshot import Snapshot, apart_in_optimizers
+from .stores import guard_stores
 from .values import Values
 
 
@@ -39,6 +42,8 @@ class Reads:
     Attributes:
         updates: what decides nothing.
         unknown: functions that ran, and that were not known before: what they read before is not known either.
+        ran: code that is known to have run, libraries' as well.
+        generators: PyTorch's, whose states the step asks for or sets, with the states that they had.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
@@ -47,12 +52,17 @@ class Reads:
         self._values = Values(snapshot, self._executed)
         self.updates = self._values.updates
         self.unknown: list[types.CodeType] = []
-        recording.outside.ran(code for code, _ in (recording.codes or {}).values())
+        self.ran = {code for code, _ in (recording.codes or {}).values()}
+        recording.outside.ran(self.ran)
         self.asked = list(recording.outside.asked.values())
-        for name, (setting, before) in recording.outside.settings.items():
-            self._values.read(("setting", name), setting, before, f"what {name} gives", name.rpartition(".")[2])
+        self.generators = list(recording.outside.generators.values())
+        for generator, state in recording.outside.generators.values():
+            self._values.read(
+                id(generator), functools.partial(state_of, generator), state, "the state of a generator", "Generator"
+            )
         self._functions(recording)
         self._attributes(recording)
+        guard_stores(snapshot, recording, self._executed, self._values)
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
@@ -131,7 +141,7 @@ class Reads:
             if id(owner) not in snapshot.seen:  # made in the step
                 continue
             uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
-            self._object(owner)
+            self._values.of_object(owner)
             if isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name):
                 if name == "param_groups" and any(not _is_closed_file(code) for code, _ in sites):
                     self._groups(owner)
@@ -149,7 +159,7 @@ class Reads:
             if slotted is not None and name in slotted.names:
                 before = slotted.before[slotted.names.index(name)]
                 if not self.updates.decides_nothing((id(owner), name), before, uses):
-                    self._values.read((id(owner), name), _slot_reader(owner, name), before, describe(name), name)
+                    self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
                     if not self.updates.collects(before, uses):
                         self._values.value(before, describe(name), name)
                 continue
@@ -158,24 +168,6 @@ class Reads:
             before = self._values.before(table).get(name, MISSING)
             if not self.updates.decides_nothing((id(table), name), before, uses):
                 self._values.name(table, name, before, describe, uses)
-
-    def _object(self, owner: Any) -> None:
-        """An object of which something is read."""
-        if id(owner) in self._values.objects:
-            return
-        self._values.objects[id(owner)] = owner
-        if isinstance(owner, torch.nn.Module):
-            table = owner.__dict__
-            for part in MODULE_TABLES:
-                self._values.name(table, part, self._values.before(table).get(part, MISSING), describe_attribute(owner))
-        elif isinstance(owner, torch.optim.Optimizer):
-            self._values.read(
-                (id(owner), "params"),
-                lambda: tuple([p for group in owner.param_groups for p in group["params"]]),
-                tuple([p for group in self._snapshot.groups[id(owner)] for p in group["params"]]),
-                f"the parameters of {with_article(type(owner).__qualname__)}",
-                "param_groups",
-            )
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Code of the user's reads the parameter groups."""
@@ -206,6 +198,17 @@ class Reads:
         self._values.looked_at.discard(id(container))
         self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
 
+    def guard_collection(self, container: Any, before: list) -> None:
+        """It is only added to; but what a set holds already is not added, and a deque may be full of it."""
+        kind = with_article(type(container).__qualname__)
+        if isinstance(container, set):
+            held = set(before)
+            what = f"what {kind} holds that the step adds to"
+            self._values.read((id(container), "members"), lambda: held <= set(container), True, what, "")
+        elif getattr(container, "maxlen", None) is not None and len(before) == container.maxlen:
+            if all(map(operator.is_, items_of(container), before)):
+                self.guard_content(container)
+
     def guard_number(self, place: tuple) -> None:
         """A number whose own update cannot be repeated counts like any other."""
         before, _, _ = self.updates.numbers.pop(place)
@@ -215,7 +218,7 @@ class Reads:
             self._values.cells[where] = CellGuard(cell, before, "a variable that the step counts in", "")
         elif where in self._snapshot.slotted:
             owner = self._snapshot.slotted[where].owner
-            self._values.read(place, _slot_reader(owner, name), before, describe_attribute(owner)(name), name)
+            self._values.read(place, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
         else:
             known = self._snapshot.tables[where]
             describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
@@ -230,8 +233,9 @@ class Reads:
             state_of_generators: as `generators()` gave it before the trace.
             weights: the ids of tensors whose gradients others watch.
         """
+        asked = {name for name, words in _ASK_OF_GENERATORS.items() if not words.isdisjoint(self._executed.mentioned)}
         for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
-            if read() != before:
+            if read() != before or name in asked:
                 self._values.read(name, read, before, f"the state of the random generator of Python's {name}", name)
         for where, name, table in self._snapshot.hooks:
             before = self._values.before(table)
@@ -249,6 +253,9 @@ class Reads:
                 self._values.tables[id(namespace.table)].expected |= namespace.expected
             else:
                 self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
+        for module, name, old in self._snapshot.module_names.values():  # what was there before the step set it
+            if id(vars(module)) in self._values.tables and name in self._values.tables[id(vars(module))].expected:
+                self._values.tables[id(vars(module))].expected[name] = old
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
 
 
@@ -276,16 +283,14 @@ def _set_numpy_state(state: tuple) -> None:
 
 # PyTorch's own are part of the Program.
 _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
+# Methods that ask for the state, or set one that may be there already.
+_ASK_OF_GENERATORS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
 _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:
     """Whether it is a module's own code, or a named tuple's."""
     return code.co_name == "<module>" or str(table.get("__name__", "namedtuple_")).startswith("namedtuple_")
-
-
-def _slot_reader(owner: Any, name: str) -> Callable[[], Any]:
-    return lambda: slot_value(owner, name)
 
 
 def _is_closed_file(code: types.CodeType) -> bool:

@@ -1,7 +1,10 @@
-"""What a step reads while it is traced: which code runs, and which attributes of which objects are looked up."""
+"""What a step reads and stores while it is traced: which code runs, and which attributes of which objects are looked
+up, set and deleted."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import sys
@@ -25,10 +28,11 @@ _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
 
 
 class Recording:
-    """What runs and is read from `begin` on, by one thread.
+    """What runs, is read and is stored from `begin` on, by one thread.
 
     Attributes:
         reads: of each object (by id) and attribute, the object and the instructions that have read it.
+        stores: likewise, those that have set or deleted it.
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were asked for as a dict.
         outside: what is asked of the world outside of Python's objects; known where `codes` are.
@@ -37,11 +41,12 @@ class Recording:
     def __init__(self, classes: Iterable[type], profile: bool) -> None:
         """
         Args:
-            classes: of the objects whose reads are noted.
+            classes: of the objects whose reads and stores are noted.
             profile: note the code that runs and the functions in C that it calls as well. It costs some 15% of a
                 trace.
         """
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
+        self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
         self.whole: list[dict] = []
         self.outside = Outside()
@@ -51,16 +56,19 @@ class Recording:
     def begin(self, undo: Undo) -> None:
         """Note what this thread reads and runs until `undo` is done."""
         thread = threading.get_ident()
-        lookups = [(cls, cls.__dict__.get("__getattribute__"), cls.__getattribute__) for cls in self._classes]
-        for cls, own, lookup in lookups:
-            undo(_give_back, cls, own)
-            try:
-                cls.__getattribute__ = _noting(self.reads, lookup, thread)  # type: ignore[method-assign]
-            except (TypeError, AttributeError):  # a class that does not let itself be changed
-                continue
+        methods = {
+            "__getattribute__": functools.partial(_noting_lookup, _noter(self.reads, thread, depth=2)),
+            "__setattr__": functools.partial(_noting_set, _noter(self.stores, thread, depth=2)),
+            "__delattr__": functools.partial(_noting_delete, _noter(self.stores, thread, depth=2)),
+        }
+        plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
+        for cls, name, own, method in plain:
+            undo(_give_back, cls, name, own)
+            with contextlib.suppress(TypeError, AttributeError):  # of a class that does not let itself be changed
+                setattr(cls, name, methods[name](method))
         if native is not None:
-            undo(native.note_reads, types.SimpleNamespace, None)
-            native.note_reads(types.SimpleNamespace, _noter(self.reads, thread))
+            undo(native.note_attributes, types.SimpleNamespace, None, None)
+            native.note_attributes(types.SimpleNamespace, _noter(self.reads, thread), _noter(self.stores, thread))
         if self._profile:
             self.codes = {}
             undo(_stop)
@@ -77,6 +85,7 @@ class Recording:
     def forget(self) -> None:
         """Let go of what was noted: objects that the step has made are among them."""
         self.reads.clear()
+        self.stores.clear()
         self.codes = None
         self.whole.clear()
 
@@ -93,12 +102,12 @@ def is_closed_code(code: types.CodeType, table: dict) -> bool:
     return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
 
 
-def _give_back(cls: type, own: Any) -> None:
-    """Let `cls` look its attributes up as before: by what it defines itself, if anything."""
+def _give_back(cls: type, name: str, own: Any) -> None:
+    """Let `cls` have the method again that it defines itself, if any."""
     if own is not None:
-        cls.__getattribute__ = own  # type: ignore[method-assign]
-    elif "__getattribute__" in cls.__dict__:
-        del cls.__getattribute__
+        setattr(cls, name, own)
+    elif name in cls.__dict__:
+        delattr(cls, name)
 
 
 def _stop() -> None:
@@ -108,10 +117,7 @@ def _stop() -> None:
         sys.setprofile(None)
 
 
-def _noting(reads: dict, lookup: Callable, thread: int) -> Callable:
-    """`lookup`, the `__getattribute__` of a class, that notes what is looked up."""
-    note = _noter(reads, thread, depth=2)
-
+def _noting_lookup(note: Callable[[Any, str], None], lookup: Callable) -> Callable:
     def __getattribute__(self: Any, name: str) -> Any:
         note(self, name)
         return lookup(self, name)
@@ -119,8 +125,24 @@ def _noting(reads: dict, lookup: Callable, thread: int) -> Callable:
     return __getattribute__
 
 
-def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
-    """Notes a look-up: of what, and by which instruction of the code `depth` calls up."""
+def _noting_set(note: Callable[[Any, str], None], store: Callable) -> Callable:
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        note(self, name)
+        store(self, name, value)
+
+    return __setattr__
+
+
+def _noting_delete(note: Callable[[Any, str], None], delete: Callable) -> Callable:
+    def __delattr__(self: Any, name: str) -> None:
+        note(self, name)
+        delete(self, name)
+
+    return __delattr__
+
+
+def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+    """Notes a look-up or a store: of what, and by which instruction of the code `depth` calls up."""
 
     def note(owner: Any, name: str) -> None:
         frame = getframe(depth)
@@ -130,9 +152,9 @@ def _noter(reads: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
         if threading.get_ident() != thread or code.co_filename.startswith(_RUNTIME):
             return
         key = id(owner), name
-        if key not in reads:
-            reads[key] = (owner, {})
-        sites, site = reads[key][1], (code, frame.f_lasti)
+        if key not in found:
+            found[key] = (owner, {})
+        sites, site = found[key][1], (code, frame.f_lasti)
         sites[site] = sites.get(site, 0) + 1
 
     return note

@@ -22,7 +22,7 @@ from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
 from ..stand_in import StandIn, module_of
 from . import caches, contents
-from .bytecode import imports, with_inner
+from .bytecode import attributes_set, imports, with_inner
 from .kinds import (
     Kind,
     behind,
@@ -43,6 +43,7 @@ from .objects import (
     own_attributes,
     slot_value,
 )
+from .same import same
 
 # What holds more items than this is data: it is copied, but what is in it is not looked into.
 _MOST_ITEMS = contents.LARGEST
@@ -85,6 +86,8 @@ class Snapshot:
         cached: functions behind a cache of `functools`, which may not run though the step calls them.
         unknown: by id, objects of which nobody can say whether they have changed.
         groups: by the optimizer's id, what was in its parameter groups.
+        module_names: what the code sets in modules that are not entered, by the id of their dict and the name: the
+            module, the name and what was there.
         hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
     """
 
@@ -104,6 +107,7 @@ class Snapshot:
         self.types: list[tuple[Any, type]] = []
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
+        self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
         self.environment = contents.environment()
         self._mentioned: set[tuple[int, str]] = set()
@@ -125,14 +129,16 @@ class Snapshot:
         """Whether an object was there before the step."""
         return id(what) in self.seen or id(what) in self._beyond
 
-    def shares_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a real tensor lies in the memory of an array that was there before the step."""
-        arrays = [held for held, _, _ in self.opaque.values() if isinstance(held, (np.ndarray, bytearray, array.array))]
-        if not arrays or tensor.layout != torch.strided or owned_by_torch(tensor):
+    def shares_memory(self, tensor: torch.Tensor, edited: bool = False) -> bool:
+        """Whether a real tensor lies in the memory of an array that was there before the step; if `edited`, of one
+        that holds something else now."""
+        arrays = [entry for entry in self.opaque.values() if isinstance(entry[0], (np.ndarray, bytearray, array.array))]
+        held = [content for content, read, before in arrays if not edited or not same(before, read())]
+        if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
             return False
         with DisableTorchDispatch(), torch.no_grad():
             own = np.asarray(tensor.detach())
-        return any(np.may_share_memory(own, np.asarray(memoryview(held))) for held in arrays if len(held))
+        return any(np.may_share_memory(own, np.asarray(memoryview(content))) for content in held if len(content))
 
     # -- the walk --
 
@@ -272,11 +278,21 @@ class Snapshot:
         self.definitions[id(what)] = (what, definition(what))
         self._globals(what.__globals__, set(names_in(code)), is_installed(what.__module__), todo)
         if not is_installed(what.__module__):  # what a package imports, the user seldom changes
+            self._set_in_modules(what)
             imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
             todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
         todo.extend(what.__closure__ or ())
         todo.extend(what.__defaults__ or ())
         todo.extend((what.__kwdefaults__ or {}).values())
+
+    def _set_in_modules(self, function: types.FunctionType) -> None:
+        """`torch.nn.functional.gelu = ...`."""
+        for first, *path, name in {path for code in with_inner(function.__code__) for path in attributes_set(code)}:
+            module = function.__globals__.get(first)
+            for part in path:
+                module = vars(module).get(part) if isinstance(module, types.ModuleType) else None
+            if isinstance(module, types.ModuleType) and is_closed(module.__name__):
+                self.module_names.setdefault((id(vars(module)), name), (module, name, vars(module).get(name, MISSING)))
 
     def _globals(self, table: dict, names: set[str], installed: bool, todo: list[Any]) -> None:
         if id(table) not in self.tables:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ...compat.python_names import is_python_class, lru_cache_wrapper
+from ...compat.torch_names import MODULE_TABLES
 from . import caches, contents
 from .bytecode import Use
-from .describe import describe_attribute, describe_global
+from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
 from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
 from .kinds import WEAK, Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, may_die
@@ -224,6 +225,24 @@ class Values:
         if read is not None and key not in self.reads:
             place = key if type(key) is int else key[0] if type(key) is tuple else 0
             self.reads[key] = ReadGuard(read, expected, what, name, place)
+
+    def of_object(self, owner: Any) -> None:
+        """An object of which something is read."""
+        if id(owner) in self.objects:
+            return
+        self.objects[id(owner)] = owner
+        if isinstance(owner, torch.nn.Module):
+            table = owner.__dict__
+            for part in MODULE_TABLES:
+                self.name(table, part, self.before(table).get(part, MISSING), describe_attribute(owner))
+        elif isinstance(owner, torch.optim.Optimizer):
+            self.read(
+                (id(owner), "params"),
+                lambda: tuple([p for group in owner.param_groups for p in group["params"]]),
+                tuple([p for group in self._snapshot.groups[id(owner)] for p in group["params"]]),
+                f"the parameters of {with_article(type(owner).__qualname__)}",
+                "param_groups",
+            )
 
     def definition(self, function: types.FunctionType) -> None:
         if id(function) in self.reads:

@@ -14,7 +14,7 @@ from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
 from .changes import Request, Versions
-from .modes import modes
+from .modes import modes, settings
 from .tracing import Shared
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_FOR_CERTAIN = 32
 
-# Backend, structure, shapes and dtypes, sharing among the arguments, modes; and the state of the weights.
+# Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings; and the state of the weights.
 _Key = tuple[tuple, tuple]
 
 
@@ -82,7 +82,7 @@ class StepCache:
             Shared: if some of the arguments have to go in as themselves.
         """
         backend, arguments = request.backend, request.arguments
-        setting = (id(backend), arguments.spec, kind, arguments.key(), modes())
+        setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         # Models of other threads are in reach as well, and their gradients come and go while these trace.
         with session.tracing:
             versions = self._fitting(setting, self._parameters(backend))
@@ -94,7 +94,7 @@ class StepCache:
                     key, Versions(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
-            alike = [] if fits else [v for (other, _), v in self.kinds.items() if other == setting]
+            alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
             (pause if fits else put_off)(undo)
             compiled = versions.step(request, alike)
             self._latest = versions

@@ -112,6 +112,7 @@ class CompiledStep:
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             dispatch.settled()
+            traced.optimizers.groups.begin()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
                 owners.moved()
             wait = self._ran  # else the executable waits itself for what is to come

@@ -11,7 +11,7 @@ from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredTensor, Geometry, geometry_of
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
-from ..guards.bindings import Bind
+from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.left import Env, Left, Make
 from .owners import Owner, storage_or_itself
@@ -22,9 +22,14 @@ Inputs = dict[Value, Owner]
 class Gradients:
     """Of the weights of one traced step: at later calls no Python of the step's runs that would read or set them."""
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
-        """To be made before the step is traced."""
+    def __init__(self, weights: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+        """To be made before the step is traced.
+
+        Args:
+            others: what may come to want gradients, or want them no more.
+        """
         self._before = {p: p.grad for p in weights}
+        self._wanted = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
         self._left: list[torch.Tensor] = []  # whose gradients it leaves or clears
         # By the input that is their memory, weights, and how their gradients looked at it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
@@ -46,11 +51,17 @@ class Gradients:
             if parameter.grad is not before:
                 self._left.append(parameter)
                 effects.also(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
+        for tensor, wanted in self._wanted.items():
+            if tensor.requires_grad != wanted:
+                effects.also(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
     def undo(self) -> None:
         """The step could not be traced."""
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
+        for tensor, wanted in self._wanted.items():
+            if tensor.requires_grad != wanted:
+                tensor.requires_grad_(wanted)
 
     def fit(self) -> bool:
         """Whether the gradients that are there now can stand for those that the step was traced with."""
@@ -105,6 +116,13 @@ def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[
         parameter.grad = gradient
 
     return put
+
+
+def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
+    def want() -> None:
+        tensor.requires_grad_(wanted)
+
+    return want
 
 
 def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:

@@ -93,6 +93,7 @@ class GraphedStep:
         shared = owners.shared(arguments)
         if shared:
             raise Shared(shared)
+        traced.optimizers.groups.begin()
         if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
             owners.moved()
         numbers = traced.optimizers.groups.inputs

@@ -1,14 +1,24 @@
-"""The modes of the process that decide what a step computes, and those that a step leaves changed."""
+"""The modes of the process that decide what a step computes, its other settings, which a step may ask for, and those
+that a step leaves changed."""
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ... import uncollected
 from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
-from ...compat.torch_names import get_current_function_mode_stack, global_device_context, set_grad_enabled
+from ...compat.torch_names import (
+    get_current_function_mode_stack,
+    global_device_context,
+    set_grad_enabled,
+    settings_of_torch,
+)
 
 
 def _default_device() -> torch.device | None:
@@ -31,6 +41,39 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # somebody has deleted it
+        return None
+
+
+# How each setting is read and set that decides nothing by itself.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    *settings_of_torch(),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (uncollected.is_wanted, uncollected.want),
+    (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    (_folder, os.chdir),
+)
+
+
+def settings() -> tuple:
+    """What is set now beside the modes; a step's Python may ask for it, and do something else then."""
+    try:
+        return tuple([read() for read, _ in _SETTINGS])
+    except RuntimeError:  # PyTorch's, where precisions are set in its old way and in its new way
+        return tuple([_tried(read) for read, _ in _SETTINGS])
+
+
+def _tried(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
 def modes() -> tuple:
     """What is set now; under others a step is another step."""
     regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
@@ -42,20 +85,25 @@ class ModesLeft:
 
     def __init__(self) -> None:
         """To be made before the step is traced."""
-        self._before = modes()
+        self._before = _all()
         self._left: list[tuple[Callable[[Any], Any], Any]] = []
 
     def traced(self) -> None:
         """The step has been traced."""
-        found = zip(_MODES, self._before, modes(), strict=False)
+        found = zip((*_MODES, *_SETTINGS), self._before, _all(), strict=True)
         self._left = [(write, after) for (_, write), before, after in found if after != before]
 
     def undo(self) -> None:
-        """The step could not be traced."""
-        for (_, write), before in zip(_MODES, self._before, strict=False):
-            write(before)
+        """As it was before the step was traced."""
+        for (_, write), before, now in zip((*_MODES, *_SETTINGS), self._before, _all(), strict=True):
+            if now != before:
+                write(before)
 
     def leave(self) -> None:
         """After a call: the modes are those that the step's Python would leave."""
         for write, after in self._left:
             write(after)
+
+
+def _all() -> tuple:
+    return (*modes()[: len(_MODES)], *settings())

@@ -53,11 +53,15 @@ class Optimizers:
         first_step_only: an optimizer's first step is another computation than the ones after it, and was traced.
     """
 
-    def __init__(self, trace: StepTrace, keep_fused: bool = False) -> None:
-        """`keep_fused`: where PyTorch's fused kernels were asked for, they are what the step calls."""
+    def __init__(self, trace: StepTrace, snapshot: Snapshot, keep_fused: bool = False) -> None:
+        """
+        Args:
+            snapshot: what was there before the trace.
+            keep_fused: where PyTorch's fused kernels were asked for, they are what the step calls.
+        """
         self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
-        self.groups = ParameterGroups(trace, self.seen)
+        self.groups = ParameterGroups(trace, self.seen, snapshot)
         self.state = OptimizerStates(trace, self.seen)
         self.schedulers = Schedulers()
         self.schedule_state: list[torch.Tensor] = []
@@ -78,6 +82,7 @@ class Optimizers:
             move: tells the step which tensor stands now where another did.
         """
         self.schedulers.traced(effects, left)
+        self.groups.traced(effects)
         self.state.traced(effects, left, move)
 
     def settled(self) -> None:
@@ -106,9 +111,10 @@ class Optimizers:
                 yield
         if changed:
             raise TraceError(
-                f"the traced step sets {changed[0]!r} in a parameter group from Python, which happens only once, while "
-                "it is traced. Set it outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, "
-                "which is a function of a step tensor; an optimizer of your own counts in a tensor in its state."
+                f"the traced step sets {changed[0]!r} in a parameter group to something that it computes of what is "
+                "known on the device alone. Set it to a number outside of the traced step, or use a schedule from "
+                "firstloss.optim.lr_scheduler, which is a function of a step tensor; an optimizer of your own counts "
+                "in a tensor in its state."
             )
         self.groups.bake()
 

@@ -13,6 +13,11 @@ from ...capture.scalars import Hyperparameter as TracedHyperparameter
 from ...capture.step import StepTrace
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
+from ..guards.bindings import always
+from ..guards.effects import Effects
+from ..guards.objects import MISSING
+from ..guards.same import same
+from ..guards.snapshot import Snapshot
 
 # For an optimizer, the numbers in its groups that have been seen to change: (group, key).
 _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
@@ -40,28 +45,79 @@ class Hyperparameter(NamedTuple):
         return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
 
 
+class _Set(NamedTuple):
+    """What the step's Python has set in a group."""
+
+    group: dict[str, Any]
+    key: str
+    value: Any
+    before: Any
+
+    def again(self) -> None:
+        """At a call."""
+        self.group[self.key] = self.value
+
+    def undo(self) -> None:
+        """After the trace."""
+        if self.before is not MISSING:
+            self.group[self.key] = self.before
+        else:
+            self.group.pop(self.key, None)
+
+
+def _differences(group: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> list[_Set]:
+    names = [key for key, value in now.items() if key != "params" and _is_plain(value)]
+    pairs = [(key, before.get(key, MISSING)) for key in names]
+    return [_Set(group, key, now[key], old) for key, old in pairs if not same(old, now[key])]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or type(value) is tuple and all(type(part) in _PLAIN for part in value)
+
+
+def _is_number_lost(before: Any, now: Any) -> bool:
+    """Whether a tensor, which the step has made, stands where there was a number."""
+    return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat))
+
+
 class ParameterGroups:
     """Those of the optimizers that step inside one trace.
+
+    What the step's Python sets in them before the optimizer steps, each call sets before it begins, and what it sets
+    later, each call sets at its end.
 
     Attributes:
         inputs: the inputs of the step that are numbers in them.
     """
 
-    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer]) -> None:
-        """`seen` are the optimizers, as they step."""
+    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer], snapshot: Snapshot) -> None:
+        """
+        Args:
+            seen: the optimizers, as they step.
+            snapshot: what was there before the trace.
+        """
         self._trace = trace
         self._seen = seen
+        self._snapshot: Snapshot | None = snapshot  # until the trace has ended: it keeps all that it has seen alive
+        self._first: list[_Set] = []
+        self._later: list[_Set] = []
         self.inputs: dict[Any, Hyperparameter] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._baked: dict[Any, Any] = {}
         self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
         self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step of one: its numbers are put back after the trace."""
-        for group in optimizer.param_groups:
-            self._numbers.append((group, {key: value for key, value in group.items() if is_number(value)}))
+        """Before the first step of one: its groups are put back after the trace."""
+        for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
+            self._first += _differences(group, before, dict(group))
+            self._kept.append((group, dict(group)))
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """What was in its groups before the trace; what is there now, of an optimizer that was not."""
+        groups = {} if self._snapshot is None else self._snapshot.groups
+        return groups.get(id(optimizer), optimizer.param_groups)
 
     def bake(self) -> None:
         """The step has been traced: what it has baked in is known."""
@@ -123,19 +179,40 @@ class ParameterGroups:
         group[key] = value
 
     def restore(self) -> list[str]:
-        """Put the groups back as they were before the step; returns what the step's Python has changed in them."""
-        changed: list[str] = []
+        """Put the groups back as they were before the step; returns what cannot be set so again at each call."""
+        refused: list[str] = []
+        for optimizer in () if self._snapshot is None else self._snapshot.optimizers:
+            if not any(seen is optimizer for seen in self._seen):
+                self._kept += zip(optimizer.param_groups, self._before(optimizer), strict=False)
         for group, key, before, ours in reversed(self._restore):
-            if group[key] is not ours or _written(ours):
-                changed.append(key)
+            now = group.get(key, ours)
+            if now is not ours and _is_plain(now):
+                self._later.append(_Set(group, key, now, before))
+            elif now is not ours or _written(ours):
+                refused.append(key)
             group[key] = before
-        for group, numbers in self._numbers:
-            now = {key: value for key, value in group.items() if is_number(value)}
-            changed += [key for key, value in now.items() if numbers.get(key) != value]
-            for key in now.keys() - numbers.keys():
-                del group[key]
-            group.update(numbers)
-        return changed
+        for group, before in self._kept:
+            found = _differences(group, before, dict(group))
+            self._later += found
+            for change in found:
+                change.undo()
+            refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
+        for change in reversed(self._first):
+            change.undo()
+        self._kept.clear()
+        self._restore.clear()
+        self._snapshot = None
+        return refused
+
+    def begin(self) -> None:
+        """A call begins: what the step sets before its optimizers step is set."""
+        for change in self._first:
+            change.again()
+
+    def traced(self, effects: Effects) -> None:
+        """What the step has set later is an effect like others."""
+        for change in self._later:
+            effects.also(lambda: None, always(change.again))
 
     def _constants(self) -> dict[Any, Any]:
         """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it

@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+from ..guards.bindings import always
 from ..guards.contents import put_back_environment
 from ..guards.effects import Effects, put_back
 from ..guards.guard_set import GuardSet
@@ -43,6 +44,9 @@ class Surroundings:
         """
         reads = Reads(self.snapshot, self.recording)
         effects = Effects(self.snapshot, reads, left)
+        if generators() != self._generators:
+            before, after = self._generators, generators()
+            effects.also(lambda: put_back_generators(before), always(lambda: put_back_generators(after)))
         self.guards = reads.guards(self._generators, weights)
         self.recording.forget()
         return effects

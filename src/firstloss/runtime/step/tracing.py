@@ -18,7 +18,7 @@ from ...program.graph import Program, Ref
 from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
-from ..guards.bindings import Bind
+from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.left import Env, Left
 from .arguments import Arguments
@@ -82,9 +82,9 @@ class _Trace:
         self.name = name
         self.effects: Effects | None = None
         self.trace = StepTrace()
-        self.optimizers = Optimizers(self.trace, keep_fused=backend.replays)
+        self.optimizers = Optimizers(self.trace, around.snapshot, keep_fused=backend.replays)
         weights = dict.fromkeys([*backend.parameters(), *around.snapshot.weights()])
-        self.gradients = Gradients(weights)
+        self.gradients = Gradients(weights, around.snapshot.tensors.values())
         self.modes = ModesLeft()
         self._backend = backend
         self._around = around
@@ -140,11 +140,20 @@ class _Trace:
         left = Left(lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory))
         made = left.make(result.pop())
         returned = len(left.tensors)
+        for owner in trace.inputs.values():
+            if isinstance(owner, torch.Tensor) and snapshot.shares_memory(owner, edited=True):
+                raise TraceError(
+                    f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory behind "
+                    "PyTorch's back, by an array or a buffer that shares it. Edit the tensor itself, or the array "
+                    "between two steps."
+                )
         weights = {id(p) for p in backend.parameters()}
         effects = self.effects = self._around.effects(left, weights)
         owners = Owners(trace, given.inputs)
         self.gradients.traced(trace.inputs, effects, left)
         self.optimizers.traced(effects, left, owners.move)
+        if trace.generator_left is not None:
+            effects.also(lambda: None, always(trace.generator_left))
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
