@@ -481,7 +481,7 @@ def run(make, backend, first, late, others=OTHERWISE):
     """The losses, and what is shown after each call.
 
     Args:
-        first: what the step sets; before the first call it is ON.
+        first: what the step sets; None for now ON and now OFF. Before the first call it is ON.
         late: whether at its end, and not at its beginning.
         others: what others set, by the number of the call before which they do.
     """
@@ -492,21 +492,25 @@ def run(make, backend, first, late, others=OTHERWISE):
     put, show = make(model, optimizer)
     put(ON)
 
+    flag = types.SimpleNamespace(on=True)
+
     @fl.trace
     def step(x):
+        value = first if first is not None else ON if flag.on else OFF
         if not late:
-            put(first)
+            put(value)
         optimizer.zero_grad()
         loss = compiled(x).square().mean()
         loss.backward()
         optimizer.step()
         if late:
-            put(first)
+            put(value)
         return loss
 
     batches = torch.Generator().manual_seed(1)
     losses, shown = [], []
     for i in range(8):
+        flag.on = i % 5 < 3
         if i in others:
             put(others[i])
         losses.append(step(torch.randn(4, 3, generator=batches, dtype=torch.float32)))
@@ -516,8 +520,17 @@ def run(make, backend, first, late, others=OTHERWISE):
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("first", [ON, OFF])
+@pytest.mark.parametrize(
+    ("first", "late"),
+    [
+        pytest.param(ON, False, id="on"),
+        pytest.param(OFF, True, id="off at the end"),
+        pytest.param(None, True, id="either, at the end"),
+        pytest.param(ON, True, id="on, at the end", marks=pytest.mark.sweep),
+        pytest.param(OFF, False, id="off", marks=pytest.mark.sweep),
+        pytest.param(None, False, id="either", marks=pytest.mark.sweep),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_set(name, first, late):
     eager = run(CASES[name], fl.backend("CPU"), first, late)
