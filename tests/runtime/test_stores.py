@@ -166,6 +166,19 @@ def in_vars(m, o):
 
 
 @case
+def in_an_empty_dict(m, o):
+    held = types.SimpleNamespace(own=type("Empty", (), {})())
+
+    def put(value):
+        if value == ON:
+            held.own.__dict__.pop("value", None)
+        else:
+            held.own.__dict__["value"] = value
+
+    return put, lambda: dict(vars(held.own))
+
+
+@case
 def there_and_back(m, o):
     held = Plain()
 

@@ -153,7 +153,7 @@ class Reads:
                 if table is not None and not isinstance(owner, torch.nn.Module):
                     for key, value in self._values.before(table).items():
                         self._values.name(table, key, value, describe)
-                    self._values.tables[id(table)].whole = True if id(table) in self._values.tables else False
+                    self._values.table(table, describe, None).whole = True
                 continue
             slotted = snapshot.slotted.get(id(owner))
             if slotted is not None and name in slotted.names:
