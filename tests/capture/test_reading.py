@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -117,6 +118,36 @@ def test_data_ptr_and_storage_are_the_tensors_own():
     made, _ = deferred(lambda: [torch.randn(3), torch.randn(4)])
     assert made[0].data_ptr() == made[0].untyped_storage().data_ptr()
     assert not fl.is_deferred(made[0]) and fl.is_deferred(made[1])
+
+
+def weights_of_all_kinds():
+    a, b = torch.randn(6), nn.Linear(3, 4)
+    tied = nn.Linear(3, 4)
+    tied.weight = b.weight
+    return [a, a[:0], a[1:], a[1:4], a.view(2, 3), b.weight, b.weight.T, b.weight[1], b.weight.detach(), tied.weight,
+            b.bias, torch.empty(0), torch.zeros(6), torch.randn(6).double(), *b.state_dict().values()]  # fmt: skip
+
+
+def addresses_as_names(tensors, module):
+    """As a library's module of this name asks for them."""
+    space = {"__name__": module, "tensors": tensors}
+    exec("found = [tensor.data_ptr() for tensor in tensors]", space)
+    return space["found"]
+
+
+def test_addresses_that_serve_as_names_are_equal_where_those_of_memory_are():
+    expected, _ = eager(weights_of_all_kinds)
+    made, _ = deferred(weights_of_all_kinds)
+    theirs, ours = (addresses_as_names(tensors, "accelerate.accelerator") for tensors in (expected, made))
+    assert ours == addresses_as_names(made, "accelerate.accelerator")
+    assert all(fl.is_deferred(tensor) for tensor in made)
+    for i, j in itertools.combinations(range(len(expected)), 2):
+        if expected[i].numel() and expected[j].numel():  # of what is empty, eager PyTorch's addresses may be any
+            assert (theirs[i] == theirs[j]) == (ours[i] == ours[j]), (i, j)
+    reserved = set(ours)
+    real = addresses_as_names(made, "another.library")
+    assert not any(fl.is_deferred(tensor) for tensor in made) and not reserved & set(filter(None, real))
+    assert real == addresses_as_names(made, "accelerate.accelerator")
 
 
 def test_pickle_and_torch_save(tmp_path):

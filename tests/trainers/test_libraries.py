@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from tests.trainers import example_ranks
 from tests.trainers.one_line import needs, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::firstloss.errors.NotMaterializedWarning")
@@ -188,7 +189,6 @@ def test_lightning(plain, ours):
         same(fit(*plain), fit(*ours))
 
 
-# (FSDP2 by accelerate needs an accelerator: on a CPU its `prepare` gives DDP. What it calls, `fully_shard`, is tried.)
 # -- several processes -------------------------------------------------------------------------------------------------
 
 RANKS = """
@@ -271,6 +271,38 @@ def test_two_ranks():
 def test_lightning_on_two_ranks():
     needs("lightning")
     run_ranks(RANKS, 2, "lightning")
+
+
+# -- the examples, on two ranks ----------------------------------------------------------------------------------------
+
+EXAMPLE = "import sys; from tests.trainers import example_ranks; example_ranks.main(*sys.argv[1:])"
+
+
+def test_accelerate_fsdp2():
+    needs("accelerate")
+    run_ranks(EXAMPLE, 2, "fsdp2", *example_ranks.FSDP2)
+
+
+def test_transformers_tensor_parallel(tmp_path):
+    needs("accelerate")  # transformers asks for it
+    from transformers import LlamaForCausalLM, LlamaModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    large = {"hidden_size": 128, "intermediate_size": 256}  # tensors that are not read before they are used
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    models = {
+        "plain": (LlamaForCausalLM, llama(**large)),
+        "tied": (LlamaForCausalLM, llama(**large, tie_word_embeddings=True)),
+        "without a head": (LlamaModel, llama(**large, architectures=["LlamaForCausalLM"])),
+        "experts": (
+            Qwen3MoeForCausalLM,
+            Qwen3MoeConfig(
+                **large, **experts, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=300
+            ),
+        ),
+    }
+    for name, (model, config) in models.items():
+        seeded(model, config).save_pretrained(tmp_path / name)
+    run_ranks(EXAMPLE, 2, "tensor parallel", *(str(tmp_path / name) for name in models))
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------

@@ -55,6 +55,16 @@ def _below(package: str) -> bool:
     return False
 
 
+# Where a parameter's address is its name, and nothing else: `Accelerator.prepare` finds by it, after `fully_shard`, the
+# sharded parameter that takes an optimizer's parameter's place.
+_ADDRESSES_ARE_NAMES = frozenset({"accelerate.accelerator"})
+
+
+def asks_for_a_name() -> bool:
+    """Whether who has called our caller asks for an address to know a tensor by it, and reads nothing there."""
+    return getframe(2).f_globals.get("__name__") in _ADDRESSES_ARE_NAMES
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor; any other tensor is returned as it is."""
     return local_tensor_or(tensor, tensor)

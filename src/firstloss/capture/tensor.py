@@ -224,7 +224,12 @@ class DeferredTensor(Tensor):
         return super().register_hook(hook)
 
     def data_ptr(self) -> int:
-        """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor."""
+        """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor.
+
+        Who takes the address for a name gets a number that is nobody else's: all of a model would be made for it.
+        """
+        if is_pending(self) and session.trace is None and distributed.asks_for_a_name():
+            return _number_of(self._store) + int(self.storage_offset()) * self.itemsize
         return made(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
@@ -263,6 +268,19 @@ class DeferredTensor(Tensor):
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
+
+
+_numbers: weakref.WeakKeyDictionary[DeferredStorage, int] = weakref.WeakKeyDictionary()
+_lowest = 0
+
+
+def _number_of(store: DeferredStorage) -> int:
+    """Where the memory of `store` would begin, if it were in a memory below address 0, where no real tensor is."""
+    global _lowest
+    if store not in _numbers:
+        _lowest -= store.value.nbytes + 1
+        _numbers[store] = _lowest
+    return _numbers[store]
 
 
 def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:

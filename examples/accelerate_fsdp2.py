@@ -1,0 +1,61 @@
+"""A transformers model under accelerate's FSDP2: each rank makes its own shards of the weights, and no whole one.
+
+    torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py
+
+Without Firstloss the line `with fl.deferred():` is not there, and the one below it is not indented: each rank makes the
+whole model, and then `prepare` takes its shards of it. Losses and weights are the same, bit for bit.
+
+Needs: accelerate and transformers, and GPUs: on a CPU accelerate's `prepare` gives DDP, with FSDP or without.
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import firstloss as fl
+
+
+def train(steps: int, **sizes: int) -> tuple[list[float], torch.nn.Module]:
+    """This rank's losses, and the model."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,  # which is: rank 0 makes all of the weights, and sends them to the others
+    )
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
+    torch.manual_seed(0)  # the same on each rank
+    with fl.deferred():
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    fl.materialize_module(model)
+    vocabulary = model.config.vocab_size
+    losses = []
+    for step in range(steps):
+        tokens = torch.arange(32, device=accelerator.device).reshape(2, 16) * 7 + step + accelerator.process_index
+        loss = model(input_ids=tokens % vocabulary, labels=tokens % vocabulary).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        accelerator.print(f"step {step}: loss {losses[-1]:.4f}")
+    return losses, model
+
+
+def main() -> None:
+    """Train for some steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    args = parser.parse_args()
+    sizes = {"hidden_size": args.width, "intermediate_size": 2 * args.width, "num_hidden_layers": args.layers}
+    train(args.steps, **sizes, num_attention_heads=8, vocab_size=32000)
+
+
+if __name__ == "__main__":
+    main()
