@@ -1,4 +1,4 @@
-"""Writes the page of all public names from the package's own table, so that none is missing and none is stale."""
+"""Writes the pages of all public names, by task, from the package's own table, so that none is missing and none is stale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,22 @@ import ast
 import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TRAINER = ("firstloss.trainer", "firstloss.trainer.loggers")
+
+# Page -> what it documents, in the order of use: names of `fl`, or modules by their full names.
+PAGES: dict[str, tuple[str, ...]] = {
+    "deferred": ("deferred", "deferred_init", "is_deferred", "materialize_module", "materialize_tensor",
+                 "init_program", "save_initialized"),
+    "sharding": ("shard", "mark_sharding", "run_stablehlo", "distributed"),
+    "steps": ("backend", "compile", "trace", "Pad", "step_closure", "checkpoint_closure", "current_backend",
+              "current_torch_device", "use_cs", "register_lowering", "timeline"),
+    "data": ("utils.data", "current_executor", "save", "load", "full", "full_like", "ones", "ones_like", "zeros",
+             "zeros_like", "from_numpy", "to_numpy"),
+    "optimizers": ("optim", "optim.lr_scheduler", "amp", "metrics"),
+    "trainer": ("firstloss.trainer", "firstloss.trainer.loggers"),
+    "errors": ("errors",),
+    "cstorch": ("cstorch",),
+}  # fmt: skip
+NOT_BY_ITSELF = {"utils"}  # it holds `data` alone
 
 
 def table() -> dict[str, str]:
@@ -19,25 +34,31 @@ def table() -> dict[str, str]:
     raise ValueError("firstloss/__init__.py has no table of its public names")
 
 
-def page() -> str:
-    """The page in Markdown, with mkdocstrings' marks."""
-    names, modules = [], ["firstloss.optim.lr_scheduler", "firstloss.utils.data"]
-    for name, where in sorted(table().items()):
-        if where == f".{name}":
-            modules.append(f"firstloss.{name}")
-        else:
-            names.append(f"## fl.{name}\n\n::: firstloss{where}.{name}\n")
-    parts = ["\n".join(names)]
-    for module in (*sorted(modules), *TRAINER):
-        if module == "firstloss.utils":
-            continue  # it holds `data` alone
-        title = module if module in TRAINER else module.replace("firstloss.", "fl.", 1)
-        parts.append(f"## {title}\n\n::: {module}\n")
+def names(page: str) -> str:
+    """The names of one page in Markdown, with mkdocstrings' marks."""
+    where = table()
+    parts = []
+    for name in PAGES[page]:
+        module = where.get(name, f".{name}")
+        full = f"firstloss{module}.{name}" if module != f".{name}" else f"firstloss.{name}"
+        title = f"fl.{name}" if not name.startswith("firstloss.") else name
+        parts.append(f"## {title}\n\n::: {name if name.startswith('firstloss.') else full}\n")
     return "\n".join(parts)
+
+
+def check() -> None:
+    """Every public name is on one page."""
+    listed = [name for page in PAGES.values() for name in page]
+    missing = set(table()) - NOT_BY_ITSELF - set(listed)
+    twice = {name for name in listed if listed.count(name) > 1}
+    if missing or twice:
+        raise ValueError(f"docs/reference_hook.py: on no page: {sorted(missing)}; on more than one: {sorted(twice)}")
 
 
 def on_page_markdown(markdown: str, *, page, config, files) -> str:
     """mkdocs' hook."""
-    if page.file.src_uri == "reference.md":
-        return markdown + "\n" + globals()["page"]()
+    folder, _, name = page.file.src_uri.rpartition("/")
+    if folder == "reference" and name.removesuffix(".md") in PAGES:
+        check()
+        return markdown + "\n" + names(name.removesuffix(".md"))
     return markdown

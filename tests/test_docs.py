@@ -34,7 +34,9 @@ def reference():
 
 def anchors(page):
     """The anchors of a page's headings, as Python-Markdown's toc makes them."""
-    text = read(page) + (reference().page() if page.endswith("reference.md") else "")
+    folder, name = os.path.split(page.removesuffix(".md"))
+    listed = folder == os.path.join("docs", "reference") and name in reference().PAGES
+    text = read(page) + (reference().names(name) if listed else "")
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
@@ -61,11 +63,24 @@ def test_the_site_has_every_page_that_it_lists():
         assert os.path.exists(os.path.join(DOCS, page)), page
 
 
-def test_every_public_name_is_on_the_page():
-    page = reference().page()
-    assert reference().table().keys() == set(fl.__all__)
+def test_every_public_name_is_on_a_page():
+    hook = reference()
+    hook.check()
+    assert hook.table().keys() == set(fl.__all__)
+    text = "\n".join(map(hook.names, hook.PAGES))
     for name in fl.__all__:
-        assert re.search(rf"^## fl\.{name}(\.\w+)?$", page, flags=re.M), name
+        assert re.search(rf"^## fl\.{name}(\.\w+)?$", text, flags=re.M), name
+    for name in hook.PAGES:
+        assert f"docs/reference/{name}.md" in PAGES and f"]({name}.md)" in read("docs/reference/index.md"), name
+
+
+@pytest.mark.parametrize("names, said", [(("trace",), "on more than one: ['trace']"), ((), "on no page: ['Pad'")])
+def test_a_name_on_no_page_or_on_two_is_told(names, said, monkeypatch):
+    hook = reference()
+    steps = [name for name in hook.PAGES["steps"] if name != "Pad" or names]
+    monkeypatch.setitem(hook.PAGES, "steps", (*steps, *names))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        hook.check()
 
 
 @pytest.mark.parametrize("page", PAGES)

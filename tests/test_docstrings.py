@@ -15,8 +15,8 @@ import pytest
 
 import firstloss as fl
 
-SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example):")
-# Beside what docs/reference.md lists, which is made of the package's own table.
+SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Examples):")
+# Beside what the reference lists, which is made of the package's own table.
 MODULES = ("firstloss.trainer.callbacks", "firstloss.cstorch")
 
 
@@ -25,7 +25,8 @@ def modules() -> list[str]:
     spec = importlib.util.spec_from_file_location("reference_hook", path)
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    return [*re.findall(r"^::: (firstloss[\w.]*)$", hook.page(), flags=re.M), *MODULES]
+    text = "\n".join(map(hook.names, hook.PAGES))
+    return list(dict.fromkeys([*re.findall(r"^::: (firstloss[\w.]*)$", text, flags=re.M), *MODULES]))
 
 
 def is_ours(thing) -> bool:
@@ -174,6 +175,6 @@ def test_what_is_missing_is_seen():
         "the argument count", "the argument rest", "what it returns: int", "when it raises ValueError"
     ]  # fmt: skip
     assert not problems(full)
-    plain.__doc__, kept = full.__doc__.replace("Raises", "Example"), plain.__doc__
+    plain.__doc__, kept = full.__doc__.replace("Raises", "Examples"), plain.__doc__
     assert problems(plain) == ["when it raises ValueError"]
     plain.__doc__ = kept

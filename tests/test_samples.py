@@ -156,6 +156,9 @@ def step(batch):
 step(batch)
 """,
     "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
+    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
+    "docs/reference/steps.md": MODEL
+    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
     "docs/schedules.md": READY
     + """
 <sample>

@@ -17,6 +17,11 @@ from .settings import Settings
 class ClusterConfig(Settings):
     """The devices of a run.
 
+    Examples:
+        >>> cluster = fl.distributed.ClusterConfig(num_csx=1)
+        >>> fl.backend("XLA", cluster_config=cluster) is fl.backend()
+        True
+
     Attributes:
         num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
         num_workers_per_csx: processes that read data, for each of these devices: `num_csx` times as many workers as
@@ -49,6 +54,10 @@ def initialize(
 ) -> int:
     """Join the processes that train together, before the backend is made: `jax.distributed.initialize`, from what
     torchrun, SLURM or an indexed Kubernetes Job has left in the environment.
+
+    Examples:
+        >>> fl.distributed.initialize()  # this process has been started by no launcher
+        1
 
     Args:
         coordinator: "host:port", where process 0 listens.

@@ -3,6 +3,7 @@
 nanoGPT and nanochat are no packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
 """
 
+import itertools
 import json
 import os
 import random
@@ -91,8 +92,8 @@ def test_nanochat(tmp_path):
     same(expected, found)
 
 
-# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: on gloo it runs up to the
-# first output.
+# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: by the one that PyTorch has
+# for everything, with the same mask.
 TORCHTITAN = """
 import importlib, os, sys, types, torch
 import torchtitan.tools.utils as utils
@@ -105,6 +106,16 @@ cpu.memory_stats = lambda *a: {}
 for name in "reset_peak_memory_stats empty_cache set_device synchronize memory_allocated".split():
     setattr(cpu, name, lambda *a, **k: 0)
 utils.device_type, utils.device_module = "cpu", cpu
+import torch.distributed.fsdp, torchtitan.distributed.utils
+torchtitan.distributed.utils.set_pg_timeouts = lambda **more: None  # by a barrier among devices
+from torch.nn.attention.flex_attention import create_mask
+from torchtitan.models.common.attention import FlexAttention
+def attend(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux, kernel_options):
+    assert score_mod is None and not return_aux.lse
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
+FlexAttention._compiled_flex_attn = staticmethod(attend)
 import torchtitan.trainer as module
 one_line, family, name, folder = sys.argv[1] == "one line", *sys.argv[2:]
 if one_line:
@@ -116,9 +127,12 @@ config.hf_assets_path, config.dataloader.dataset_path, config.dump_folder = fold
 config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 64, 2, -1
 config.parallelism.spmd_backend = "partial_dtensor"
 config.validator.enable = config.checkpoint.enable = False
-config.debug.seed = 7
+config.debug.seed, config.training.steps, config.metrics.log_freq = 7, 3, 1
 trainer = config.build()
 model = trainer.model_parts[0]
+for module in model.modules():
+    if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        module.set_force_sum_reduction_for_comms(True)  # gloo can do nothing else
 if one_line:
     import firstloss as fl
     assert fl.is_deferred(model)
@@ -126,21 +140,35 @@ tokens = torch.arange(128).reshape(2, 64) * 7 % 300
 batch = {"input": tokens, "positions": torch.arange(64).expand(2, 64)}
 inputs, _, extra = trainer.post_dataloading_process(batch, tokens)
 whole = lambda t: (t.detach().full_tensor() if hasattr(t, "full_tensor") else t.detach()).clone()
+state = lambda: {name: whole(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+first, name = f"{folder}/as it is-1.pt", f"{folder}/{sys.argv[1]}-{os.environ['WORLD_SIZE']}.pt"
 with torch.no_grad():
+    if os.path.exists(first) and not one_line:  # as it is, it has other weights on each mesh: start from the same
+        from torch.distributed.tensor import distribute_tensor
+        for weight, value in zip(model.parameters(), torch.load(first)["weights"].values()):
+            weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
     output = whole(model(inputs, **extra))
-found = {name: whole(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+found, losses = {"weights": state(), "output": output}, []
+trainer.metrics_processor.log = lambda step, loss, *more, **others: losses.append(torch.tensor(loss))
+trainer.train()
+assert len(losses) == 3
+found |= {"losses": torch.stack(losses), "trained": state()}
 if os.environ["RANK"] == "0":
-    torch.save({**found, "output": output}, f"{folder}/{sys.argv[1]}-{os.environ['WORLD_SIZE']}.pt")
+    torch.save(found, name)
 torch.distributed.barrier()
 """
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "family, name",
     [("llama3", "llama3_debugmodel"), ("qwen3", "qwen3_moe_debug"), ("deepseek_v3", "deepseek_v3_debugmodel")],
 )
 def test_torchtitan(tmp_path, family, name):
-    """On two ranks the weights and the first output of one process; as it is, torchtitan has others on each mesh."""
+    """On two ranks the weights and the first output of one process, and three steps of training from them.
+
+    As it is, torchtitan has other weights on each mesh: for two ranks it is given those of one process.
+    """
     needs("torchtitan", "triton", "tokenizers", "datasets")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -153,6 +181,17 @@ def test_torchtitan(tmp_path, family, name):
     (tmp_path / "text").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(50))
     (tmp_path / "text" / "data.json").write_text(lines)
-    run_ranks(TORCHTITAN, 1, "as it is", family, name, str(tmp_path))
-    run_ranks(TORCHTITAN, 2, "one line", family, name, str(tmp_path))
-    same(torch.load(tmp_path / "as it is-1.pt"), torch.load(tmp_path / "one line-2.pt"))
+    runs = {}
+    for world, how in itertools.product((1, 2), ("as it is", "one line")):
+        run_ranks(TORCHTITAN, world, how, family, name, str(tmp_path))
+        runs[world, how] = torch.load(tmp_path / f"{how}-{world}.pt")
+    for world in (1, 2):
+        plain, ours = runs[world, "as it is"], runs[world, "one line"]
+        for what in ("weights", "trained"):
+            same(plain[what], ours[what])
+        assert torch.equal(plain["output"], ours["output"]) and torch.equal(plain["losses"], ours["losses"])
+        assert not any(
+            torch.equal(weight, ours["trained"][name]) for name, weight in ours["weights"].items() if weight.dim() > 1
+        )
+    same(runs[1, "as it is"]["weights"], runs[2, "one line"]["weights"])
+    assert torch.equal(runs[1, "as it is"]["output"], runs[2, "one line"]["output"])

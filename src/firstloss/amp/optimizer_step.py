@@ -23,6 +23,13 @@ def optimizer_step(
     to, as by any `backward()`; with a `grad_scaler` they are taken to be scaled like this loss's. At the end they are
     cleared.
 
+    Examples:
+        >>> model = nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> fl.amp.optimizer_step(model(torch.ones(1, 8)).sum(), optimizer, max_gradient_norm=1.0)
+        >>> model.weight.grad is None or not model.weight.grad.any()
+        True
+
     Args:
         loss: one number.
         optimizer: one, or several: all step, or none; gradients are clipped together.

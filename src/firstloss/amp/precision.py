@@ -29,6 +29,10 @@ def set_device_type(device_type: str) -> None:
 def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Choose the half precision of `autocast`, for the whole process; float16 until then.
 
+    Examples:
+        >>> fl.amp.set_half_dtype("bfloat16")
+        torch.bfloat16
+
     Args:
         dtype: "bfloat16", "float16" or "cbfloat16" (1 sign, 6 exponent and 9 mantissa bits), or a torch dtype.
 
@@ -131,6 +135,12 @@ class autocast(contextlib.ContextDecorator):
     As `torch.autocast`, whose lists say which operations are cast to half precision, which to float32 and which follow
     their operands; regions of `torch.autocast` inside override it, and it overrides those outside. On the XLA backend
     the lists are those of `torch.autocast("cpu")`.
+
+    Examples:
+        >>> with fl.amp.autocast("bfloat16"):
+        ...     product = nn.Linear(8, 4)(torch.ones(1, 8))
+        >>> product.dtype
+        torch.bfloat16
 
     Args:
         dtype: which, as `set_half_dtype` takes it; None: the one that it was given.

@@ -36,10 +36,12 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
     code asked for, and `materialize_module` makes them, bit for bit what the block would have made without us.
     When the block ends, PyTorch's generators stand where they would have stood.
 
-    Example:
-        with fl.deferred():
-            model = Model(config)
-        fl.materialize_module(model, device="cuda")
+    Examples:
+        >>> with fl.deferred():
+        ...     model = nn.Linear(512, 512)  # takes no memory, and no time
+        >>> fl.is_deferred(model)
+        True
+        >>> model = fl.materialize_module(model, device="cpu")
 
     Args:
         rng: where random numbers come from. "eager" (the default): the stream that eager PyTorch draws from.
@@ -125,9 +127,12 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     All arguments are `fn`'s. For another policy of random numbers write `with fl.deferred(rng="counter"):`.
 
-    Example:
-        model = fl.deferred_init(Model, config)
-        fl.materialize_module(model)
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> model = fl.deferred_init(nn.Linear, 8, out_features=4)
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(fl.materialize_module(model).weight, nn.Linear(8, 4).weight)
+        True
 
     Args:
         fn: a constructor: any callable that makes tensors, such as a Module's class.
@@ -225,6 +230,13 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still a recipe.
+
+    Examples:
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> fl.is_deferred(model), fl.is_deferred(model.bias)
+        (True, True)
+        >>> fl.is_deferred(fl.materialize_module(model))
+        False
 
     Args:
         what: a Module or a tensor.

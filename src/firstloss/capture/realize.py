@@ -29,6 +29,13 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
     on sharing.
 
+    Examples:
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> fl.materialize_tensor(model.bias) is model.bias
+        True
+        >>> fl.is_deferred(model.bias), fl.is_deferred(model.weight)
+        (False, True)
+
     Args:
         tensor: deferred, or real, or a DTensor whose local shard is deferred.
 

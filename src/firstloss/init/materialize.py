@@ -48,6 +48,16 @@ def materialize_module(
     this machine's CPU from the same seed, in whatever order and with however many threads they are made, and if
     only some of them are.
 
+    Examples:
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> fl.materialize_module(model, dtype=torch.bfloat16) is model
+        True
+        >>> model.weight.dtype
+        torch.bfloat16
+        >>> optimizer.param_groups[0]["params"][0] is model.weight
+        True
+
     Args:
         module: a Module, some of whose parameters and buffers are deferred; DTensors get their local shard.
         buffers_only: make the buffers and leave the parameters deferred.

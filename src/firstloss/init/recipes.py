@@ -269,6 +269,13 @@ def init_program(module: torch.nn.Module) -> InitProgram:
     Parameters and buffers that are real already, as those made of numpy arrays are, are constants of it, as they are
     now; weights that live on a backend are left out.
 
+    Examples:
+        >>> program = fl.init_program(fl.deferred_init(nn.Linear, 8, 4))
+        >>> list(program.recipes)
+        ['weight', 'bias']
+        >>> print(program.report())  # doctest: +ELLIPSIS
+        weight ...
+
     Args:
         module: a Module, some of whose parameters and buffers are deferred.
 

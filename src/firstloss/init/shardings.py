@@ -49,6 +49,11 @@ class Placed(NamedTuple):
 def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch.Tensor:
     """Say how one weight, deferred or not, is to be cut; returns it. As `torch_xla.distributed.spmd.mark_sharding`.
 
+    Examples:
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> fl.mark_sharding(model.weight, {"tp": 1}, ("tp", None)) is model.weight
+        True
+
     Args:
         tensor: the weight.
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`.
@@ -77,6 +82,13 @@ def mark_alike(tensor: torch.Tensor, mark: Mark) -> None:
 
 def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
     """Say by name pattern how the weights of `module` are to be cut; returns it.
+
+    Examples:
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> _ = fl.shard(model, {"weight": ("tp", None)}, {"tp": 2})
+        >>> text = fl.init_program(model).to_stablehlo()  # on two devices, `run()` makes these shards
+        >>> 'out_shardings=[<@mesh, [{}]>, <@mesh, [{"tp"}, {}]>]' in text  # of bias and weight
+        True
 
     Args:
         module: a Module, deferred or not.

@@ -20,12 +20,26 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
     with `jax.numpy` and `jax.lax`. Of an operation that is tagged `torch.Tag.nondeterministic_seeded` it takes
     `rng_key`, too, a key for `jax.random` that is another at every step.
 
-        @firstloss.register_lowering(torch.ops.mine.scaled_tanh)
-        def scaled_tanh(x, scale):
-            return scale * jnp.tanh(x)
-
     For a backward pass, give the operation an autograd formula (`torch.library.register_autograd`) as eager PyTorch
     needs one too: it is captured like any other code, and the operations of yours that it calls want a lowering each.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> @torch.library.custom_op("mine::scaled_tanh", mutates_args=())
+        ... def scaled_tanh(x: torch.Tensor, scale: float) -> torch.Tensor:
+        ...     return scale * x.tanh()
+        >>> @scaled_tanh.register_fake
+        ... def _(x, scale):
+        ...     return torch.empty_like(x)
+        >>> @fl.register_lowering(torch.ops.mine.scaled_tanh)
+        ... def _(x, scale):
+        ...     return scale * jnp.tanh(x)
+        >>> backend = fl.backend("XLA")
+        >>> @fl.trace
+        ... def step(x):
+        ...     return torch.ops.mine.scaled_tanh(x, 2.0)
+        >>> step(torch.zeros(2)).tolist()
+        [0.0, 0.0]
 
     Args:
         op: `torch.ops.namespace.name`, one overload of it, or what `torch.library.custom_op` returned.

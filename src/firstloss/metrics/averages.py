@@ -50,6 +50,13 @@ class AccuracyMetric(Metric):
 
     With weights, right ones count as their weight, and what is divided by is how many weights are above 0.
 
+    Examples:
+        >>> from firstloss.metrics import AccuracyMetric
+        >>> accuracy = AccuracyMetric("accuracy")
+        >>> _ = accuracy(labels=torch.tensor([1, 0]), predictions=torch.tensor([1, 1]))
+        >>> float(accuracy)
+        0.5
+
     Args:
         name: under which it is reported; by default that of its class.
     """

@@ -200,6 +200,11 @@ def current_backend(raise_exception: bool) -> Backend | None: ...
 def current_backend(raise_exception: bool = True) -> Backend | None:
     """The backend made last.
 
+    Examples:
+        >>> backend = fl.backend("CPU")
+        >>> fl.current_backend() is backend
+        True
+
     Args:
         raise_exception: False: None if there is none yet.
 

@@ -127,6 +127,17 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
     in the background, starting now, while the step is traced and compiled; real ones are moved. They stay the Python
     objects they were, so an optimizer may be made before or after.
 
+    Examples:
+        >>> backend = fl.backend("XLA")
+        >>> with backend.device:
+        ...     model = nn.Linear(8, 1)
+        >>> compiled = fl.compile(model, backend)  # the weights begin to be made
+        >>> @fl.trace
+        ... def step(x):
+        ...     return compiled(x).mean()
+        >>> step(torch.ones(4, 8)).shape
+        torch.Size([])
+
     Args:
         model: a Module, deferred or not.
         backend: default the current one.

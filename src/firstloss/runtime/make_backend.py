@@ -34,6 +34,15 @@ def backend(
 ) -> Backend:
     """Make a backend and make it the current one; without arguments, the current one.
 
+    Examples:
+        >>> backend = fl.backend("XLA", artifact_dir="artifacts")
+        >>> fl.backend() is backend
+        True
+        >>> with backend.device:
+        ...     model = nn.Linear(8, 4)
+        >>> fl.is_deferred(model)
+        True
+
     Args:
         name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
             A backend that was made before becomes the current one again.

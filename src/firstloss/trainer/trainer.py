@@ -46,6 +46,25 @@ class Trainer:
     anything else as one argument. What comes back is the loss, or holds it: `.loss`, ["loss"], first or only scalar.
     Other scalars that come back by name are logged, and averaged by validation.
 
+    Examples:
+        >>> from firstloss.trainer import Trainer, TrainingLoop
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(8, 1)
+        ...     def forward(self, x):
+        ...         return self.layer(x).square().mean()
+        >>> trainer = Trainer(
+        ...     model=Model,  # not Model(): it is captured
+        ...     optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        ...     loop=TrainingLoop(max_steps=3),
+        ...     loggers=[],
+        ...     seed=0,
+        ... )
+        >>> trainer.fit([torch.ones(4, 8)] * 3)
+        >>> trainer.state.step
+        3
+
     Args:
         device: "XLA", "CPU" or "GPU". Default "XLA".
         backend: a backend, or its name, instead of `device`.

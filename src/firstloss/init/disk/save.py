@@ -61,6 +61,12 @@ def save_initialized(
     A run that was killed or failed leaves a hidden folder in `directory`, from which the same call resumes; any other
     call starts again. When all files are complete, those of an earlier save are replaced or removed.
 
+    Examples:
+        >>> fl.save_initialized(fl.deferred_init(nn.Linear, 8, 4), "weights")
+        >>> model = fl.deferred_init(nn.Linear, 8, 4)
+        >>> model.load_state_dict(fl.load("weights"))
+        <All keys matched successfully>
+
     Args:
         module: a Module, some of whose parameters and buffers are deferred.
         directory: created if it does not exist.

@@ -32,6 +32,14 @@ class _Outputs(NamedTuple):
 def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
     """Run a module that `program.to_stablehlo` or `firstloss stablehlo` wrote: the weights by name.
 
+    Examples:
+        >>> program = fl.init_program(fl.deferred_init(nn.Linear, 8, 4))
+        >>> with open("weights.mlir", "w") as file:
+        ...     _ = file.write(program.to_stablehlo())
+        >>> weights = fl.run_stablehlo("weights.mlir")
+        >>> weights["bias"].shape
+        (4,)
+
     Args:
         path: of the file.
         devices: in the mesh's order, as many as it has; default the first ones there are. Of several processes each

@@ -46,6 +46,12 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     that share memory are stored once. If the process is killed, `path` is unchanged. Several processes must all call
     this with the same objects; each writes the shards that it owns, so `path` must be on a shared file system.
 
+    Examples:
+        >>> model = nn.Linear(8, 4)
+        >>> fl.save({"model": model.state_dict(), "step": 3}, "checkpoint")
+        >>> fl.load("checkpoint")["step"]
+        3
+
     Args:
         obj: tensors, numbers, strings, None and NumPy arrays in nested dicts, lists and tuples: state dicts of modules,
             optimizers, schedulers, loaders and backends, `torch.get_rng_state()`.
@@ -80,6 +86,15 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
     Large tensors stay on disk until an operation needs them. `load_state_dict` of a model that is deferred or on a
     backend reads them directly to their destination. Checksums are verified when a tensor is read. Small tensors are
     read at once. The files may be replaced meanwhile: what was loaded stays readable.
+
+    Examples:
+        >>> model = nn.Linear(8, 4)
+        >>> fl.save(model.state_dict(), "weights")
+        >>> again = fl.deferred_init(nn.Linear, 8, 4)
+        >>> again.load_state_dict(fl.load("weights"))  # nothing is drawn
+        <All keys matched successfully>
+        >>> torch.equal(again.weight, model.weight)
+        True
 
     Args:
         path: written by `save` or `save_initialized`; or a safetensors file, a Hugging Face folder, or a file of

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
     """The tensor in an array's memory; in a copy of it, where that may not be written to or runs backwards.
 
+    Examples:
+        >>> import numpy as np
+        >>> fl.from_numpy(np.arange(3.0)).dtype
+        torch.float64
+
     Args:
         array: of numbers, of `ml_dtypes.bfloat16` too. A tensor is returned as it is.
 
@@ -34,6 +39,10 @@ def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
 def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
     """The array in a tensor's memory; of a tensor of another device, a copy. A bfloat16 tensor's has the dtype
     `ml_dtypes.bfloat16`.
+
+    Examples:
+        >>> fl.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype
+        dtype(bfloat16)
 
     Args:
         tensor: an array is returned as it is.

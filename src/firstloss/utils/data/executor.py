@@ -20,6 +20,13 @@ class DataExecutor:
     closures of earlier steps run; Python is never more than two steps ahead. Nothing is read in another thread, so that
     random numbers are drawn in the same order at each run; a loader with workers reads in those.
 
+    Examples:
+        >>> backend = fl.backend("CPU")
+        >>> loader = fl.utils.data.DataLoader(lambda: [torch.ones(2), torch.zeros(2)])
+        >>> executor = fl.utils.data.DataExecutor(loader, num_steps=3)
+        >>> [batch.sum().item() for batch in executor]
+        [2.0, 0.0, 2.0]
+
     Args:
         loader: a `DataLoader`, or any iterable of batches; without one, the DataLoader made last.
         num_steps: how many steps; a loader that ends before is begun anew, epoch after epoch. None: one epoch.
@@ -170,6 +177,11 @@ def _number(name: str, value: int | None, at_least: int) -> int | None:
 
 def current_executor() -> DataExecutor | None:
     """The DataExecutor whose loop is under way.
+
+    Examples:
+        >>> executor = fl.utils.data.DataExecutor([torch.ones(2)])
+        >>> [fl.current_executor() is executor for batch in executor]
+        [True]
 
     Returns:
         The innermost one if there are several; None outside of such a loop.

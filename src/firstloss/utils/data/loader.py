@@ -42,6 +42,11 @@ class RestartableDataLoader(Protocol):
 class DataLoader:
     """The batches of `input_fn(*args, **kwargs)`, epoch after epoch.
 
+    Examples:
+        >>> loader = fl.utils.data.DataLoader(lambda: [torch.ones(2), torch.zeros(2)])
+        >>> [batch.sum().item() for batch in loader]
+        [2.0, 0.0]
+
     Args:
         input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with as many workers as you like), a
             list, a generator, anything. Called when the first batch is asked for; called again for each further epoch
