@@ -1,4 +1,4 @@
-"""Writes the pages of all public names, by task, from the package's own table, so that none is missing and none is stale."""
+"""Writes the pages of all public names, by task, from the package's own table: none is missing, and none is stale."""
 
 from __future__ import annotations
 

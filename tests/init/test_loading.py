@@ -308,7 +308,9 @@ for kind in sys.argv[3:]:
     elif kind == "broadcast":
         whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, load() if rank == 0 else {}, options=whole)
-    elif kind == "dcp":
+    elif kind in ("dcp", "dcp, with to_empty"):
+        if kind != "dcp":  # as a script for the meta device has it
+            model.to_empty(device="cpu")
         dcp.load({"model": model.state_dict()}, checkpoint_id=folder + "/" + kind)
     elif kind == "dcp, with an optimizer":
         state, _ = get_state_dict(model, torch.optim.AdamW(model.parameters()))
@@ -326,7 +328,8 @@ dist.destroy_process_group()
 
 def test_each_rank_reads_its_own(saved):
     """Of each way to load, one after the other in the same two processes."""
-    kinds = ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp", "dcp, with an optimizer"]
+    kinds = ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp"]
+    kinds += ["dcp, with to_empty", "dcp, with an optimizer"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HERE": os.getcwd()}
     command = [sys.executable, "-c", _RANKS]
     ranks = [subprocess.Popen([*command, str(rank), str(saved[1]), *kinds], env=environment) for rank in range(2)]

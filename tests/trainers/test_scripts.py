@@ -92,8 +92,8 @@ def test_nanochat(tmp_path):
     same(expected, found)
 
 
-# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: by the one that PyTorch has
-# for everything, with the same mask.
+# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: in its place is the one
+# that PyTorch has for everything, with the same mask.
 TORCHTITAN = """
 import importlib, os, sys, types, torch
 import torchtitan.tools.utils as utils
