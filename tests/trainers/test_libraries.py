@@ -1,6 +1,7 @@
 """Trainers that are libraries, with one line of Firstloss: what they train is what they train without, bit for bit."""
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -103,6 +104,42 @@ def test_accelerate_load_checkpoint_and_dispatch(tmp_path):
         return [model(**{name: tensor[None] for name, tensor in ROWS[0].items()}).loss.item()], model.state_dict()
 
     same(load(accelerate.init_empty_weights), load(fl.deferred))
+
+
+def tied():
+    model = nn.ModuleDict({name: nn.Linear(160, 160) for name in ("a", "b", "c", "alone")})
+    model.b.weight = model.c.weight = model.a.weight
+    return model
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("inside", [False, True], ids=["after the block", "in the block"])
+@pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.combinations("abc", n)], ids="".join)
+def test_accelerate_keeps_what_is_tied(tmp_path, names, inside, kind):
+    """The checkpoint has some names of one tensor, or none; the files of safetensors are not read in the block."""
+    needs("accelerate")
+    import accelerate
+    import safetensors.torch
+
+    saved = {f"{name}.weight": torch.full((160, 160), 3.0) for name in names}
+    saved["alone.bias"] = torch.full((160,), 5.0)
+    if kind == "bin":
+        torch.save(saved, tmp_path / "model.bin")
+    else:
+        safetensors.torch.save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = seeded(tied)
+    expected.load_state_dict(saved, strict=False)
+    load = lambda model: accelerate.load_checkpoint_and_dispatch(  # noqa: E731
+        model, str(tmp_path / f"model.{kind}"), device_map={"": "cpu"}
+    )
+    if inside:
+        model = seeded(fl.deferred_init, lambda: load(tied()))
+    else:
+        model = load(seeded(fl.deferred_init, tied))
+    assert model.a.weight is model.b.weight is model.c.weight
+    fl.materialize_module(model)
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
 
 
 def test_weights_that_are_moved_to_meta_amid_a_capture():

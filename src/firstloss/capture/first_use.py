@@ -198,7 +198,7 @@ def _modules_of(stores: list[DeferredStorage]) -> list[torch.nn.Module]:
         return []  # a tensor by itself: one search for each would take long
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     children = {id(child) for module in modules for child in _children(module)}
-    wanted = _sources(stores)
+    wanted = sources(stores)
     roots = [module for module in modules if id(module) not in children and _is_whole(module)]
     found = [module for module in roots if any(t._store.value in wanted for t in _tensors_below(module))]
     if not found:
@@ -215,7 +215,7 @@ def _children(module: torch.nn.Module) -> Iterable[Any]:
     return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
 
 
-def _sources(stores: list[DeferredStorage]) -> set[Any]:
+def sources(stores: list[DeferredStorage]) -> set[Any]:
     """The Values of `stores`, and those that they are computed from."""
     found, todo = set(), [store.value for store in stores]
     while todo:

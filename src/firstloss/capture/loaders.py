@@ -2,6 +2,9 @@
 
 PyTorch's distributed checkpoints write into the tensors that are there, one piece of the file after another. A deferred
 weight gets memory for that, and its recipe is dropped: nothing is drawn, and nothing is held twice.
+
+accelerate puts another parameter in the place of each that a file has, and ties again what was tied: by the one that is
+not on the meta device.
 """
 
 from __future__ import annotations
@@ -10,21 +13,30 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
+
+import torch
 
 from ..compat.patches import put, replaces
 from . import session
+from .file_value import FileValue
+from .first_use import sources
 from .tensor import Hooks, is_pending
 
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _RESOLVE = f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor"
+_ACCELERATE = "accelerate.utils.modeling"
+_RETIE = f"{_ACCELERATE}.retie_parameters"
 _TRANSFORMERS_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def teach() -> None:
-    """Teach `torch.distributed.checkpoint`, once it has been imported."""
+    """Teach `torch.distributed.checkpoint` and accelerate, once they have been imported."""
     if _PLANNER in sys.modules:
         put(_RESOLVE)
+    if _ACCELERATE in sys.modules:
+        put(_RETIE)
 
 
 @replaces(_RESOLVE)
@@ -35,6 +47,18 @@ def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
         Hooks.give_memory(found._store)
         found = original(self, read_item)
     return found
+
+
+@replaces(_RETIE)
+def retie_parameters(original: Any, model: torch.nn.Module, tied_params: Any) -> Any:
+    """Of tied parameters, the first that has been loaded takes the place of all, if there is one."""
+    return original(model, [sorted(names, key=lambda name: _is_constructed(model, name)) for names in tied_params])
+
+
+def _is_constructed(model: torch.nn.Module, name: str) -> bool:
+    """Whether a parameter is still what the constructor has made."""
+    parameter = attrgetter(name)(model)
+    return is_pending(parameter) and not any(isinstance(v, FileValue) for v in sources([parameter._store]))
 
 
 @contextmanager

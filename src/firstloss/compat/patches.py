@@ -87,6 +87,11 @@ PATCHES = {
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor": Patch(
         IMPORTED, "A deferred weight gets memory for what a file holds"
     ),
+    # -- other libraries --
+    "accelerate.utils.modeling.retie_parameters": Patch(
+        IMPORTED, "It knows by the meta device which of tied weights was not loaded",
+        ("accelerate.big_modeling.retie_parameters",), optional=True,
+    ),
     # -- DTensor --
     "torch.distributed.tensor.placement_types.Shard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
     "torch.distributed.tensor.placement_types._StridedShard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
