@@ -230,6 +230,7 @@ def test_lightning(plain, ours):
 
 RANKS = """
 import contextlib, os, sys, warnings, torch, torch.distributed as dist, firstloss as fl
+import tests.conftest  # torchvision, which torchmetrics imports, beside a CPU build of torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 warnings.simplefilter("ignore")
