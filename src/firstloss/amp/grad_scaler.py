@@ -20,10 +20,16 @@ class GradScaler:
     As `torch.amp.GradScaler`, with the arguments of Cerebras' `cstorch.amp.GradScaler`; and it works in a traced step,
     since whether a step is left out is a tensor there: the update is computed and thrown away.
 
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # if gradients are looked at, or clipped
-        scaler.step(optimizer)
-        scaler.update()
+    Examples:
+        >>> model = nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = fl.amp.GradScaler("dynamic", init_scale=1024.0)
+        >>> scaler.scale(model(torch.ones(1, 8)).sum()).backward()
+        >>> scaler.unscale_(optimizer)  # if gradients are looked at, or clipped
+        >>> model.bias.grad
+        tensor([1.])
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
 
     Args:
         loss_scale: "dynamic", or a number, by which every loss is multiplied; then no step is left out. 1 by default.

@@ -92,6 +92,17 @@ class PolynomialLR(Schedule):
 class LinearLR(PolynomialLR):
     """From initial to end in a straight line of `total_iters` steps, and end from there on.
 
+    Examples:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+        >>> schedule = fl.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=2)
+        >>> rates = []
+        >>> for _ in range(3):
+        ...     rates.append(float(optimizer.param_groups[0]["lr"]))
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates
+        [1.0, 0.75, 0.5]
+
     Args:
         initial_learning_rate: the number at t = 0.
         end_learning_rate: the number from `total_iters` on.

@@ -31,6 +31,27 @@ class Callback:
     and what they compute with tensors is computed at every step. What they give to `trainer.log_metrics` is logged
     with the step.
 
+    Examples:
+        >>> from firstloss.trainer import Callback, Trainer, TrainingLoop
+        >>> class Largest(Callback):
+        ...     loss = 0.0
+        ...     def on_metrics(self, trainer, metrics):
+        ...         self.loss = max(self.loss, metrics.get("loss", 0.0))
+        >>> class Model(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x).square().mean()
+        >>> trainer = Trainer(
+        ...     device="CPU",
+        ...     model=lambda: Model(8, 1),
+        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        ...     loop=TrainingLoop(max_steps=2),
+        ...     callbacks=[largest := Largest()],
+        ...     loggers=[],
+        ... )
+        >>> trainer.fit([torch.ones(4, 8)] * 2)
+        >>> largest.loss > 0
+        True
+
     Args:
         trainer: the Trainer: its `state`, `model`, `optimizer` and settings.
         model: the Module.
