@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import compiling
+from firstloss.runtime.step import changes, compiling
 
 OURS = os.path.dirname(fl.__file__) + os.sep
 
@@ -165,6 +165,12 @@ def kind(request, monkeypatch):
         monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
     yield request.param
     assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
+
+
+@pytest.fixture(autouse=True)
+def no_checks_in_between(monkeypatch):
+    """A step is traced again now and then, by the clock; each call here is to run the same lines."""
+    monkeypatch.setattr(changes, "_CHECKING", 1e-9)
 
 
 def sampled(lines, count):

@@ -33,6 +33,7 @@ import weakref
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -112,6 +113,35 @@ def a_numpy_file():
 def a_tensor_loaded():
     file = path()
     return lambda: torch.load(file), lambda i: torch.save(torch.tensor(1.0 + i // 2), file)
+
+
+def safetensors_file(read):
+    file = path()
+    save = safetensors.torch.save_file
+    return lambda: read(file), lambda i: save({"number": torch.tensor([1.0 + i // 2, 5.0])}, file)
+
+
+@case
+def tensors_of_safetensors():
+    return safetensors_file(lambda file: safetensors.torch.load_file(file)["number"][0])
+
+
+@case
+def a_part_of_a_tensor_of_safetensors():
+    def read(file):
+        with safetensors.safe_open(file, "pt") as opened:
+            return opened.get_slice("number")[:1].sum()
+
+    return safetensors_file(read)
+
+
+@case
+def bytes_of_a_storage():
+    file = path()
+    return (
+        lambda: 0.1 * torch.UntypedStorage.from_file(file, nbytes=1, shared=False)[0],
+        lambda i: pathlib.Path(file).write_bytes(bytes([1 + i // 2])),
+    )
 
 
 @case

@@ -29,6 +29,13 @@ def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
 
+@replaces("torch.UntypedStorage.__getitem__")
+def read(original: Any, self: Any, *args: Any) -> Any:
+    """A byte, or a part: PyTorch makes a tensor to read it. So safetensors reads its files."""
+    with DisableTorchDispatch():
+        return original(self, *args)
+
+
 @replaces("torch.utils.dlpack.to_dlpack")
 def to_dlpack(original: Any, tensor: Any) -> Any:
     """As `torch.utils.dlpack.to_dlpack`, on the materialized tensor."""

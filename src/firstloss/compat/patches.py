@@ -45,7 +45,7 @@ class Patch(NamedTuple):
 
 
 _VECTORS = "It computes by another algorithm where no vectors are wanted: run at once, since its bits differ"
-_MEMORY = "It writes or moves memory by tensors, which a capture would record"
+_MEMORY = "It reads, writes or moves memory by tensors, which a capture would record"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory without telling the dispatcher"
 _COPY = "Every rank has the recipe: there is nothing to send"
@@ -65,6 +65,7 @@ PATCHES = {
     "torch.autograd.grad": Patch(DEFERRED, "As above"),
     "torch.UntypedStorage.copy_": Patch(CAPTURE, _MEMORY),
     "torch.UntypedStorage.fill_": Patch(CAPTURE, _MEMORY),
+    "torch.UntypedStorage.__getitem__": Patch(CAPTURE, _MEMORY),
     "torch.UntypedStorage.__setitem__": Patch(CAPTURE, _MEMORY),
     "torch.UntypedStorage._share_fd_cpu_": Patch(CAPTURE, _MEMORY, optional=True),
     "torch.UntypedStorage._share_filename_cpu_": Patch(CAPTURE, _MEMORY, optional=True),

@@ -9,6 +9,7 @@ since nobody can say what they look at. What only writes does not: it is done wh
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import io
 import locale
@@ -128,7 +129,7 @@ _ALL_BUT["socket"] = _ALL_BUT["_socket"]
 # Modules of which some functions ask.
 _SOME: dict[str, set[str]] = {
     "_io": {"open", "open_code", "read", "readline", "readlines", "readinto", "readinto1", "read1", "readall", "peek"},
-    "builtins": {"open", "input", "get_tensor", "get_slice"},  # the last two are safetensors'
+    "builtins": {"open", "input"},
     "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
     "sys": {"getallocatedblocks", "_current_frames", "_current_exceptions", "getrefcount"},
     "numpy": {"fromfile"},
@@ -178,14 +179,26 @@ def _looks_outside(function: Any, module: str) -> bool:
         return False
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return name in _NOW
+    if module == "builtins" and _is_foreign(owner if isinstance(owner, type) else type(owner)):
+        return True
     if module in _SOME:
         return name in _SOME[module]
     top = module.partition(".")[0]
-    if top in _PURE or not module:
+    if not module:
+        return name == "from_file"  # of PyTorch's storages
+    if top in _PURE:
         return False
     if top in sys.stdlib_module_names:
         return name not in _ALL_BUT.get(top, ())
     return not is_closed(module) and not is_harmless_module(module)
+
+
+def _is_foreign(cls: type) -> bool:
+    """Whether a class that says it is one of Python's own is an extension's that has not said whose (safetensors')."""
+    return bool(cls.__flags__ & _MADE_AT_RUN_TIME) and vars(builtins).get(cls.__name__) is not cls
+
+
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which nearly all of Python's own have not
 
 
 def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source | None]:
