@@ -17,7 +17,7 @@ _WHERE = {
     "materialize_tensor": ".init.materialize",
     "materialize_module": ".init.materialize",
     "save_initialized": ".init.disk.save",
-    "init_program": ".init.recipes",
+    "init_program": ".init.init_program",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
     "run_stablehlo": ".init.stablehlo.file",

@@ -283,9 +283,9 @@ class Timeline:
         Raises:
             ImportError: without matplotlib.
         """
-        from .timeline_picture import draw
+        from .timeline_picture import Phases, draw
 
-        groups = [(name, self)] if other is None else [(name, self), (other_name, other)]
+        groups: list[tuple[str, Phases]] = [(name, self)] if other is None else [(name, self), (other_name, other)]
         draw(path, groups, title)
 
 

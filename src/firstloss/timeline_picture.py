@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from .files import written_aside
-
-if TYPE_CHECKING:
-    from .timeline import Timeline
 
 # The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
 _COLOURS = {
@@ -27,7 +25,19 @@ _OTHER = "#F0E442"
 _INK = "#222222"
 
 
-def draw(path: str | os.PathLike[str], groups: list[tuple[str, Timeline]], title: str | None = None) -> None:
+class Phases(Protocol):
+    """What is drawn of a `firstloss.timeline.Timeline`."""
+
+    @property
+    def spans(self) -> Sequence[Any]: ...
+
+    @property
+    def first_loss(self) -> float | None: ...
+
+    def table(self) -> Sequence[Any]: ...
+
+
+def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: str | None = None) -> None:
     """Write the picture as PNG.
 
     Nothing of matplotlib's global state is touched: no backend is chosen and pyplot is not imported.
@@ -49,7 +59,7 @@ def draw(path: str | os.PathLike[str], groups: list[tuple[str, Timeline]], title
         canvas.figure.savefig(file, format="png", dpi=150, facecolor="white")
 
 
-def headline(groups: list[tuple[str, Timeline]]) -> str:
+def headline(groups: list[tuple[str, Phases]]) -> str:
     """The times to first loss in a line, with their ratio when there are two."""
     times = [(name, timeline.first_loss) for name, timeline in groups]
     if any(seconds is None for _, seconds in times):
@@ -60,12 +70,12 @@ def headline(groups: list[tuple[str, Timeline]]) -> str:
     return line
 
 
-def _shown(timeline: Timeline) -> float:
+def _shown(timeline: Phases) -> float:
     """How much of the axis a timeline asks for: up to its first loss, or all of it when none came."""
     return timeline.first_loss or max((span.end for span in timeline.spans), default=0.0)
 
 
-def _draw_group(axis, name: str, timeline: Timeline, width: float) -> None:
+def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
     table = timeline.table()
     height = {row.name: len(table) - 1 - i for i, row in enumerate(table)}
     for row in table:

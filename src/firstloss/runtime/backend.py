@@ -14,11 +14,11 @@ from ..capture import session
 from ..capture.deferred import deferred
 from ..errors import BackendError
 from ..settings import Settings, check_name
+from .cluster_config import ClusterConfig
 from .device.at_once import moved_at_once
 from .device.keys import Keys
 
 if TYPE_CHECKING:
-    from ..distributed import ClusterConfig
     from .mesh.mesh import Mesh
 
 EAGER = {"CPU": "cpu", "GPU": "cuda"}  # the backends that compile nothing, and PyTorch's devices

@@ -14,7 +14,7 @@ from ..uncollected import uncollected
 from .backend import EAGER, Backend, current_backend, make_current
 
 if TYPE_CHECKING:
-    from ..distributed import ClusterConfig
+    from .cluster_config import ClusterConfig
 
 _XLA_NAMES = ("XLA", "CSX")
 

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,17 +22,15 @@ from ... import timeline
 from ...engine.run import default_threads
 from ...errors import BackendError, ShardingError
 from ...program.source import here
+from ..recipes import Recipes
 from ..shardings import starts
 from .host import make_on_host
 from .module import LANE_WORDS, Functions, Streams, partition_spec
 from .plan import ShardingPlan, Weight, plan
 
-if TYPE_CHECKING:
-    from ..recipes import InitProgram
-
 
 def run(
-    program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None, engine: str | None = None
+    program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> dict[str, jax.Array]:
     """See `InitProgram.run`."""
     made = plan(program, mesh, shardings)
@@ -154,7 +152,7 @@ def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
     return out
 
 
-def peak_bytes(program: InitProgram, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
+def peak_bytes(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
     """See `InitProgram.peak_bytes`."""
     made = plan(program, mesh, shardings)
     with jax.enable_x64(True):

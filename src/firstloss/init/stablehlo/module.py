@@ -7,7 +7,7 @@ device's shard begins. The module holds all it needs: the state that the stream 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +18,11 @@ from ...errors import LoweringError
 from ...lower.mt19937_jump import bits_for, rewind, table
 from ...rng.counter_stream import CounterStream
 from ...rng.stream import Stream
+from ..recipes import Recipes
 from ..shardings import Axes, starts
 from .evaluate import name_of, part
 from .fill import WordSource
 from .plan import ShardingPlan, Weight, plan
-
-if TYPE_CHECKING:
-    from ..recipes import InitProgram
 
 # Words that a lane of a device other than a CPU draws: a jump costs what some hundred thousand words do.
 LANE_WORDS = 1 << 16
@@ -110,7 +108,7 @@ def _origin(stream: Stream) -> Any:
     return rewind(*stream.origin_block())
 
 
-def to_stablehlo(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
+def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
     """See `InitProgram.to_stablehlo`."""
     made = plan(program, mesh, shardings)
     for weight in made.weights:

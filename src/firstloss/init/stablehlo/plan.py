@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...engine.replay import compute
 from ...errors import LoweringError, ShardingError
@@ -13,13 +13,11 @@ from ...lower.mt19937_fills import kernel
 from ...lower.program import constant
 from ...program.source import Source as Line
 from ...program.source import here
+from ..recipes import Recipe, Recipes
 from ..shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
 from .fill import ShardGeometry, words_drawn
 from .sketch import Unsketchable, known, sketch
 from .tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
-
-if TYPE_CHECKING:
-    from ..recipes import InitProgram, Recipe
 
 # Weights of so few elements are made here and written down, where they are more than a fill.
 _SMALL = 1 << 12
@@ -105,7 +103,7 @@ class ShardingPlan:
         )
 
 
-def plan(program: InitProgram, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
+def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
     """Decide where each weight of `program` lies.
 
     Args:
@@ -161,7 +159,7 @@ def _mesh_of(marks: Mapping[str, Mark]) -> Any:
 
 
 def _asked(
-    program: InitProgram, shardings: Mapping[str, Any] | None, marks: Mapping[str, Any], axes: Axes, line: Line
+    program: Recipes, shardings: Mapping[str, Any] | None, marks: Mapping[str, Any], axes: Axes, line: Line
 ) -> dict[str, tuple[Sequence[Any], Line]]:
     """The spec of each weight that has one, and the line that says so."""
     if shardings is None:

@@ -1,0 +1,39 @@
+"""`firstloss.distributed.ClusterConfig`: how many devices a run takes, and processes that read its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import BackendError
+from ..settings import Settings
+
+
+@dataclass
+class ClusterConfig(Settings):
+    """The devices of a run.
+
+    Examples:
+        >>> cluster = fl.distributed.ClusterConfig(num_csx=1)
+        >>> fl.backend("XLA", cluster_config=cluster) is fl.backend()
+        True
+
+    Attributes:
+        num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
+        num_workers_per_csx: processes that read data, for each of these devices: `num_csx` times as many workers as
+            `torch.utils.data.DataLoader(num_workers=...)` would start, in each `DataLoader` that a `DataExecutor` or
+            a Trainer loops over, whatever that one says itself. Several processes that train together share them.
+            0: none. None: each loader says it itself.
+
+    Raises:
+        BackendError: if `num_csx` is less than 1, or `num_workers_per_csx` less than 0.
+    """
+
+    num_csx: int = 1
+    num_workers_per_csx: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_csx, int) or isinstance(self.num_csx, bool) or self.num_csx < 1:
+            raise BackendError(f"num_csx={self.num_csx!r}: a run takes at least one device.")
+        workers = self.num_workers_per_csx
+        if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
+            raise BackendError(f"num_workers_per_csx={workers!r} is not a whole number of at least 0.")
