@@ -5,8 +5,6 @@ smallest form; everything about it is tested where it lives.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
+from tests import forked
 
 torch.manual_seed(0)
 X, Y = torch.randn(6, 8), torch.randn(6, 8)
@@ -109,7 +108,7 @@ print(json.dumps(found))
 
 def test_weights_are_the_same_on_any_mesh():
     """Others: every rank draws something else, so that 8 devices, 4 and 1 begin with other weights."""
-    done = subprocess.run([sys.executable, "-c", ON_MESHES], capture_output=True, text=True, timeout=280)
+    done = forked.run(["-c", ON_MESHES], capture_output=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [devices for devices, _ in found] == [1, 4, 8, 8]

@@ -3,7 +3,6 @@
 import copy
 import io
 import os
-import subprocess
 import sys
 import warnings
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import firstloss as fl
 from firstloss.capture import first_use
 from firstloss.errors import NotMaterializedWarning
+from tests import forked
 
 TOKENS = torch.arange(6).reshape(3, 2)
 
@@ -394,4 +394,4 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("kind", ["ddp", "broadcast", "fsdp"])
 def test_in_a_process_group(kind):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", _PARALLEL, kind], check=True, timeout=250, env=environment)
+    forked.run(["-c", _PARALLEL, kind], check=True, timeout=250, env=environment)

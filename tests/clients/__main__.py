@@ -13,13 +13,13 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from .. import forked
 from .page import BAD, FILES, keep, write_page
 from .ways import WAYS
 
@@ -106,9 +106,9 @@ def _worker(file: Path, way: str, pattern: str, scratch: str, seconds: float, do
     environment |= {"XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if verbose:
         environment["FIRSTLOSS_CLIENTS_VERBOSE"] = "1"
-    command = [sys.executable, "-m", "tests.clients.worker", str(file), way, artifacts, str(trails), pattern]
+    command = ["-m", "tests.clients.worker", str(file), way, artifacts, str(trails), pattern]
     errors = None if verbose else subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=scratch)
+    process = forked.start(command, stdout=subprocess.PIPE, stderr=errors, env=environment, cwd=scratch)
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:

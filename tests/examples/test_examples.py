@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from firstloss.cli import main
+from tests import forked
 
 
 def test_digits_are_read(tmp_path, monkeypatch):
@@ -67,8 +67,7 @@ def test_eight_devices_train_as_one(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = os.pathsep.join([root, os.path.join(root, "src")])
     environment = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-c", SHARDED]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = forked.run(["-c", SHARDED], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     (eight, steps), (one, _) = (line.split() for line in done.stdout.splitlines())
     assert steps == "3"

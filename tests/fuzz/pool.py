@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from .. import forked
 from .outcome import CRASHED, HUNG, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +29,7 @@ class Worker:
     def __init__(self, kind: str, seconds: float = 120) -> None:
         self._kind = kind
         self._seconds = seconds
-        self._process: subprocess.Popen | None = None
+        self._process: forked.Process | None = None
         self._errors = tempfile.TemporaryFile()  # what the process says when it crashes
         self._checked = 0
 
@@ -78,19 +80,18 @@ class Worker:
         lines = self._errors.read().decode(errors="replace").splitlines()
         return " | ".join(lines[-60:])
 
-    def _start(self) -> subprocess.Popen:
+    def _start(self) -> forked.Process:
         flags = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
         environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.pool", self._kind]
+        command = ["-m", "tests.fuzz.pool", self._kind]
         self._errors.seek(0)  # where the process begins to write
         self._errors.truncate()
-        return subprocess.Popen(
+        return forked.start(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
             env=environment,
             cwd=ROOT,
         )
@@ -134,6 +135,7 @@ def check_all(kind: str, seeds: Iterable[int], generate: Callable[[int], str], j
 
 def _serve(kind: str) -> None:
     """Answer programs on standard input by verdicts on standard output, which the programs themselves do not see."""
+    faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     module = importlib.import_module(f"tests.fuzz.{kind}")

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 
+from tests import forked
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TICK = 0.25
 
@@ -34,8 +36,8 @@ def on_ranks(world: int, *calls: str, seconds: float = 400) -> None:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(os.path.join(folder, str(rank)), "w+") for rank in range(world)]
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.init.distributed", *calls],
+            forked.start(
+                ["-m", "tests.init.distributed", *calls],
                 env={**environment, "RANK": str(rank)},
                 cwd=ROOT,
                 stdout=outputs[rank],
@@ -59,7 +61,7 @@ def on_ranks(world: int, *calls: str, seconds: float = 400) -> None:
         raise AssertionError(f"rank {number} of {world} {what}\n{texts[number]}")
 
 
-def _wait(ranks: list[subprocess.Popen], seconds: float) -> tuple[int, str] | None:
+def _wait(ranks: list[forked.Process], seconds: float) -> tuple[int, str] | None:
     """Wait for all; the first that fails, and how."""
     for _ in range(int(seconds / _TICK)):
         found = [rank.poll() for rank in ranks]

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.capture import mapped_file
 from firstloss.errors import ConstantChangedError, NotMaterializedWarning
+from tests import forked
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="Linux tells what a mapping shows")
 
@@ -331,6 +331,6 @@ def test_each_rank_reads_its_own(saved):
     kinds = ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp"]
     kinds += ["dcp, with to_empty", "dcp, with an optimizer"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HERE": os.getcwd()}
-    command = [sys.executable, "-c", _RANKS]
-    ranks = [subprocess.Popen([*command, str(rank), str(saved[1]), *kinds], env=environment) for rank in range(2)]
+    command = ["-c", _RANKS]
+    ranks = [forked.start([*command, str(rank), str(saved[1]), *kinds], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=250) for rank in ranks] == [0, 0]

@@ -3,7 +3,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import firstloss as fl
 from firstloss.init.disk import save
 from firstloss.init.disk import state_dict as saved_tensors
+from tests import forked
 
 # Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
 FIELDS = {
@@ -203,9 +203,9 @@ def test_a_killed_run_leaves_no_model_and_is_resumed(tmp_path, monkeypatch):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.join(root, "src"), root])}
     target = tmp_path / "model"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, target], stdout=subprocess.PIPE, env=environment)
-    assert child.stdout.readline() == b"begin\n"
-    assert child.stdout.readline() == b"half\n"
+    child = forked.start(["-c", CHILD, target], stdout=subprocess.PIPE, env=environment)
+    assert child.stdout.readline() == "begin\n"
+    assert child.stdout.readline() == "half\n"
     time.sleep(0.2)
     child.send_signal(signal.SIGKILL)
     child.wait()

@@ -15,6 +15,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
+from tests import forked
 from tests.init.odd_model import TABLE, Layers, Mixed
 from tests.init.stablehlo_devices import program_of
 
@@ -35,8 +36,8 @@ def program(count=2, seed=0):
 
 @pytest.mark.parametrize("mesh", ["fsdp", "rows and columns", pytest.param("columns", marks=pytest.mark.sweep)])
 def test_eight_devices_make_eagers_weights(mesh, tmp_path):
-    command = [sys.executable, "-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    command = ["-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
+    done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("said") and found == {"torch": [], "xla": [], "counter": [], "module": []}
@@ -53,9 +54,9 @@ def test_processes_make_their_own_shards(world, engine, tmp_path):
     ranks = []
     for rank in range(world):
         own = environment(MASTER_PORT=str(port), WORLD_SIZE=str(world), RANK=str(rank))
-        command = [sys.executable, "-m", "tests.init.stablehlo_ranks", engine, str(path)]
+        command = ["-m", "tests.init.stablehlo_ranks", engine, str(path)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ranks.append(subprocess.Popen(command, env=own, cwd=ROOT, text=True, **streams))
+        ranks.append(forked.start(command, env=own, cwd=ROOT, **streams))
     try:
         outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:

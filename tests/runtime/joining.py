@@ -12,7 +12,7 @@ if what == "other version" and rank == "1":
     from firstloss.runtime.mesh import join
 
     join.versions = lambda version: "firstloss 9, jax 9"
-print("joined", fl.distributed.initialize(timeout=6 if what == "late" else 120), flush=True)
+print("joined", fl.distributed.initialize(timeout=3 if what == "late" else 120, heartbeat=2), flush=True)
 if what == "dies":
     import time
 

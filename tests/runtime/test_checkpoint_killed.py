@@ -7,7 +7,6 @@ they begin in milliseconds: `python test_checkpoint_killed.py FOLDER`.
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import firstloss as fl
+from tests import forked
 
 KILLS = 60
 SIZES = [10, 300_000, 20_000]
@@ -97,7 +97,7 @@ def kill_first_savers(folder, chance):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 def test_the_last_complete_checkpoint_loads(tmp_path):
-    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, timeout=250)
+    forked.run([__file__, str(tmp_path)], check=True, timeout=250)
 
 
 def test_two_processes_do_not_write_at_once(tmp_path):

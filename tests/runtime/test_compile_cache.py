@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from tests import forked
 
 pytestmark = [pytest.mark.own_compile_cache, pytest.mark.optimized]
 
@@ -120,8 +120,8 @@ def test_another_process_finds_it_unless_its_compiler_is_told_otherwise(tmp_path
 
     def process(**environment):
         inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        done = subprocess.run([sys.executable, "-c", code], env={**inherited, **environment}, capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
+        done = forked.run(["-c", code], env={**inherited, **environment}, capture_output=True)
+        assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     first, none = process()

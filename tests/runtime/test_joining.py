@@ -2,14 +2,14 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
+from subprocess import PIPE
 
 import pytest
 
 import firstloss as fl
 from firstloss.errors import BackendError
+from tests import forked
 
 
 def start(what, ranks, count=2):
@@ -17,9 +17,8 @@ def start(what, ranks, count=2):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script = os.path.join(os.path.dirname(__file__), "joining.py")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, script, str(port), str(count)]
-    return [subprocess.Popen([*command, str(rank), what], **pipes) for rank in ranks]
+    command = [script, str(port), str(count)]
+    return [forked.start([*command, str(rank), what], stdout=PIPE, stderr=PIPE) for rank in ranks]
 
 
 def results(processes):
@@ -43,7 +42,7 @@ def test_other_versions_are_an_error_in_all():
 def test_one_that_never_comes():
     ((status, out, err),) = results(start("late", [0]))
     assert status != 0 and not out
-    assert "process 0 of 2 (torchrun) has waited 6 s for the others at localhost:" in err, err[-3000:]
+    assert "process 0 of 2 (torchrun) has waited 3 s for the others at localhost:" in err, err[-3000:]
 
 
 def test_one_that_dies_ends_the_others():

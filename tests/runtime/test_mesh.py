@@ -3,23 +3,22 @@
 import json
 import os
 import socket
-import subprocess
-import sys
+from subprocess import PIPE
 
 import pytest
 
 import firstloss as fl
+from tests import forked
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py"])
 def test_eight_devices_in_one_process(cases):
     cases = os.path.join(os.path.dirname(__file__), cases)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases],
+    done = forked.run(
+        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases],
         cwd=os.path.dirname(os.path.dirname(os.path.dirname(cases))),
         capture_output=True,
-        text=True,
         timeout=560,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -27,12 +26,7 @@ def test_eight_devices_in_one_process(cases):
 
 def start(folder, port, rank):
     here = os.path.join(os.path.dirname(__file__), "mesh_ranks.py")
-    return subprocess.Popen(
-        [sys.executable, here, str(folder), str(port), str(rank)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return forked.start([here, str(folder), str(port), str(rank)], stdout=PIPE, stderr=PIPE)
 
 
 def result(process):

@@ -5,13 +5,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+from subprocess import PIPE
 
 import pytest
 import torch
 
 from firstloss.trainer import Callback
+from tests import forked
 
 from .small import adamw, decay, loader, trainer
 
@@ -21,9 +21,8 @@ def run(folder, steps):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.trainer.ranks", str(folder), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), str(steps)], **pipes) for rank in range(2)]
+    command = ["-m", "tests.trainer.ranks", str(folder), str(port)]
+    ranks = [forked.start([*command, str(rank), str(steps)], stdout=PIPE, stderr=PIPE) for rank in range(2)]
     outs = [process.communicate(timeout=280) for process in ranks]
     for out, err in outs:
         assert out.strip(), err[-4000:]

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from subprocess import PIPE
 
 import pytest
 
 import firstloss as fl
 from firstloss.trainer import Callback, Checkpoint, EarlyStop, Precision, TrainingLoop
+from tests import forked
 
 from . import small
 from .small import Net, bits, loader, trainer
@@ -135,13 +135,8 @@ def test_checkpoints_of_another_model_are_refused(tmp_path):
 
 def start(folder, backend="CPU", steps=400, every=3, data="loader", **options):
     """A run in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer.process", str(folder), backend, str(steps), str(every), data],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    command = ["-m", "tests.trainer.process", str(folder), backend, str(steps), str(every), data]
+    return forked.start(command, stdout=PIPE, stderr=PIPE, **options)
 
 
 def uninterrupted(folder, steps, every=3, data="loader"):

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests import forked
+
 
 def needs(*packages: str) -> None:
     """Skip the test where a package is not installed."""
@@ -68,11 +70,10 @@ def _run_ranks(script: str, world: int, *arguments: str) -> str:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
+        forked.start(
+            ["-c", script, *arguments],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(world)
     ]

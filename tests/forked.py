@@ -1,0 +1,302 @@
+"""Processes of Python that start at once: each is forked from one that has imported PyTorch, JAX and Firstloss already.
+
+These imports are most of the time of a test that needs a process of its own. The server imports, does nothing else (no
+thread, no device, no random number), and forks for each request a process that is as new as one that `python` starts
+and imports first. A test whose subject is the import itself, or what a variable does that is read at the import, starts
+its process by `subprocess`.
+
+`start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each process of pytest
+has a server of its own, from the first request on, which ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_READ_AT_THE_IMPORT = ("JAX_", "PYTHONHASHSEED", "TORCH_")
+_LARGEST = 1 << 17  # bytes of a request
+
+
+class Process:
+    """As `subprocess.Popen`, as far as the tests need it."""
+
+    def __init__(self, args: Sequence[str], pid: int, status: socket.socket, streams: Sequence[IO[str] | None]) -> None:
+        self.args = args
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = streams
+        self._status = status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended."""
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                found = self._status.recv(4)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            assert len(found) == 4, "the server of processes has died"
+            self.returncode = struct.unpack("i", found)[0]
+            self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """What it has printed, once it has ended."""
+        found: list[str | None] = [None, None]
+
+        def read(number: int, stream: IO[str]) -> None:
+            with stream:
+                found[number] = stream.read()
+
+        streams = [(n, stream) for n, stream in enumerate((self.stdout, self.stderr)) if stream is not None]
+        readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
+        for reader in readers:
+            reader.start()
+        end = None if timeout is None else time.monotonic() + timeout
+        for reader in readers:
+            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(None if end is None else max(0.01, end - time.monotonic()))
+        return found[0], found[1]
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+    stderr: Any = None,
+    start_new_session: bool = False,
+) -> Process:
+    """Start Python with the arguments `command`: ["-m", module, ...], ["-c", code, ...] or [script, ...].
+
+    Args:
+        env: its environment; None for this process's.
+        cwd: its folder; None for this process's.
+        stdin, stdout, stderr: `subprocess.PIPE` or `subprocess.DEVNULL`, an open file, or None for this process's; of
+            `stderr` also `subprocess.STDOUT`.
+        start_new_session: as `subprocess.Popen` has it.
+    """
+    environment = dict(os.environ if env is None else env)
+    server, known = _server()
+    for name in {**known, **environment}:
+        if name.startswith(_READ_AT_THE_IMPORT) and known.get(name) != environment.get(name):
+            raise ValueError(f"{name} is read when something is imported: start this process by subprocess.")
+    opened: list[int] = []
+    streams: list[IO[str] | None] = []
+    for number, wanted in enumerate((stdin, stdout, stderr)):
+        stream = None
+        if wanted == subprocess.PIPE and number == 0:
+            descriptor, end = os.pipe()
+            stream = open(end, "w", encoding="utf-8")
+        elif wanted == subprocess.PIPE:
+            end, descriptor = os.pipe()
+            stream = open(end, encoding="utf-8")
+        elif wanted == subprocess.DEVNULL:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+        elif wanted == subprocess.STDOUT:
+            descriptor = os.dup(opened[1])
+        else:
+            descriptor = os.dup(number if wanted is None else wanted.fileno())
+        opened.append(descriptor)
+        streams.append(stream)
+    status, theirs = socket.socketpair()
+    request = {
+        "command": [os.fspath(part) for part in command],
+        "env": environment,
+        "cwd": os.fspath(cwd or os.getcwd()),
+        "session": start_new_session,
+    }
+    message = json.dumps(request).encode()
+    assert len(message) < _LARGEST
+    socket.send_fds(server, [message], [theirs.fileno(), *opened])
+    for descriptor in opened:
+        os.close(descriptor)
+    theirs.close()
+    found = status.recv(4)
+    assert len(found) == 4, "the server of processes has died"
+    return Process(command, struct.unpack("i", found)[0], status, streams)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    capture_output: bool = False,
+    check: bool = False,
+    timeout: float | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with `text=True`; for `options` see `start`."""
+    if capture_output:
+        options = {**options, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start(command, **options)
+    try:
+        out, err = process.communicate(timeout)
+    except BaseException:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, list(command), out, err)
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+@functools.cache
+def _server() -> tuple[socket.socket, dict[str, str]]:
+    """The way to the server, and the environment that it was started with."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
+    environment = dict(os.environ)
+    with theirs:
+        path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
+        server = subprocess.Popen(
+            [sys.executable, "-c", "from tests import forked; forked.main()", str(theirs.fileno())],
+            env={**environment, "PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours, environment
+
+
+# -- in the server ----------------------------------------------------------------------------------------------------
+
+
+def _imports() -> None:
+    """What nearly all processes import. None of it may start a thread, or ask for a device."""
+    import importlib
+
+    for name in ("torch.distributed.tensor", "jax", "numpy", "firstloss.trainer", "firstloss.runtime.compiled"):
+        importlib.import_module(name)
+    import firstloss
+
+    for name in ("backend", "compile", "trace", "deferred_init", "init_program", "save", "load", "shard"):
+        getattr(firstloss, name)
+
+
+def main() -> None:
+    """Serve, and in each process that was forked, do what it was forked for."""
+    _imports()
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # a child that collected what has been imported, at its end at the latest, would copy all of it
+    base = list(sys.path)
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        _become(request, base)
+
+
+def _serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request. Returns it in the process that was forked for it, and None in the server, at its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to answer
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, _LARGEST, 4)
+        while _reaped():
+            pass
+        if not message:
+            return None
+        if not _fork():  # a process that waits for the one that was asked for, and tells how it ended
+            requests.close()
+            status, *streams = descriptors
+            child = _fork()
+            if not child:
+                os.close(status)
+                for number, descriptor in enumerate(streams):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                return json.loads(message)
+            for descriptor in streams:
+                os.close(descriptor)
+            os.write(status, struct.pack("i", child))
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            try:
+                os.write(status, struct.pack("i", ended))
+            except BrokenPipeError:
+                pass  # nobody waits for it any more
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of JAX, whose threads would not be in the child: there are none yet
+        return os.fork()
+
+
+def _reaped() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _become(request: dict[str, Any], base: list[str]) -> None:
+    """This process is from here on as one that was started with the command."""
+    if request["session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    random.seed()
+    torch, numpy = sys.modules["torch"], sys.modules["numpy"]
+    numpy.random.seed()
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    kind, *arguments = request["command"]
+    where = os.path.dirname(os.path.abspath(kind)) if kind not in ("-m", "-c") else os.getcwd() if kind == "-m" else ""
+    added = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.path[:] = [where, *added, *(part for part in base[1:] if part not in added)]
+    if kind == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[0], "<string>", "exec"), vars(module))
+    else:
+        sys.argv = [kind, *arguments]
+        runpy.run_path(kind, run_name="__main__")
