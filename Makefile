@@ -21,6 +21,9 @@ GPU_ARGS ?=
 demo: install
 	$(BIN)/firstloss demo --out $(DEMO_OUT)
 
+# What is imported is compiled once, also where the environment has Python keep nothing: hundreds of processes import it.
+test sweep fuzz replay: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(if $(TORCH),install-test,lint)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

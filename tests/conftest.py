@@ -40,7 +40,18 @@ def define_torchvision_operations() -> None:
         globals()["_library"] = library  # the declarations last as long as this object
 
 
+def seed_no_absent_devices() -> None:
+    """`torch.manual_seed` keeps a call for each kind of device that this machine lacks, with the stack in words.
+
+    That is 2 ms a call from within a test, and a third of the time of those that seed for each sample.
+    """
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available() and hasattr(device, "_lazy_call"):
+            device._lazy_call = lambda *_, **__: None
+
+
 define_torchvision_operations()
+seed_no_absent_devices()
 sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` puts torchvision and timm
 
 
@@ -75,6 +86,25 @@ def quick_compiles(request, compile_cache, monkeypatch):
     if jaxlib is not None and not marked("own_compile_cache"):
         use = jaxlib.use_compilation_cache
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that start processes are the longest: they come first, so that no core waits for one in the end."""
+    items.sort(key=lambda item: not hasattr(item.module, "forked"))
+
+
+@pytest.fixture
+def by_kernels(request, monkeypatch):
+    """Traced steps are run by PyTorch's kernels: for tests of what a step's Python does, and not of how it is compiled.
+
+    Those that are marked `optimized` are compiled nevertheless; `make sweep` compiles all.
+    """
+    from firstloss.runtime.step import compiling
+
+    from .fuzz.interpret import interpreted
+
+    if not AS_USERS and not request.node.get_closest_marker("optimized"):
+        monkeypatch.setattr(compiling, "compile_step", interpreted)
 
 
 @pytest.fixture

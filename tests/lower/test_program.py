@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from firstloss.lower.functional import functional
 from firstloss.lower.program import View, constant, read_view, write_view
+from tests import scale
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def geometry(base, view):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scale.of(60, 150), deadline=None)
 @given(views())
 def test_a_view_is_read_as_pytorch_reads_it(pair):
     base, view = pair
@@ -70,7 +71,7 @@ def test_a_view_is_read_as_pytorch_reads_it(pair):
     assert np.array_equal(np.asarray(found), view.numpy())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale.of(40, 100), deadline=None)
 @given(views())
 def test_a_view_is_written_as_pytorch_writes_it(pair):
     base, view = pair

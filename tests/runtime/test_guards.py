@@ -22,6 +22,8 @@ from firstloss.errors import GraphChangeWarning
 
 from ..small_training import batches, build
 
+pytestmark = pytest.mark.usefixtures("by_kernels")
+
 STEPS = 8
 CHANGE = 3  # the step before which the user changes something: the first, and its verification, are over
 X = torch.tensor([1.0, 2.0])

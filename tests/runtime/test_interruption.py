@@ -17,6 +17,8 @@ from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
 from firstloss.runtime.step import changes, compiling
 
+from .. import scale
+
 OURS = os.path.dirname(fl.__file__) + os.sep
 
 
@@ -186,7 +188,7 @@ def test_an_interrupt_at_any_line_of_a_compiled_call(kind, clear, tmp_path):
     ours.state()  # as before each call below: the host has read what the call works on
     with Interrupting() as counted:
         ours.step(ours.x)
-    places = sampled(counted.lines, 30)
+    places = sampled(counted.lines, scale.of(14, 30))
     done, outcomes = 4, set()
     states = states_of("XLA", make, features, done + len(places) + 1, clear, tmp_path)
     eager = states_of("CPU", make, features, done, clear)
@@ -261,7 +263,8 @@ def test_an_interrupt_in_the_first_call(kind, tmp_path):
     states = states_of("XLA", make, features, 3, False, tmp_path)
     eager = states_of("CPU", make, features, 3, False)
     ours, done = Training(make, features, "XLA", False, tmp_path), 0
-    ends = [int(counted.lines * part) for part in (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)]
+    parts = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
+    ends = [int(counted.lines * part) for part in scale.of(*parts)]
     for at in ends:
         ours, done = Training(make, features, "XLA", False, tmp_path), 0
         with Interrupting(at) as counted:

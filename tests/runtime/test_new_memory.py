@@ -10,6 +10,7 @@ import firstloss as fl
 from firstloss.errors import TraceError
 from firstloss.runtime.step import compiling
 
+from .. import scale
 from ..fuzz import interpret
 
 
@@ -107,7 +108,8 @@ CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read",
 def test_viewers_keep_the_memory_that_they_have(part, compiled_by_xla, tmp_path, monkeypatch):
     if not compiled_by_xla:  # which takes nine tenths of the time
         monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
-    for assignment, viewer, compiled, used, later in CASES[part :: 7 * 20] if compiled_by_xla else CASES[part :: 7 * 3]:
+    every = 20 if compiled_by_xla else scale.of(5, 1)  # which of them: each assignment with each viewer
+    for assignment, viewer, compiled, used, later in CASES[part :: 7 * every]:
         setting = assignment, viewer, compiled, used, later
         eager = list(program(fl.backend("CPU"), *setting))
         traced = program(fl.backend("XLA", artifact_dir=tmp_path), *setting)

@@ -41,6 +41,7 @@ import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning
 from firstloss.runtime.step import compiling
 
+from .. import forked
 from ..fuzz.interpret import interpreted
 
 CASES = {}
@@ -560,12 +561,32 @@ def _as_it_was(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_what_changes_between_calls(name):
+def compare(name):
     eager = losses(fl.backend("CPU"), CASES[name])
     traced = losses(fl.backend("XLA"), CASES[name])
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, six steps
+
+
+# What any module has is looked through: of those of this process, all that other tests have imported.
+ANY_MODULE = ("a_module_by_a_name_worked_out", "whether_a_module_is_there")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ANY_MODULE])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_what_changes_between_calls(name):
+    compare(name)
+
+
+@pytest.mark.parametrize("name", ANY_MODULE)
+def test_what_changes_of_any_module(name, tmp_path):
+    code = (
+        "from firstloss.runtime.step import compiling\n"
+        "from tests.runtime import test_outside\n"
+        "compiling.compile_step = test_outside.interpreted\n"
+        f"test_outside.compare({name!r})\n"
+    )
+    done = forked.run(["-c", code], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
