@@ -169,8 +169,11 @@ def _name_of(function: Any) -> tuple[str, str]:
         shown = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
         return module, function.__name__ if function.__name__ == "open" else f"{shown}.{function.__name__}"
     cls = owner if isinstance(owner, type) else type(owner)
-    defines = next((base for base in cls.__mro__ if function.__name__ in vars(base)), cls)
-    return str(defines.__module__), f"{cls.__qualname__}.{function.__name__}"
+    return str(_defining(cls, function).__module__), f"{cls.__qualname__}.{function.__name__}"
+
+
+def _defining(cls: type, method: Any) -> type:
+    return next((base for base in cls.__mro__ if method.__name__ in vars(base)), cls)
 
 
 def _looks_outside(function: Any, module: str) -> bool:
@@ -179,8 +182,9 @@ def _looks_outside(function: Any, module: str) -> bool:
         return False
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return name in _NOW
-    if module == "builtins" and _is_foreign(owner if isinstance(owner, type) else type(owner)):
-        return True
+    if module == "builtins" and owner is not None and not isinstance(owner, types.ModuleType):
+        if _is_foreign(_defining(owner if isinstance(owner, type) else type(owner), function)):
+            return True
     if module in _SOME:
         return name in _SOME[module]
     top = module.partition(".")[0]
