@@ -26,17 +26,18 @@ def train(steps: int, **sizes: int) -> tuple[list[float], torch.nn.Module]:
         cpu_ram_efficient_loading=False,  # which is: rank 0 makes all of the weights, and sends them to the others
     )
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
+    config = LlamaConfig(**sizes)
     torch.manual_seed(0)  # the same on each rank
     with fl.deferred():
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     fl.materialize_module(model)
-    vocabulary = model.config.vocab_size
     losses = []
     for step in range(steps):
         tokens = torch.arange(32, device=accelerator.device).reshape(2, 16) * 7 + step + accelerator.process_index
-        loss = model(input_ids=tokens % vocabulary, labels=tokens % vocabulary).loss
+        tokens = tokens % config.vocab_size
+        loss = model(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -318,7 +318,7 @@ EXAMPLE = "import sys; from tests.trainers import example_ranks; example_ranks.m
 
 def test_accelerate_fsdp2():
     needs("accelerate")
-    run_ranks(EXAMPLE, 2, "fsdp2", *example_ranks.FSDP2)
+    run_ranks(EXAMPLE, 2, "fsdp2", "ddp", *example_ranks.FSDP2)
 
 
 def test_transformers_tensor_parallel(tmp_path):
