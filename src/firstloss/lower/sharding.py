@@ -46,7 +46,7 @@ class Alike(NamedTuple):
 
 def propagate(
     segments: Sequence[Segment], given: Mapping[Value, Placed], wanted: Mapping[Value, Spec], axes: Axes
-) -> dict[Value, Spec]:
+) -> dict[Value, Placed]:
     """How to cut each array that crosses from one of `segments` to another, or leaves them.
 
     Forward, from the inputs to what is computed of them; then back from what is `wanted` and from the other operands
@@ -68,7 +68,17 @@ def propagate(
             for value, placed in zip(crossing, look(segment.function, ins, outs, back), strict=True):
                 if isinstance(value, Value) and value not in given:
                     found[value] = Placed(wanted[value], placed.of_batch) if value in wanted else placed
-    return {value: placed.spec for value, placed in found.items()}
+    return found
+
+
+def within(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> dict[Value, Placed]:
+    """Where all lies that a segment's calls read and make, given where what crosses its edges does."""
+    found = dict(known)
+    for call in segment.calls:
+        _forward(call, found, axes)
+    for call in reversed(segment.calls):
+        _back(call, found, axes)
+    return {**found, **known}
 
 
 def _known(found: Mapping[Value, Placed], value: Value | int) -> Placed:
@@ -142,15 +152,19 @@ def _alike_of(call: Call) -> Alike:
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
     found = _alike.get((call.kind, shapes))
     if found is None:
-        arrays = [jax.ShapeDtypeStruct(shape, to_jax(dtype)) for shape, dtype in shapes]
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        with jax.enable_x64(True):
-            jaxpr = jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(key, *arrays).jaxpr
-        alike = dims_of(jaxpr)
+        alike = dims_of(jaxpr_of(call))
         found = _alike[call.kind, shapes] = Alike(alike.operands[1:], alike.results)
         if len(_alike) > _MOST:
             del _alike[next(iter(_alike))]
     return found
+
+
+def jaxpr_of(call: Call) -> jex.Jaxpr:
+    """What a call computes; its first input is the step's random key."""
+    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.enable_x64(True):
+        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(key, *arrays).jaxpr
 
 
 _alike: dict[tuple[Template | View, tuple], Alike] = {}
@@ -207,18 +221,30 @@ class _Dims:
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            inner = _inner(eqn)
+            inner = called_by(eqn)
             if inner is not None and len(inner.invars) == len(operands):
                 results = self.run(inner, operands)
             else:
                 results = [self.new(var.aval) for var in eqn.outvars]
-                rule = _RULES.get(eqn.primitive.name, _by_size)
-                rule(self, eqn, operands, results)
+                self.apply(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def apply(self, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+        """What one operation says."""
+        _RULES.get(eqn.primitive.name, _by_size)(self, eqn, operands, results)
 
-def _inner(eqn: Any) -> jex.Jaxpr | None:
+
+def alike_in(eqn: Any) -> Alike:
+    """Which dimensions of one operation's operands and results are cut alike."""
+    dims = _Dims()
+    operands, results = [dims.new(atom.aval) for atom in eqn.invars], [dims.new(var.aval) for var in eqn.outvars]
+    dims.apply(eqn, operands, results)
+    number = dims.number
+    return Alike(tuple(tuple(map(number, a)) for a in operands), tuple(tuple(map(number, r)) for r in results))
+
+
+def called_by(eqn: Any) -> jex.Jaxpr | None:
     """The jaxpr that an equation calls once, with its operands."""
     if eqn.primitive.name in ("while", "scan", "cond"):
         return None

@@ -38,8 +38,8 @@ class Edges:
             wanted: where outputs have to lie; the others do as they come.
         """
         self.whole = mesh.whole
-        placed = {v: Placed(_spec(where, len(v.shape)), v in batch) for v, where in given.items()}
-        specs = {value: _spec(where, len(value.shape)) for value, where in wanted.items()}
+        placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in given.items()}
+        specs = {value: spec_of(where, len(value.shape)) for value, where in wanted.items()}
         found = propagate(cut.segments, placed, specs, mesh.axes)
         named: dict[Spec, NamedSharding] = {}
 
@@ -53,7 +53,8 @@ class Edges:
                 named[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
             return named[spec]
 
-        self._where = {**{value: sharding(spec) for value, spec in found.items()}, **given, **wanted}
+        self._where = {**{value: sharding(placed.spec) for value, placed in found.items()}, **given, **wanted}
+        self._of_batch = {value for value, placed in found.items() if placed.of_batch}
         numbers: dict[Hashable, int] = {}
         segments = []
         for segment in cut.segments:
@@ -65,6 +66,10 @@ class Edges:
         """Where a value lies; the number of a draw, and what the step's code holds, on every device."""
         return self.whole if isinstance(value, int) else self._where.get(value, self.whole)
 
+    def placed(self, value: Value) -> Placed:
+        """The same, by dimensions."""
+        return Placed(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
+
     def put(self, values: np.ndarray) -> Any:
         """A copy of `values`, which every process has, on every device."""
         values = np.asarray(values)
@@ -72,6 +77,7 @@ class Edges:
             return jax.make_array_from_callback(values.shape, self.whole, lambda index: values[index])
 
 
-def _spec(where: NamedSharding, dims: int) -> Spec:
+def spec_of(where: NamedSharding, dims: int) -> Spec:
+    """For each of `dims` dimensions the axes that cut it."""
     entries = (*where.spec, *(None,) * (dims - len(where.spec)))
     return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)

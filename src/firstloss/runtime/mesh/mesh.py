@@ -25,14 +25,14 @@ from ...program.source import UNKNOWN, here
 from ..jaxlib import x64
 
 # Smaller weights are whole on each device, unless their sharding is said: to gather them costs more than they take.
-_SMALL = 4096  # elements
+SMALL = 4096  # elements
 
 
 class Mesh:
     """Devices with named axes, and how arrays are cut over them.
 
     Attributes:
-        devices: the `jax.sharding.Mesh`.
+        devices: the `jax.sharding.Mesh`; for a plan, an `AbstractMesh` of devices that need not exist.
         axes: sizes of its axes by name.
         data: the axes that the batch is cut over.
     """
@@ -73,7 +73,7 @@ class Mesh:
             if placed.moved:
                 warnings.warn(f"{_at(mark)}a weight of shape {list(value.shape)}: {placed.moved}.", stacklevel=2)
             return self._named(placed.spec)
-        if value.numel < _SMALL:
+        if value.numel < SMALL:
             return self.whole
         return self._named(shardings.by_default(tuple(value.shape), self.axes))
 
@@ -192,8 +192,10 @@ def gather(array: jax.Array) -> jax.Array:
         return jax.jit(lambda x: x, out_shardings=sharding)(array)
 
 
-def _jax_mesh(mesh: Any) -> jax.sharding.Mesh:
+def _jax_mesh(mesh: Any) -> Any:
     """`mesh`, whose axes XLA's partitioner deals with, whatever type they had."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh
     if isinstance(mesh, jax.sharding.Mesh):
         devices, names = mesh.devices, mesh.axis_names
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -11,7 +12,7 @@ from ...capture.recorder import DeferredStorage
 from ...errors import LoweringError
 from ...lower import program as lowering
 from ...lower.program import view_of
-from ...lower.segments import cut, uncut
+from ...lower.segments import Cut, cut, uncut
 from ...program.graph import Program, Value
 from ..backend import Backend
 from ..mesh.edges import Edges
@@ -37,24 +38,48 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
             + ". Write those lines with other operations, give an operation of your own a lowering with "
             "firstloss.register_lowering, or run on backend 'CPU'."
         )
+    with timeline.span("lower"):
+        parts = parts_of(traced, inputs, backend)
+    first_loss = _first_loss(traced, traced.results, backend)
+    state, read, groups = parts.state, parts.read, parts.groups
+    compiles = not backend.validate_only
+    return SegmentedStep(traced.name, parts.cut, state, read, groups, first_loss, parts.edges, compiles)
+
+
+class Parts(NamedTuple):
+    """A traced step in segments.
+
+    Attributes:
+        state: the inputs that it changes; what they become is the first of `groups`.
+        read: the others.
+        groups: names of outputs: new state, what the step leaves, results.
+        edges: on a mesh, where what crosses from one segment to another lies.
+    """
+
+    cut: Cut
+    state: list[Value]
+    read: list[Value]
+    groups: tuple[Sequence[str], Sequence[str], Sequence[str]]
+    edges: Edges | None
+
+
+def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
+    """Cut a step, and find where what crosses the cuts lies."""
     program, mesh = traced.program, backend.mesh
     changed, read = list(traced.owners.changed), traced.owners.read
     new, made, names = [f"new{i}" for i in range(len(changed))], traced.outputs.made, traced.results
     where = inputs.shardings((*changed, *read))
-    with timeline.span("lower"):
-        apart = _apart(program, dict(zip(new, changed, strict=True)))
-        pieces = cut(program, names, apart) or uncut(program, apart)
-        edges = None
-        if mesh is not None:
-            outputs = {**dict(zip(new, (where[v] for v in changed), strict=True)), **traced.outputs.where}
-            if mesh.of_results() is not None:
-                outputs |= dict.fromkeys(names, mesh.of_results())
-            wanted = {pieces.outputs[name]: lies for name, lies in outputs.items()}
-            edges = Edges(pieces, mesh, where, traced.owners.arguments, wanted)
-            pieces = edges.cut
-    first_loss = _first_loss(traced, names, backend)
-    groups = new, made, names
-    return SegmentedStep(traced.name, pieces, changed, read, groups, first_loss, edges, not backend.validate_only)
+    apart = _apart(program, dict(zip(new, changed, strict=True)))
+    pieces = cut(program, names, apart) or uncut(program, apart)
+    edges = None
+    if mesh is not None:
+        outputs = {**dict(zip(new, (where[v] for v in changed), strict=True)), **traced.outputs.where}
+        if mesh.of_results() is not None:
+            outputs |= dict.fromkeys(names, mesh.of_results())
+        wanted = {pieces.outputs[name]: lies for name, lies in outputs.items()}
+        edges = Edges(pieces, mesh, where, traced.owners.arguments, wanted)
+        pieces = edges.cut
+    return Parts(pieces, changed, read, (new, made, names), edges)
 
 
 def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...capture import session
 from ...capture.scalars import tensor_of
 from ...capture.step import FirstStepDiffers, StepTrace, find_new_state
+from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
     global_step_post_hooks,
@@ -23,6 +24,7 @@ from ...errors import TraceError
 from ...optim.adafactor import without_reads
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
+from ...program.graph import Value
 from ...program.source import here
 from ...undo import Undo
 from ..guards.effects import Effects
@@ -46,6 +48,7 @@ class Optimizers:
 
     Attributes:
         seen: those that have stepped.
+        given: the gradients that they were given, whole storages.
         groups: the numbers in their parameter groups.
         state: their state.
         schedulers: PyTorch's, that have stepped.
@@ -61,6 +64,7 @@ class Optimizers:
         """
         self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
+        self.given: set[Value] = set()
         self.groups = ParameterGroups(trace, self.seen, snapshot)
         self.state = OptimizerStates(trace, self.seen)
         self.schedulers = Schedulers()
@@ -180,6 +184,8 @@ class Optimizers:
                 "traced step cannot. Compute the loss first, then call step() without a closure."
             )
         self.seen.append(optimizer)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.given.update(grad._store.value for grad in grads if type(grad) is DeferredTensor)
         load_in_place(optimizer)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())

@@ -28,7 +28,7 @@ from . import notes
 from .first_loss import FirstLoss
 
 
-class _Function(NamedTuple):
+class Function(NamedTuple):
     """What all segments of one number call.
 
     Attributes:
@@ -95,7 +95,7 @@ class SegmentedStep:
         self._constants: dict[int, Any] = {}
         kept = {cut.outputs[n] for group in outputs for n in group}
         renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
-        functions = _functions(cut.segments, renewed, kept, edges)
+        functions = functions_of(cut.segments, renewed, kept, edges)
         self._turns = self._plan(cut.segments, functions, kept)
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
         with x64():
@@ -131,7 +131,7 @@ class SegmentedStep:
 
     # -- which slot holds what --
 
-    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, _Function], kept: set[Value]) -> list[_Turn]:
+    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]) -> list[_Turn]:
         turns = []
         for segment in segments:
             function = functions[segment.function]
@@ -374,7 +374,7 @@ class SegmentedRun:
 class _Compiling:
     """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
 
-    def __init__(self, name: str, functions: Mapping[int, _Function], edges: Edges | None, compiles: bool) -> None:
+    def __init__(self, name: str, functions: Mapping[int, Function], edges: Edges | None, compiles: bool) -> None:
         self._name = name
         self._edges = edges
         self._compiles = compiles
@@ -437,7 +437,7 @@ class _Compiling:
         return [future.result() for future in self._futures.values()]
 
 
-def _digest(functions: Iterable[_Function]) -> str:
+def _digest(functions: Iterable[Function]) -> str:
     """The same for steps of the same operations on the same shapes: good for a note, not to take one for the other."""
     found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
     for function in functions:
@@ -447,7 +447,7 @@ def _digest(functions: Iterable[_Function]) -> str:
     return found.hexdigest()
 
 
-def _lower(name: str, function: _Function, edges: Edges | None) -> Any:
+def _lower(name: str, function: Function, edges: Edges | None) -> Any:
     segment = function.like
     inputs = [segment.inputs[i] for i in function.takes]
     outputs = [segment.outputs[i] for i in function.gives]
@@ -472,9 +472,9 @@ def _lower(name: str, function: _Function, edges: Edges | None) -> Any:
         return jitted.lower(seed, *(_shape(value, edges) for value in inputs))
 
 
-def _functions(
+def functions_of(
     segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value], edges: Edges | None
-) -> dict[int, _Function]:
+) -> dict[int, Function]:
     """The distinct functions, in the order of their first call."""
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
     reusable: dict[int, set[tuple[int, int]]] = {}
@@ -492,7 +492,7 @@ def _functions(
             ):
                 pairs.add((i, places[new]))
         reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
-    functions: dict[int, _Function] = {}
+    functions: dict[int, Function] = {}
     for segment in segments:
         if segment.function not in functions:
             taken = dict(sorted(reusable[segment.function]))
@@ -502,7 +502,7 @@ def _functions(
             # it is then done in turn. In the order of making, a checkpointed step takes 1.4 times the memory.
             others = (i for i in reversed(range(len(segment.outputs))) if i not in given)
             gives = (*taken.values(), *others)
-            functions[segment.function] = _Function(segment, takes, gives, len(taken))
+            functions[segment.function] = Function(segment, takes, gives, len(taken))
     return functions
 
 

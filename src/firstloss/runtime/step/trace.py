@@ -18,6 +18,7 @@ from .shapes import Pad, Shapes
 if TYPE_CHECKING:
     from .cache import StepCache
     from .graphed import Trials
+    from .plan import StepPlan
 
 
 def trace(
@@ -121,6 +122,24 @@ class TracedStep:
             return self._trials.call(self._step, args, kwargs, given, backend)
         arguments, kind = self._shapes.admit(args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
+
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+        """What a call with these arguments would take on each device of the backend's mesh: memory, what is sent, and
+        floating-point operations. It is traced and cut as for a call; nothing is compiled, made or executed, and
+        Python is left as it was. For a mesh that is not there make the backend with a `jax.sharding.AbstractMesh` and
+        `validate_only=True`.
+
+        Returns:
+            The plan; printed, a table.
+
+        Raises:
+            BackendError: if the current backend does not compile.
+            TraceError: if the step cannot be traced.
+        """
+        from .plan import plan_step
+
+        arguments, _ = Shapes(self._name, "recompile").admit(args, kwargs)
+        return plan_step(self._step, arguments, current_backend())
 
     def how(self) -> str:
         """How the "GPU" backend has run the last call: "graph", "replay" without one, or "eager" and why."""

@@ -1,0 +1,488 @@
+"""What one device of a mesh computes, sends and holds while it runs a segment: by arithmetic, nothing is compiled.
+
+The segment's operations are gone through one by one, as XLA's partitioner does. Each runs over an iteration space (of a
+matrix product: rows, columns and what is summed over), each dimension of which is cut as an operand's is. Where two
+operands want one mesh axis for different dimensions, what is of the batch has its way, and the other one is gathered
+along the axis. What is summed over a cut dimension is in parts on the devices: it is reduced, and scattered where it is
+wanted cut along the same axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+import numpy as np
+
+from ..program.graph import Value
+from .program import Call
+from .segments import Segment
+from .sharding import Axes, Placed, Spec, alike_in, called_by, jaxpr_of, within
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+# They have an array's content in another shape: what is summed stays in parts through them.
+_RESHAPING = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "copy", "copy_p"})
+# XLA computes these where their results are read, and keeps none of them.
+_FUSED = _RESHAPING | frozenset(
+    """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate cos cosh div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not
+    optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan tanh xor""".split()
+)
+# What these read lies in memory; other operations are fused with those that make what they read.
+_OPERANDS_IN_MEMORY = frozenset({"dot_general", "conv_general_dilated", "sort", "sent"})
+# Bytes of reductions that XLA makes one of (its `--xla_gpu_all_reduce_combine_threshold_bytes`, and the CPU's).
+_COMBINED = 30 << 20
+# Of these an element costs nothing.
+_FREE = _RESHAPING | frozenset(
+    "broadcast_in_dim iota slice pad concatenate select_n rev gather scatter optimization_barrier stop_gradient".split()
+)
+_SUMS = frozenset({"dot_general", "reduce_sum", "scatter-add", "scatter_add", "conv_general_dilated"})
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+)
+# They go along a dimension, all of which has to be there: its name among their parameters.
+_ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
+    "sort": "dimension",
+}
+
+
+class Sent(NamedTuple):
+    """One collective operation.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: of the mesh, along which devices take part.
+        bytes: of the array on each device where it is whole along these axes: after an all-gather, before a
+            reduce-scatter.
+        of: the Value that is sent.
+        source: the line that wants it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    of: Value | None = None
+    source: str = ""
+
+    def on_link(self, sizes: Axes) -> float:
+        """Bytes that each device sends, in the ring algorithms."""
+        ways = math.prod(sizes[axis] for axis in self.axes)
+        if self.kind == "collective-permute":
+            return float(self.bytes)
+        return self.bytes * (ways - 1) / ways * (2 if self.kind == "all-reduce" else 1)
+
+
+@dataclass
+class Work:
+    """What one device does for one run of a segment.
+
+    Attributes:
+        matmul_flops: floating-point operations of matrix products and convolutions, two for a multiplication and an
+            addition.
+        other_flops: those of all else, one an element.
+        sent: the collectives, in order.
+        scratch: the most bytes of memory at a time for what is neither an input nor an output.
+    """
+
+    matmul_flops: float = 0.0
+    other_flops: float = 0.0
+    sent: list[Sent] = field(default_factory=list)
+    scratch: int = 0
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.matmul_flops + self.other_flops
+
+
+def work_of(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> Work:
+    """What one device does for `segment`.
+
+    Args:
+        known: where its inputs and outputs lie.
+    """
+    return _Device(segment, known, axes).work()
+
+
+def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, axes: Axes) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(-(-size // _ways(cut, axes)) for size, cut in zip(shape, spec, strict=True)) * itemsize
+
+
+def _ways(cut: Iterable[str], axes: Axes) -> int:
+    return math.prod(axes[axis] for axis in cut)
+
+
+class _Array(NamedTuple):
+    """An array inside a segment.
+
+    Attributes:
+        place: where it lies.
+        parts: the axes along which devices have parts of a sum; all of it is their sum.
+        itemsize: of the sum, where it was made.
+        node: its number among what is computed.
+        root: what it has the content of, however it is laid out: to see that it is gathered once.
+    """
+
+    place: Placed
+    node: int
+    root: Hashable
+    parts: tuple[str, ...] = ()
+    itemsize: int = 0
+
+
+class _Node(NamedTuple):
+    """What is computed: by an operation of JAX's, or `"sent"` by a collective."""
+
+    bytes: int
+    primitive: str
+    reads: tuple[int, ...]
+
+
+class _Device:
+    """One device, and a segment."""
+
+    def __init__(self, segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> None:
+        self._segment = segment
+        self._known = known
+        self._axes = axes
+        self._placed = within(segment, known, axes)
+        self._work = Work()
+        self._nodes: list[_Node] = []
+        self._given: set[int] = set()  # nodes that are no scratch memory
+        self._gathered: dict[Hashable, int] = {}
+        self._reductions: list[list[int]] = []
+        self._waiting = 0  # bytes of the last of these
+        self._call: Call | None = None
+
+    def work(self) -> Work:
+        """Go through the segment."""
+        arrays: dict[Any, _Array] = {}
+        for value in self._segment.inputs:
+            if isinstance(value, Value):
+                arrays[value] = self._input(value)
+        for call in self._segment.calls:
+            self._call = call
+            operands = [arrays[value] if value in arrays else self._constant(value) for value in call.inputs]
+            jaxpr = jaxpr_of(call)
+            key = self._array((), 4, Placed(()), "iota", ())
+            for value, made in zip(call.outputs, self._run(jaxpr, [key, *operands]), strict=True):
+                arrays[value] = self._settled(value, made)
+        outputs = {arrays[value].node for value in self._segment.outputs}
+        self._work.scratch = self._most(outputs)
+        return self._work
+
+    # -- arrays --
+
+    def _array(
+        self, shape: Sequence[int], itemsize: int, place: Placed, primitive: str, reads: tuple[int, ...], root: Any = None
+    ) -> _Array:
+        self._nodes.append(_Node(local_bytes(shape, itemsize, place.spec, self._axes), primitive, reads))
+        node = len(self._nodes) - 1
+        return _Array(place, node, node if root is None else root)
+
+    def _input(self, value: Value) -> _Array:
+        made = self._array(value.shape, value.dtype.itemsize, self._known[value], "input", (), value)
+        self._given.add(made.node)
+        return made
+
+    def _constant(self, value: Value) -> _Array:
+        return self._array(value.shape, value.dtype.itemsize, Placed(((),) * len(value.shape)), "iota", ())
+
+    # -- operations --
+
+    def _run(self, jaxpr: jex.Jaxpr, inputs: Sequence[_Array]) -> list[_Array]:
+        env: dict[Any, _Array] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Array:
+            if isinstance(atom, jex.Literal) or atom not in env:
+                shape = tuple(getattr(atom.aval, "shape", ()))
+                return self._array(shape, _itemsize(atom.aval), Placed(((),) * len(shape)), "iota", ())
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            inner = called_by(eqn)
+            if inner is not None and len(inner.invars) == len(operands):
+                results = self._run(inner, operands)
+            else:
+                results = self._apply(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, eqn: Any, operands: list[_Array]) -> list[_Array]:
+        name = eqn.primitive.name
+        shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
+        made = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
+        if name in _RESHAPING and operands[0].parts and self._keeps_cuts(eqn, operands[0], shapes[0], made[0]):
+            parts, operands = operands[0], [operands[0]._replace(parts=())]
+            result = self._apply(eqn, operands)[0]
+            return [result._replace(parts=parts.parts, itemsize=parts.itemsize)]
+        operands = [self._summed(operand, atom.aval) for operand, atom in zip(operands, eqn.invars, strict=True)]
+        alike = alike_in(eqn)
+        cuts = self._cuts(eqn, alike, operands, shapes, made)
+        if name == "gather":
+            operands, parts = self._lookup(eqn, operands, shapes, alike, cuts)
+        else:
+            parts = ()
+        operands = [
+            self._moved(operand, atom.aval, tuple(cuts.get(number, ()) for number in dims))
+            for operand, atom, dims in zip(operands, eqn.invars, alike.operands, strict=True)
+        ]
+        of_results = {number for dims in alike.results for number in dims}
+        gone = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
+        of_batch = any(operand.place.of_batch for operand in operands)
+        results = []
+        for var, dims in zip(eqn.outvars, alike.results, strict=True):
+            place = Placed(tuple(cuts.get(number, ()) for number in dims), of_batch)
+            shape, itemsize = tuple(getattr(var.aval, "shape", ())), _itemsize(var.aval)
+            root = operands[0].root if name in _RESHAPING else None
+            reads = tuple(operand.node for operand in operands)
+            result = self._array(shape, itemsize, place, name, reads, root)
+            if gone or parts:
+                result = result._replace(parts=(*parts, *gone), itemsize=itemsize)
+                if name not in _SUMS and name != "gather":
+                    result = self._summed(result, var.aval)
+            results.append(result)
+        self._count(eqn, shapes, made, alike, cuts)
+        return results
+
+    def _cuts(
+        self,
+        eqn: Any,
+        alike: Any,
+        operands: Sequence[_Array],
+        shapes: Sequence[tuple[int, ...]],
+        made: Sequence[tuple[int, ...]],
+    ) -> dict[int, tuple[str, ...]]:
+        """How the operation's iteration space is cut: axes by the dimensions' numbers."""
+        name = eqn.primitive.name
+        sizes: dict[int, list[int]] = {}
+        for shape, dims in (*zip(shapes, alike.operands, strict=True), *zip(made, alike.results, strict=True)):
+            for size, number in zip(shape, dims, strict=True):
+                sizes.setdefault(number, []).append(size)
+        whole: set[int] = set()
+        if name in _ALONG and shapes[0]:
+            whole.add(alike.operands[0][eqn.params[_ALONG[name]]])
+        in_results = {number for dims in alike.results for number in dims}
+        if name not in _SUMS and name not in _REDUCTIONS and name != "gather":
+            whole |= {number for dims in alike.operands for number in dims if number not in in_results}
+        order = sorted(
+            range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i]))
+        )
+        if name == "gather":  # an index may say any row
+            whole |= {n for n in alike.operands[0] if n not in in_results and n not in alike.operands[1]}
+            order = [1, 0]
+        cuts: dict[int, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for i in order:
+            for number, cut in zip(alike.operands[i], operands[i].place.spec, strict=True):
+                if not cut or number in cuts or number in whole:
+                    continue
+                kept: tuple[str, ...] = ()
+                for axis in cut:
+                    ways = _ways((*kept, axis), self._axes)
+                    if axis not in used and all(size % ways == 0 for size in sizes[number]):
+                        kept += (axis,)
+                if kept:
+                    cuts[number] = kept
+                    used.update(kept)
+        return cuts
+
+    def _keeps_cuts(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
+        cuts = self._cuts(eqn, alike_in(eqn), [operand], [shape], [made])
+        return sorted(cuts.values()) == sorted(cut for cut in operand.place.spec if cut)
+
+    def _lookup(
+        self, eqn: Any, operands: list[_Array], shapes: list[tuple[int, ...]], alike: Any, cuts: dict[int, Any]
+    ) -> tuple[list[_Array], tuple[str, ...]]:
+        """Rows of a table that is cut between them: each device looks up those that it has, and they are added up, or
+        the table is gathered, where less is sent by that."""
+        table = operands[0]
+        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and alike.operands[0][d] not in cuts]
+        axes = tuple(axis for _, cut in split for axis in cut)
+        used = {axis for cut in cuts.values() for axis in cut}
+        if not axes or used & set(axes):
+            return operands, ()
+        spec = tuple(cuts.get(number, ()) for number in alike.operands[0])
+        whole = local_bytes(shapes[0], _itemsize(eqn.invars[0].aval), spec, self._axes)
+        result = tuple(cuts.get(number, ()) for number in alike.results[0])
+        looked_up = local_bytes(eqn.outvars[0].aval.shape, _itemsize(eqn.outvars[0].aval), result, self._axes)
+        if whole <= 2 * looked_up:
+            return operands, ()
+        kept = self._array((), 0, table.place, "input", (table.node,), table.root)
+        place = Placed(spec, table.place.of_batch)  # masked: nothing of it is sent
+        return [kept._replace(place=place), *operands[1:]], axes
+
+    def _count(
+        self,
+        eqn: Any,
+        shapes: Sequence[tuple[int, ...]],
+        made: Sequence[tuple[int, ...]],
+        alike: Any,
+        cuts: Mapping[int, tuple[str, ...]],
+    ) -> None:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            steps = math.prod(shapes[0][place] for place in contracted)
+            dims = {*alike.operands[0], *alike.operands[1]}
+            self._work.matmul_flops += 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
+        elif name == "conv_general_dilated":
+            kernel = math.prod(shapes[1]) // max(shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+            dims = {*alike.operands[0], *alike.operands[1], *alike.results[0]}
+            self._work.matmul_flops += 2.0 * math.prod(made[0]) * kernel / self._share(dims, cuts)
+        elif name not in _FREE:
+            which, dims_of = (shapes, alike.operands) if name in _REDUCTIONS else (made, alike.results)
+            if which:
+                self._work.other_flops += math.prod(which[0]) / self._share(set(dims_of[0]), cuts)
+
+    def _share(self, dims: set[int], cuts: Mapping[int, tuple[str, ...]]) -> int:
+        return math.prod(_ways(cuts.get(number, ()), self._axes) for number in dims)
+
+    # -- what is sent --
+
+    def _send(self, kind: str, axes: tuple[str, ...], nbytes: int, root: Any) -> None:
+        axes = tuple(axis for axis in axes if self._axes[axis] > 1)
+        if axes and nbytes:
+            node = None if self._call is None else self._call.node
+            self._work.sent.append(
+                Sent(kind, axes, nbytes, root if isinstance(root, Value) else None, "" if node is None else str(node.source))
+            )
+
+    def _summed(self, array: _Array, aval: Any) -> _Array:
+        """`array`, of which all devices have the sum."""
+        if not array.parts:
+            return array
+        nbytes = local_bytes(tuple(aval.shape), array.itemsize, array.place.spec, self._axes)
+        self._send("all-reduce", array.parts, nbytes, array.root)
+        return array._replace(parts=())
+
+    def _moved(self, array: _Array, aval: Any, spec: Spec) -> _Array:
+        """`array`, cut as `spec` says; nothing is sent where it is cut further."""
+        before = array.place.spec
+        if spec == before:
+            return array
+        lost = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
+        elsewhere = tuple(a for a in lost if any(a in new for new in spec))
+        axes = tuple(a for a in lost if a not in elsewhere)
+        shape, itemsize = tuple(aval.shape), _itemsize(aval)
+        moved = array._replace(place=Placed(spec, array.place.of_batch))
+        if not lost:
+            return moved
+        nbytes = local_bytes(shape, itemsize, spec, self._axes)
+        key = (array.root, shape if array.root is None else math.prod(shape), tuple(lost), nbytes)
+        node = self._gathered.get(key)
+        if node is None:
+            if elsewhere:
+                self._send("all-to-all", elsewhere, nbytes, array.root)
+            self._send("all-gather", axes, nbytes, array.root)
+            self._nodes.append(_Node(nbytes, "sent", (array.node,)))
+            node = self._gathered[key] = len(self._nodes) - 1
+        return moved._replace(node=node)
+
+    def _settled(self, value: Value, array: _Array) -> _Array:
+        """What a call has made of `value`: summed and, if it leaves the segment, where it is to lie."""
+        wanted = self._placed[value]
+        shape, itemsize = value.shape, value.dtype.itemsize
+        if array.parts:
+            cut = {axis for entry in array.place.spec for axis in entry}
+            to = {axis for entry in wanted.spec for axis in entry}
+            scattered = tuple(axis for axis in array.parts if axis in to and axis not in cut)
+            left = tuple(axis for axis in array.parts if axis not in scattered)
+            nbytes = local_bytes(shape, array.itemsize, array.place.spec, self._axes)
+            self._send("reduce-scatter", scattered, nbytes, array.root)
+            self._send("all-reduce", left, nbytes // _ways(scattered, self._axes), array.root)
+            spec = wanted.spec if scattered and cut <= to else array.place.spec
+            nbytes = local_bytes(shape, itemsize, spec, self._axes)
+            self._nodes.append(_Node(nbytes, "sent", (array.node,)))
+            self._combine(len(self._nodes) - 1, self._nodes[array.node].bytes)
+            array = array._replace(parts=(), place=Placed(spec, array.place.of_batch), node=len(self._nodes) - 1)
+        if value in self._known:
+            aval = jax_shape(shape, itemsize)
+            array = self._moved(array, aval, self._known[value].spec)
+        return array._replace(place=array.place._replace(of_batch=wanted.of_batch or array.place.of_batch))
+
+    def _combine(self, node: int, nbytes: int) -> None:
+        """XLA makes one operation of several reductions, up to some size: what is sent first waits for the last."""
+        if not self._reductions or self._waiting + nbytes > _COMBINED:
+            self._reductions.append([])
+            self._waiting = 0
+        self._reductions[-1].append(node)
+        self._waiting += nbytes
+
+    # -- memory --
+
+    def _most(self, outputs: set[int]) -> int:
+        """Scratch memory at its fullest: what is not fused lives until it was read last."""
+        nodes = self._nodes
+        kept = [node.primitive not in _FUSED for node in nodes]
+        for node in nodes:
+            if node.primitive in _OPERANDS_IN_MEMORY:
+                for read in node.reads:
+                    kept[read] = True
+        for n in (*outputs, *self._given):
+            kept[n] = True
+        sources: list[frozenset[int]] = []  # the kept ones that each is computed from
+        for node in nodes:
+            found: set[int] = set()
+            for read in node.reads:
+                found |= {read} if kept[read] else sources[read]
+            sources.append(frozenset(found))
+        last: dict[int, int] = {}
+        for n in range(len(nodes)):
+            if kept[n]:
+                for source in sources[n]:
+                    last[source] = n
+        for group in self._reductions:  # what waits to be sent with others
+            for source in {source for n in group for source in sources[n]}:
+                last[source] = max(last[source], group[-1])
+        ends: dict[int, list[int]] = {}
+        for source, n in last.items():
+            ends.setdefault(n, []).append(source)
+        free = outputs | self._given
+        live, most = 0, 0
+        for n, node in enumerate(nodes):
+            if not kept[n]:
+                continue
+            if n not in free and n in last:
+                live += node.bytes
+            most = max(most, live)
+            live -= sum(nodes[source].bytes for source in ends.get(n, ()) if source not in free)
+        return most
+
+
+class _Shape(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def jax_shape(shape: Sequence[int], itemsize: int) -> _Shape:
+    """Stands for an aval of this shape."""
+    return _Shape(tuple(shape), np.dtype(f"V{itemsize}"))
+
+
+def _itemsize(aval: Any) -> int:
+    return int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
+
+
+def total(sent: Iterable[Sent]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes by kind and axes."""
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    for one in sent:
+        found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
+    return found
+
+
+def on_links(sent: Iterable[Sent], sizes: Axes) -> Iterator[tuple[tuple[str, ...], float]]:
+    """By axes, the bytes that each device sends."""
+    found: dict[tuple[str, ...], float] = {}
+    for one in sent:
+        found[one.axes] = found.get(one.axes, 0.0) + one.on_link(sizes)
+    yield from found.items()
