@@ -123,6 +123,10 @@ class TargetError(FirstlossError, ImportError):
     """A command's TARGET cannot be found or called."""
 
 
+class PlanError(FirstlossError, ValueError):
+    """A model, a mesh and a batch do not go together, or a plan was asked for in numbers that are none."""
+
+
 class TrainerError(FirstlossError, ValueError):
     """The Trainer was given what does not fit together, or what it cannot use."""
 

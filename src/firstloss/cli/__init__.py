@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from ..dependencies import install
 from ..errors import FirstlossError
-from . import demo, fit, init, inspect, output, schema, stablehlo, validate, verify
+from . import demo, fit, init, inspect, output, plan, schema, stablehlo, validate, verify
 
-COMMANDS = (demo, inspect, init, verify, stablehlo, fit, validate, schema)
+COMMANDS = (demo, inspect, init, verify, stablehlo, plan, fit, validate, schema)
 
 # Where a missing library comes from, for those who installed the bare package.
 _EXTRA_OF = {

@@ -97,7 +97,7 @@ def part_of(
             break
     else:
         if is_parameter and shape:
-            dim = _dimension(name, len(shape), plan)
+            dim = dimension(name, len(shape), plan)
             if dim is not None:
                 spec[dim] += [axis for axis in axes if axis in TENSOR]
             spec[0] += [axis for axis in axes if axis not in TENSOR and axis not in REPLICAS]
@@ -111,7 +111,7 @@ def plan_of(model: Any) -> dict[str, str]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-def _dimension(name: str, dims: int, plan: Mapping[str, str]) -> int | None:
+def dimension(name: str, dims: int, plan: Mapping[str, str]) -> int | None:
     """The dimension that the plan cuts a weight along."""
     module, _, last = name.rpartition(".")
     style = next((s for pattern, s in plan.items() if fnmatchcase(module, pattern) or fnmatchcase(name, pattern)), "")

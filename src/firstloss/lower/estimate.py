@@ -128,6 +128,8 @@ class _Array(NamedTuple):
         itemsize: of the sum, where it was made.
         node: its number among what is computed.
         root: what it has the content of, however it is laid out: to see that it is gathered once.
+        base: of a broadcast, what it repeats; that is gathered instead.
+        along: for each dimension of `base`, its own that has all of it.
     """
 
     place: Placed
@@ -135,6 +137,8 @@ class _Array(NamedTuple):
     root: Hashable
     parts: tuple[str, ...] = ()
     itemsize: int = 0
+    base: _Array | None = None
+    along: tuple[int | None, ...] = ()
 
 
 class _Node(NamedTuple):
@@ -225,12 +229,16 @@ class _Device:
             result = self._apply(eqn, operands)[0]
             return [result._replace(parts=parts.parts, itemsize=parts.itemsize)]
         operands = [self._summed(operand, atom.aval) for operand, atom in zip(operands, eqn.invars, strict=True)]
+        if name == "optimization_barrier":
+            return operands
         alike = alike_in(eqn)
         cuts = self._cuts(eqn, alike, operands, shapes, made)
         if name == "gather":
             operands, parts = self._lookup(eqn, operands, shapes, alike, cuts)
         else:
             parts = ()
+        if name in ("slice", "dynamic_slice"):
+            operands = [self._sliced(eqn, operands[0], alike, cuts), *operands[1:]]
         operands = [
             self._moved(operand, atom.aval, tuple(cuts.get(number, ()) for number in dims))
             for operand, atom, dims in zip(operands, eqn.invars, alike.operands, strict=True)
@@ -249,6 +257,12 @@ class _Device:
                 result = result._replace(parts=(*parts, *gone), itemsize=itemsize)
                 if name not in _SUMS and name != "gather":
                     result = self._summed(result, var.aval)
+            if name == "broadcast_in_dim":
+                along = tuple(
+                    to if shapes[0][dim] == shape[to] else None
+                    for dim, to in enumerate(eqn.params["broadcast_dimensions"])
+                )
+                result = result._replace(base=operands[0], along=along)
             results.append(result)
         self._count(eqn, shapes, made, alike, cuts)
         return results
@@ -293,6 +307,14 @@ class _Device:
                 if kept:
                     cuts[number] = kept
                     used.update(kept)
+        if name in ("scatter-add", "scatter_add") and self._call is not None:
+            # Each device adds what is meant for the rows that it is to have.
+            for value in self._call.outputs:
+                if tuple(value.shape) == made[0]:
+                    for number, cut in zip(alike.results[0], self._placed[value].spec, strict=True):
+                        if cut and number not in cuts and not used & set(cut) and number not in alike.operands[2]:
+                            cuts[number] = cut
+                            used.update(cut)
         return cuts
 
     def _keeps_cuts(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
@@ -305,7 +327,8 @@ class _Device:
         """Rows of a table that is cut between them: each device looks up those that it has, and they are added up, or
         the table is gathered, where less is sent by that."""
         table = operands[0]
-        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and alike.operands[0][d] not in cuts]
+        kept = {*alike.results[0], *cuts}
+        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and alike.operands[0][d] not in kept]
         axes = tuple(axis for _, cut in split for axis in cut)
         used = {axis for cut in cuts.values() for axis in cut}
         if not axes or used & set(axes):
@@ -316,9 +339,9 @@ class _Device:
         looked_up = local_bytes(eqn.outvars[0].aval.shape, _itemsize(eqn.outvars[0].aval), result, self._axes)
         if whole <= 2 * looked_up:
             return operands, ()
-        kept = self._array((), 0, table.place, "input", (table.node,), table.root)
-        place = Placed(spec, table.place.of_batch)  # masked: nothing of it is sent
-        return [kept._replace(place=place), *operands[1:]], axes
+        masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in enumerate(zip(table.place.spec, spec)))
+        mine = self._moved(table, eqn.invars[0].aval, masked)
+        return [mine._replace(place=Placed(spec, table.place.of_batch)), *operands[1:]], axes
 
     def _count(
         self,
@@ -369,6 +392,13 @@ class _Device:
         before = array.place.spec
         if spec == before:
             return array
+        if array.base is not None:
+            base = array.base
+            wanted = tuple(() if to is None else spec[to] for to in array.along)
+            shape = tuple(1 if to is None else aval.shape[to] for to in array.along)
+            moved = self._moved(base, _Shape(shape, aval.dtype), wanted)
+            again = self._array(aval.shape, _itemsize(aval), Placed(spec, array.place.of_batch), "iota", (moved.node,))
+            return again._replace(base=moved, along=array.along)
         lost = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
         elsewhere = tuple(a for a in lost if any(a in new for new in spec))
         axes = tuple(a for a in lost if a not in elsewhere)
@@ -386,6 +416,18 @@ class _Device:
             self._nodes.append(_Node(nbytes, "sent", (array.node,)))
             node = self._gathered[key] = len(self._nodes) - 1
         return moved._replace(node=node)
+
+    def _sliced(self, eqn: Any, array: _Array, alike: Any, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
+        """What a slice is taken of: where that cannot be cut as it is, no more than the slice is sent."""
+        spec = tuple(cuts.get(number, ()) for number in alike.operands[0])
+        lost = tuple(a for cut, new in zip(array.place.spec, spec, strict=True) for a in cut if a not in new)
+        if lost and array.base is None:
+            aval = eqn.outvars[0].aval
+            of_result = tuple(cuts.get(number, ()) for number in alike.results[0])
+            nbytes = local_bytes(aval.shape, _itemsize(aval), of_result, self._axes)
+            self._send("collective-permute", lost, nbytes, array.root)
+            return array._replace(place=Placed(spec, array.place.of_batch))
+        return array
 
     def _settled(self, value: Value, array: _Array) -> _Array:
         """What a call has made of `value`: summed and, if it leaves the segment, where it is to lie."""

@@ -397,6 +397,13 @@ def _conv_general_dilated(dims: _Dims, eqn: Any, operands: list[list[int]], resu
         dims.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input's
 
 
+def _one_by_one(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Each result is the operand of its place."""
+    for operand, result in zip(operands, results, strict=True):
+        for a, b in zip(operand, result, strict=True):
+            dims.same(a, b)
+
+
 def _none(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     """Nothing is known."""
 
@@ -410,6 +417,7 @@ _RULES = {
     "gather": _gather,
     "conv_general_dilated": _conv_general_dilated,
     "iota": _none,
+    "optimization_barrier": _one_by_one,
     **dict.fromkeys(("slice", "pad", "concatenate"), _by_place),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce

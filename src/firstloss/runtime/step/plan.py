@@ -89,12 +89,14 @@ class Seconds:
         links: what is sent along each axis, at the bandwidth of its link.
         apart: one after the other.
         overlapped: each segment's communication beside its computation.
+        sending: of each of the plan's parts, what one turn of it sends.
     """
 
     compute: float
     links: dict[str, float]
     apart: float
     overlapped: float
+    sending: list[float]
 
 
 @dataclass
@@ -177,7 +179,7 @@ class StepPlan:
             return min(links.get(axis, links.get("", math.inf)) for axis in axes)
 
         by_axes: dict[str, float] = {}
-        overlapped = 0.0
+        overlapped, each = 0.0, []
         for part in self.parts:
             sending = 0.0
             for one in part.work.sent:
@@ -185,9 +187,10 @@ class StepPlan:
                 sending += took
                 name = "+".join(one.axes)
                 by_axes[name] = by_axes.get(name, 0.0) + part.turns * took
+            each.append(sending)
             overlapped += part.turns * max(part.work.flops / flop_rate, sending)
         compute = self.flops / flop_rate
-        return Seconds(compute, by_axes, compute + sum(by_axes.values()), overlapped)
+        return Seconds(compute, by_axes, compute + sum(by_axes.values()), overlapped, each)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
