@@ -1,4 +1,5 @@
-"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py and mesh_deep_cases.py."""
+"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py, mesh_deep_cases.py and
+mesh_plan_cases.py."""
 
 import json
 import os
@@ -12,7 +13,7 @@ from tests import forked
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py"])
+@pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py", "mesh_plan_cases.py"])
 def test_eight_devices_in_one_process(cases):
     cases = os.path.join(os.path.dirname(__file__), cases)
     done = forked.run(

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PlanError, TargetError
+from ..errors import FirstlossError, PlanError, TargetError
+from ..uncollected import uncollected
 from . import mesh, output, target
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with uncollected():  # nearly all that is imported and traced lives to the end
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     wanted = target.load(args.target, args.arg)
     axes = mesh.parse(args.mesh)
@@ -126,8 +132,8 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[_Said], args: a
 
     import firstloss as fl
 
-    optimizer_class = getattr(torch.optim, args.optimizer, None)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    optimizer_class: Any = getattr(torch.optim, args.optimizer, None)
+    if not (isinstance(optimizer_class, type) and torch.optim.Optimizer in optimizer_class.__mro__):
         raise PlanError(f"--optimizer {args.optimizer}: torch.optim has none of this name. Write for instance AdamW")
     backend = fl.current_backend()
     with backend.device:
@@ -135,12 +141,14 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[_Said], args: a
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"TARGET {wanted.text!r} makes a {type(model).__name__}: only a Module can be trained")
     if args.recompute:
-        if not hasattr(model, "gradient_checkpointing_enable"):
+        enable: Any = getattr(model, "activation_checkpointing_enable", None)  # transformers' name since 5.0
+        enable = enable or getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
             raise PlanError(
                 f"--recompute: {type(model).__name__} has no gradient_checkpointing_enable(), as transformers' models "
                 "have. Plan a step of your own that checkpoints: step.plan(batch)"
             )
-        model.gradient_checkpointing_enable()
+        enable()
     inputs, named = _batch(model, batch, axes)
     specs = _specs(model, axes, args.cut)
     if specs:
@@ -161,7 +169,15 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[_Said], args: a
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what is whole, the plan says
-        return step.plan(inputs, named)
+        try:
+            return step.plan(inputs, named)
+        except FirstlossError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"TARGET {wanted.text!r}: with --batch {' '.join(args.batch)} the step raises {type(error).__name__}: "
+                f"{error}. Its forward takes {inspect.signature(model.forward)}: give each of them, as --batch x=512x64"
+            ) from error
 
 
 def _loss(made: Any) -> Any:
@@ -249,13 +265,13 @@ def _specs(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str
 
     shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
     specs: dict[str, tuple] = {}
-    for pattern, spec in mesh.parse_cuts(cuts, axes).items():
+    for pattern, said in mesh.parse_cuts(cuts, axes).items():
         matching = [name for name in shapes if fnmatchcase(name, pattern)]
         if not matching:
             raise PlanError(f"--cut {pattern!r} matches no weight; they have names like {next(iter(shapes), 'none')}")
         for name in matching:
-            _check_cut(name, shapes[name], spec, axes, f"--cut {pattern!r}")
-        specs[pattern] = spec
+            _check_cut(name, shapes[name], said, axes, f"--cut {pattern!r}")
+        specs[pattern] = said
     tensor = tuple(axis for axis in axes if axis in mesh.TENSOR and axes[axis] > 1)
     data = tuple(axis for axis in axes if axis in DATA_AXES)
     plan = mesh.plan_of(model)
@@ -279,7 +295,7 @@ def _specs(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str
         dim = mesh.dimension(name, len(shape), plan)
         if dim is None or any(fnmatchcase(name, pattern) for pattern in specs):
             continue
-        spec = [()] * len(shape)
+        spec: list[tuple[str, ...]] = [()] * len(shape)
         spec[dim] = tensor
         _check_cut(name, shape, tuple(spec), axes, "the model's own plan")
         ways = math.prod(axes[axis] for axis in data)
@@ -331,5 +347,7 @@ def _links(text: str, axes: mesh.Axes) -> dict[str, float]:
             raise PlanError(f"--link {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
         found[axis] = _number("--link", rate)
     if "" not in found and (left := [axis for axis in axes if axis not in found and axes[axis] > 1]):
-        raise PlanError(f"--link {text!r} does not say {left[0]!r}. Write for instance {left[0]}=50GB/s, or one for all")
+        raise PlanError(
+            f"--link {text!r} does not say {left[0]!r}. Write for instance {left[0]}=50GB/s, or one for all"
+        )
     return found

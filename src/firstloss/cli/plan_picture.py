@@ -77,9 +77,9 @@ def _draw_work(axis, plan: StepPlan, seconds: Seconds | None) -> None:
         compute = [flops / plan.flops * seconds.compute for flops in compute]
         sending = [part.turns * took for part, took in zip(plan.parts, seconds.sending, strict=True)]
     for i in range(len(plan.parts)):
-        for values, others, shift, colour, form in (
-            (compute, sending, 0.19, _COMPUTE, "computation"),
-            (sending, compute, -0.19, _SENDING, "communication"),
+        for values, shift, colour, form in (
+            (compute, 0.19, _COMPUTE, "computation"),
+            (sending, -0.19, _SENDING, "communication"),
         ):
             scale = 1.0 if rates else max(max(values), 1e-30)
             y = len(plan.parts) - 1 - i + shift

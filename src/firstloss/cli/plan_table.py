@@ -37,12 +37,14 @@ def show(plan: StepPlan, seconds: Seconds | None, memory: float | None) -> None:
         does = "fits" if left >= 0 else "does NOT fit"
         words = f"{output.size(left)} left" if left >= 0 else f"{output.size(-left)} too much"
         console.print(f"it {does} in {output.size(memory)}: {words}", soft_wrap=True)
-    console.print(f"{_amount(plan.flops)}FLOP, of which {_amount(plan.matmul_flops)} in matrix products", soft_wrap=True)
+    console.print(
+        f"{_amount(plan.flops)}FLOP, of which {_amount(plan.matmul_flops)} in matrix products", soft_wrap=True
+    )
     if seconds is not None:
         links = ", ".join(f"{took(s)} along {axes}" for axes, s in seconds.links.items()) or "nothing sent"
         console.print(
-            f"at least {took(seconds.overlapped)} a step, if communication goes beside computation, {took(seconds.apart)} "
-            f"if not: {took(seconds.compute)} of computation, {links}",
+            f"at least {took(seconds.overlapped)} a step, if communication goes beside computation, "
+            f"{took(seconds.apart)} if not: {took(seconds.compute)} of computation, {links}",
             soft_wrap=True,
         )
 
@@ -74,7 +76,11 @@ def _sent(plan: StepPlan) -> Table | None:
     table = _table("sent, at a step", "along", "operations", "of arrays of", "each device sends")
     for row in rows:
         table.add_row(
-            row["kind"], " and ".join(row["axes"]), f"{row['count']:,}", output.size(row["bytes"]), output.size(row["sent"])
+            row["kind"],
+            " and ".join(row["axes"]),
+            f"{row['count']:,}",
+            output.size(row["bytes"]),
+            output.size(row["sent"]),
         )
     return table
 

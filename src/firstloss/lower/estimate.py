@@ -10,7 +10,7 @@ wanted cut along the same axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _RESHAPING = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "copy", "copy_p"})
 # XLA computes these where their results are read, and keeps none of them.
 _FUSED = _RESHAPING | frozenset(
-    """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate cos cosh div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not
-    optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
+    """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate cos cosh div eq erf erfc
+    erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter
+    not optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan tanh xor""".split()
 )
 # What these read lies in memory; other operations are fused with those that make what they read.
@@ -101,18 +101,32 @@ class Work:
         return self.matmul_flops + self.other_flops
 
 
-def work_of(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> Work:
+Jaxprs = dict[Hashable, Any]
+
+
+def work_of(
+    segment: Segment,
+    known: Mapping[Value, Placed],
+    axes: Axes,
+    *,
+    reused: Container[Value] = (),
+    scatters: bool = True,
+    jaxprs: Jaxprs | None = None,
+) -> Work:
     """What one device does for `segment`.
 
     Args:
         known: where its inputs and outputs lie.
+        reused: outputs that are made in the memory of inputs.
+        scatters: XLA has reduce-scatters there. On a CPU it has all-reduces, of which each device takes a part.
+        jaxprs: of calls that are alike, from one segment to the next.
     """
-    return _Device(segment, known, axes).work()
+    return _Device(segment, known, axes, scatters, {} if jaxprs is None else jaxprs).work(reused)
 
 
 def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, axes: Axes) -> int:
     """Bytes of an array on one device."""
-    return math.prod(-(-size // _ways(cut, axes)) for size, cut in zip(shape, spec, strict=True)) * itemsize
+    return math.prod(size // _ways(cut, axes) for size, cut in zip(shape, spec, strict=True)) * itemsize
 
 
 def _ways(cut: Iterable[str], axes: Axes) -> int:
@@ -152,8 +166,12 @@ class _Node(NamedTuple):
 class _Device:
     """One device, and a segment."""
 
-    def __init__(self, segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> None:
+    def __init__(
+        self, segment: Segment, known: Mapping[Value, Placed], axes: Axes, scatters: bool, jaxprs: Jaxprs
+    ) -> None:
         self._segment = segment
+        self._scatters = scatters
+        self._jaxprs = jaxprs
         self._known = known
         self._axes = axes
         self._placed = within(segment, known, axes)
@@ -161,11 +179,10 @@ class _Device:
         self._nodes: list[_Node] = []
         self._given: set[int] = set()  # nodes that are no scratch memory
         self._gathered: dict[Hashable, int] = {}
-        self._reductions: list[list[int]] = []
-        self._waiting = 0  # bytes of the last of these
+        self._reductions: dict[int, tuple[str, ...]] = {}  # nodes that are such, and along which axes
         self._call: Call | None = None
 
-    def work(self) -> Work:
+    def work(self, reused: Container[Value]) -> Work:
         """Go through the segment."""
         arrays: dict[Any, _Array] = {}
         for value in self._segment.inputs:
@@ -174,18 +191,28 @@ class _Device:
         for call in self._segment.calls:
             self._call = call
             operands = [arrays[value] if value in arrays else self._constant(value) for value in call.inputs]
-            jaxpr = jaxpr_of(call)
+            kind = call.kind, *((value.shape, value.dtype) for value in call.inputs)
+            jaxpr = self._jaxprs.get(kind)
+            if jaxpr is None:
+                jaxpr = self._jaxprs[kind] = jaxpr_of(call)
             key = self._array((), 4, Placed(()), "iota", ())
             for value, made in zip(call.outputs, self._run(jaxpr, [key, *operands]), strict=True):
                 arrays[value] = self._settled(value, made)
-        outputs = {arrays[value].node for value in self._segment.outputs}
+        outputs = {arrays[value].node for value in self._segment.outputs if value not in reused}
+        self._given |= {arrays[value].node for value in self._segment.outputs if value in reused}
         self._work.scratch = self._most(outputs)
         return self._work
 
     # -- arrays --
 
     def _array(
-        self, shape: Sequence[int], itemsize: int, place: Placed, primitive: str, reads: tuple[int, ...], root: Any = None
+        self,
+        shape: Sequence[int],
+        itemsize: int,
+        place: Placed,
+        primitive: str,
+        reads: tuple[int, ...],
+        root: Any = None,
     ) -> _Array:
         self._nodes.append(_Node(local_bytes(shape, itemsize, place.spec, self._axes), primitive, reads))
         node = len(self._nodes) - 1
@@ -225,18 +252,17 @@ class _Device:
         shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
         made = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
         if name in _RESHAPING and operands[0].parts and self._keeps_cuts(eqn, operands[0], shapes[0], made[0]):
-            parts, operands = operands[0], [operands[0]._replace(parts=())]
-            result = self._apply(eqn, operands)[0]
-            return [result._replace(parts=parts.parts, itemsize=parts.itemsize)]
+            operand = operands[0]
+            result = self._apply(eqn, [operand._replace(parts=())])[0]
+            return [result._replace(parts=operand.parts, itemsize=operand.itemsize)]
         operands = [self._summed(operand, atom.aval) for operand, atom in zip(operands, eqn.invars, strict=True)]
         if name == "optimization_barrier":
             return operands
         alike = alike_in(eqn)
         cuts = self._cuts(eqn, alike, operands, shapes, made)
+        parts: tuple[str, ...] = ()
         if name == "gather":
             operands, parts = self._lookup(eqn, operands, shapes, alike, cuts)
-        else:
-            parts = ()
         if name in ("slice", "dynamic_slice"):
             operands = [self._sliced(eqn, operands[0], alike, cuts), *operands[1:]]
         operands = [
@@ -287,9 +313,7 @@ class _Device:
         in_results = {number for dims in alike.results for number in dims}
         if name not in _SUMS and name not in _REDUCTIONS and name != "gather":
             whole |= {number for dims in alike.operands for number in dims if number not in in_results}
-        order = sorted(
-            range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i]))
-        )
+        order = sorted(range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i])))
         if name == "gather":  # an index may say any row
             whole |= {n for n in alike.operands[0] if n not in in_results and n not in alike.operands[1]}
             order = [1, 0]
@@ -339,7 +363,8 @@ class _Device:
         looked_up = local_bytes(eqn.outvars[0].aval.shape, _itemsize(eqn.outvars[0].aval), result, self._axes)
         if whole <= 2 * looked_up:
             return operands, ()
-        masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in enumerate(zip(table.place.spec, spec)))
+        places = enumerate(zip(table.place.spec, spec, strict=True))
+        masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in places)
         mine = self._moved(table, eqn.invars[0].aval, masked)
         return [mine._replace(place=Placed(spec, table.place.of_batch)), *operands[1:]], axes
 
@@ -376,7 +401,13 @@ class _Device:
         if axes and nbytes:
             node = None if self._call is None else self._call.node
             self._work.sent.append(
-                Sent(kind, axes, nbytes, root if isinstance(root, Value) else None, "" if node is None else str(node.source))
+                Sent(
+                    kind,
+                    axes,
+                    nbytes,
+                    root if isinstance(root, Value) else None,
+                    "" if node is None else str(node.source),
+                )
             )
 
     def _summed(self, array: _Array, aval: Any) -> _Array:
@@ -439,30 +470,29 @@ class _Device:
             scattered = tuple(axis for axis in array.parts if axis in to and axis not in cut)
             left = tuple(axis for axis in array.parts if axis not in scattered)
             nbytes = local_bytes(shape, array.itemsize, array.place.spec, self._axes)
-            self._send("reduce-scatter", scattered, nbytes, array.root)
-            self._send("all-reduce", left, nbytes // _ways(scattered, self._axes), array.root)
+            if self._scatters:
+                self._send("reduce-scatter", scattered, nbytes, array.root)
+                self._send("all-reduce", left, nbytes // _ways(scattered, self._axes), array.root)
+            else:
+                self._send("all-reduce", array.parts, nbytes, array.root)
             spec = wanted.spec if scattered and cut <= to else array.place.spec
             nbytes = local_bytes(shape, itemsize, spec, self._axes)
+            self._reductions[len(self._nodes)] = (*scattered, *left)
             self._nodes.append(_Node(nbytes, "sent", (array.node,)))
-            self._combine(len(self._nodes) - 1, self._nodes[array.node].bytes)
+            if scattered and not self._scatters:  # all of it on each device, and then a part of that
+                self._nodes[-1] = self._nodes[-1]._replace(bytes=nbytes * _ways(scattered, self._axes))
+                self._nodes.append(_Node(nbytes, "dynamic_slice", (len(self._nodes) - 1,)))
             array = array._replace(parts=(), place=Placed(spec, array.place.of_batch), node=len(self._nodes) - 1)
         if value in self._known:
             aval = jax_shape(shape, itemsize)
             array = self._moved(array, aval, self._known[value].spec)
         return array._replace(place=array.place._replace(of_batch=wanted.of_batch or array.place.of_batch))
 
-    def _combine(self, node: int, nbytes: int) -> None:
-        """XLA makes one operation of several reductions, up to some size: what is sent first waits for the last."""
-        if not self._reductions or self._waiting + nbytes > _COMBINED:
-            self._reductions.append([])
-            self._waiting = 0
-        self._reductions[-1].append(node)
-        self._waiting += nbytes
-
     # -- memory --
 
     def _most(self, outputs: set[int]) -> int:
-        """Scratch memory at its fullest: what is not fused lives until it was read last."""
+        """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may lie in
+        the memory of outputs that are not there yet, but not what is received."""
         nodes = self._nodes
         kept = [node.primitive not in _FUSED for node in nodes]
         for node in nodes:
@@ -477,27 +507,80 @@ class _Device:
             for read in node.reads:
                 found |= {read} if kept[read] else sources[read]
             sources.append(frozenset(found))
-        last: dict[int, int] = {}
-        for n in range(len(nodes)):
-            if kept[n]:
-                for source in sources[n]:
-                    last[source] = n
-        for group in self._reductions:  # what waits to be sent with others
-            for source in {source for n in group for source in sources[n]}:
-                last[source] = max(last[source], group[-1])
+        order, together = self._order()
+        order = [n for n in order if kept[n]]
+        last = {source: together.get(n, n) for n in order for source in sources[n]}
         ends: dict[int, list[int]] = {}
         for source, n in last.items():
             ends.setdefault(n, []).append(source)
-        free = outputs | self._given
-        live, most = 0, 0
-        for n, node in enumerate(nodes):
-            if not kept[n]:
-                continue
-            if n not in free and n in last:
-                live += node.bytes
-            most = max(most, live)
-            live -= sum(nodes[source].bytes for source in ends.get(n, ()) if source not in free)
+        made = {n for n in outputs if n not in self._given}
+        room = sum(nodes[n].bytes for n in made)
+        received, computed, most = 0, 0, 0
+        for n in order:
+            if n in made:
+                room -= nodes[n].bytes
+            elif n in last and n not in self._given:
+                if nodes[n].primitive == "sent":
+                    received += nodes[n].bytes
+                else:
+                    computed += nodes[n].bytes
+            most = max(most, received + max(0, computed - room))
+            for source in ends.get(n, ()):
+                if source in made or source in self._given:
+                    continue
+                if nodes[source].primitive == "sent":
+                    received -= nodes[source].bytes
+                else:
+                    computed -= nodes[source].bytes
         return most
+
+    def _order(self) -> tuple[list[int], dict[int, int]]:
+        """The nodes in the order in which XLA runs them: reductions along the same axes, up to some size, are one
+        operation, which comes when the last of them can. And of each of these the last one of its operation."""
+        nodes = self._nodes
+        order: list[int] = []
+        together: dict[int, int] = {}
+        waiting: list[int] = []  # what needs one of the reductions that are put off
+        open_: dict[tuple[str, ...], list[int]] = {}
+        needs: dict[int, frozenset[tuple[str, ...]]] = {}  # of those in `waiting`, and of the reductions
+
+        def close(axes: tuple[str, ...]) -> None:
+            members = open_.pop(axes)
+            for n in members:
+                needs.pop(n)
+                together[n] = members[-1]
+            order.extend(members)
+            still = []
+            for n in waiting:
+                needs[n] = frozenset().union(*(needs.get(read, frozenset()) for read in nodes[n].reads))
+                if needs[n]:
+                    still.append(n)
+                else:
+                    needs.pop(n)
+                    order.append(n)
+            waiting[:] = still
+
+        for n, node in enumerate(nodes):
+            axes = self._reductions.get(n)
+            if axes is not None:
+                members = open_.get(axes, [])
+                size = sum(nodes[m].bytes for m in members) + node.bytes
+                while mine := frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)):
+                    close(next(iter(mine)))
+                if members and axes in open_ and size > _COMBINED:
+                    close(axes)
+                open_.setdefault(axes, []).append(n)
+                needs[n] = frozenset({axes})
+                continue
+            mine = frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)) if needs else frozenset()
+            if mine:
+                needs[n] = mine
+                waiting.append(n)
+            else:
+                order.append(n)
+        while open_:
+            close(next(iter(open_)))
+        return order, together
 
 
 class _Shape(NamedTuple):

@@ -48,7 +48,8 @@ def backend(
             A backend that was made before becomes the current one again.
         mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
-            data, dp, fsdp or the like (`docs/meshes.md`). None for one device.
+            data, dp, fsdp or the like (`docs/meshes.md`). None for one device. A `jax.sharding.AbstractMesh` has no
+            devices: with `validate_only`, to plan steps on it (`step.plan(batch)`).
         cluster_config: the same as `mesh={"data": cluster_config.num_csx}`; and how many workers read data.
         artifact_dir: a folder for what is worth keeping between runs.
         compile_dir: where compiled executables are kept for the next start; "compiled" in `artifact_dir` by default.
@@ -118,11 +119,17 @@ def backend(
 
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
+        devices = None if mesh is None else Mesh(mesh)
+        if devices is not None and not (devices.is_there or validate_only):
+            raise BackendError(
+                "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
+                f"of its axes, as mesh={devices.axes}."
+            )
         folder = os.path.abspath(os.path.join(artifact_dir, "compiled") if compile_dir is None else compile_dir)
         made = Backend(
             "XLA",
             str(artifact_dir),
-            None if mesh is None else Mesh(mesh),
+            devices,
             cluster_config=cluster_config,
             compile_dir=folder,
             compile_only=compile_only,

@@ -45,6 +45,16 @@ class Mesh:
         self._ways = math.prod(self.axes[axis] for axis in self.data)
         self._warned: set[tuple[int, ...]] = set()
 
+    @property
+    def scatters(self) -> bool:
+        """Whether XLA has reduce-scatters there: not on a CPU. A mesh that is not there is taken for one that has."""
+        return not self.is_there or self.devices.devices.flat[0].platform != "cpu"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has devices."""
+        return not isinstance(self.devices, jax.sharding.AbstractMesh)
+
     # -- who lies where --
 
     def of_store(self, store: DeferredStorage) -> NamedSharding:

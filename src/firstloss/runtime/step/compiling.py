@@ -9,7 +9,7 @@ import jax
 
 from ... import timeline
 from ...capture.recorder import DeferredStorage
-from ...errors import LoweringError
+from ...errors import BackendError, LoweringError
 from ...lower import program as lowering
 from ...lower.program import view_of
 from ...lower.segments import Cut, cut, uncut
@@ -27,8 +27,14 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
     what the step leaves, and results. The state is donated, so that its memory is updated in place.
 
     Raises:
+        BackendError: for a mesh that is not there.
         LoweringError: for operations that have no lowering.
     """
+    if backend.mesh is not None and not backend.mesh.is_there:
+        raise BackendError(
+            f"{traced.name} cannot be compiled for an AbstractMesh, whose devices are not there: only planned, as "
+            f"{traced.name}.plan(batch). Give the backend sizes of axes, as mesh={backend.mesh.axes}."
+        )
     missing = lowering.unsupported(traced.program)
     if missing:
         lines = [f"{op} (first at {nodes[0].source})" for op, nodes in missing.items()]

@@ -15,7 +15,7 @@ from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError
 from ...init import shardings
-from ...lower.estimate import Sent, Work, local_bytes, work_of
+from ...lower.estimate import Jaxprs, Sent, Work, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import Axes, Placed, Spec
 from ...program.graph import Value
@@ -109,6 +109,7 @@ class StepPlan:
         parts: the step's segments by what they compute, in the order of their first turn.
         order: of the turns, which of `parts` each is.
         gradients: bytes of all gradients, if they were held at once.
+        live: bytes of what segments have made for others or for the next step, at each turn.
         peak: bytes at the fullest moment, by role; `gradients` those which are held then.
         peak_part: which of `parts` runs then.
     """
@@ -118,6 +119,7 @@ class StepPlan:
     parts: list[Part]
     order: list[int]
     gradients: int
+    live: list[int] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
     peak_part: int = 0
 
@@ -246,6 +248,8 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         around = Surroundings((step, *arguments.own(), *backend.models), [], False)
         traced = tracing.trace_step(step, arguments, backend, around)
         try:
+            if traced.raised is not None:
+                raise traced.raised
             inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
             return _planned(traced, parts_of(traced, inputs, backend), inputs, backend)
         finally:
@@ -272,7 +276,12 @@ def _planned(traced: TracedProgram, parts: Parts, inputs: Inputs, backend: Backe
     new = [outputs[name] for name in parts.groups[0]]
     functions = functions_of(segments, dict(zip(parts.state, new, strict=True)), kept, edges)
     index = {number: i for i, number in enumerate(functions)}
-    found = [_part(number, function, segments, names, placed, size, axes) for number, function in functions.items()]
+    jaxprs: Jaxprs = {}
+    scatters = backend.mesh is None or backend.mesh.scatters
+    found = [
+        _part(number, function, segments, names, placed, size, axes, scatters, jaxprs)
+        for number, function in functions.items()
+    ]
     plan = StepPlan(
         axes=dict(axes),
         held=held,
@@ -292,9 +301,7 @@ class _Names(NamedTuple):
     trained: set[str]
 
 
-def _held(
-    traced: TracedProgram, inputs: Inputs, backend: Backend, axes: Axes
-) -> tuple[_Names, list[Held]]:
+def _held(traced: TracedProgram, inputs: Inputs, backend: Backend, axes: Axes) -> tuple[_Names, list[Held]]:
     names: dict[int, str] = {}  # by the id of a storage or of a tensor from outside
     found: dict[int, Held] = {}
     trained: set[str] = set()
@@ -379,10 +386,13 @@ def _part(
     placed: Callable[[Value | int], Placed],
     size: Callable[[Value | int], int],
     axes: Axes,
+    scatters: bool,
+    jaxprs: Jaxprs,
 ) -> Part:
     segment = function.like
     mine = [one for one in segments if one.function == number]
     known = {v: placed(v) for v in (*segment.inputs, *segment.outputs) if isinstance(v, Value)}
+    reused = {segment.outputs[i] for i in function.gives[: function.reused]}
     read = [names.of[v] for v in segment.inputs if isinstance(v, Value) and v in names.of]
     name, layers = _name_of(read)
     return Part(
@@ -390,10 +400,10 @@ def _part(
         turns=len(mine),
         layers=layers,
         updates=function.reused > 0,
-        work=work_of(segment, known, axes),
+        work=work_of(segment, known, axes, reused=reused, scatters=scatters, jaxprs=jaxprs),
         given=sum(map(size, segment.inputs)),
         made=sum(map(size, segment.outputs)),
-        reused=sum(size(segment.outputs[i]) for i in function.gives[: function.reused]),
+        reused=sum(map(size, reused)),
         function=number,
     )
 
@@ -440,6 +450,7 @@ def _find_peak(
             if value not in reused:
                 live[value] = size(value)
         scratch = plan.parts[i].work.scratch
+        plan.live.append(sum(live.values()))
         now = sum(resident.values()) + sum(live.values()) + scratch
         if now > most:
             most = now
@@ -451,6 +462,6 @@ def _find_peak(
                 "scratch": scratch,
             }
             plan.peak_part = i
-        for value in (*segment.inputs, *segment.outputs):
-            if isinstance(value, Value) and last.get(value, n) <= n and value not in kept and value not in given:
-                live.pop(value, None)
+        for one in (*segment.inputs, *segment.outputs):
+            if isinstance(one, Value) and last.get(one, n) <= n and one not in kept and one not in given:
+                live.pop(one, None)

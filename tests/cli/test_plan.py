@@ -1,0 +1,193 @@
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from firstloss import cli
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width=64, out=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, out)
+
+    def forward(self, x, scale=None):
+        x = self.down(torch.relu(self.up(x)))
+        return x if scale is None else x * scale
+
+
+PERCEPTRON = ["plan", f"{__name__}:Perceptron"]
+
+
+@pytest.fixture
+def llama(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def plan(capsys, *arguments):
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_table(capsys):
+    assert cli.main([*PERCEPTRON, "--mesh", "fsdp=8", "--batch", "32x64", "--memory", "1MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "mesh fsdp=8, 8 devices; on each of them, at a step:" in out
+    assert "it fits in 1.0 MiB" in out and "all-gather" in out
+    assert "smaller than 4,096 elements" in " ".join(out.split())
+    assert "nothing was made, compiled or sent" in out
+
+
+def test_json_and_numbers(capsys):
+    arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s", "--memory", "10kB"]
+    found = plan(capsys, *PERCEPTRON, *arguments)
+    weights = {row["name"]: row for row in found["arrays"] if row["role"] == "weights"}
+    assert {name: row["bytes"] for name, row in weights.items()} == {
+        "up.weight": 64 * 256 * 4 // 8,
+        "up.bias": 256 * 4,
+        "down.weight": 8 * 256 * 4,
+        "down.bias": 8 * 4,
+    }
+    assert weights["up.weight"]["cut"] == [["fsdp"], []] and weights["up.weight"]["why"] == ""
+    assert found["fits"] is False and found["memory"] == 10_000
+    assert found["bytes"]["peak"] == sum(found["bytes"]["at_peak"].values())
+    sent = sum(row["sent"] for row in found["sent"])
+    assert found["seconds"]["links"] == {"fsdp": pytest.approx(sent / 2e9)}
+    assert found["seconds"]["compute"] == pytest.approx(found["flops"] / 1e12)
+
+
+def test_arguments_by_name_and_another_optimizer(capsys):
+    arguments = ["--mesh", "dp=4", "--batch", "x=8x64", "--batch", "scale=8x1", "--optimizer", "SGD"]
+    found = plan(capsys, *PERCEPTRON, *arguments)
+    assert found["bytes"]["batch"] == 4 * (2 * 64 + 2) and found["bytes"]["state"] == 0
+
+
+def test_the_models_own_tensor_parallelism(llama, capsys):
+    found = plan(capsys, "plan", llama, "--mesh", "fsdp=4,tp=2", "--batch", "16x32")
+    rows = {row["name"]: row for row in found["arrays"]}
+    assert rows["model.layers.0.self_attn.q_proj.weight"]["cut"] == [["tp"], ["fsdp"]]
+    assert rows["model.layers.0.self_attn.o_proj.weight"]["cut"] == [["fsdp"], ["tp"]]
+    assert rows["model.layers.3.mlp.down_proj.weight.exp_avg"]["bytes"] == 128 * 384 * 4 // 8
+    assert {("all-reduce", ("tp",)), ("reduce-scatter", ("fsdp",))} <= {
+        (row["kind"], tuple(row["axes"])) for row in found["sent"]
+    }
+
+
+def test_cuts_of_ones_own(capsys):
+    arguments = ["--mesh", "fsdp=4,tp=2", "--batch", "32x64", "--cut", "up.*=tp", "--cut", "down.weight=-,tp"]
+    found = plan(capsys, *PERCEPTRON, *arguments)
+    rows = {row["name"]: row for row in found["arrays"]}
+    assert rows["up.weight"]["cut"] == [["tp"], []] and rows["down.weight"]["cut"] == [[], ["tp"]]
+    assert rows["up.weight"]["why"] == "its spec does not name fsdp"
+
+
+def test_less_is_kept_and_more_computed(llama, capsys):
+    arguments = ["plan", llama, "--mesh", "fsdp=4", "--batch", "16x512", "--arg", "num_hidden_layers=12"]
+    kept, again = plan(capsys, *arguments), plan(capsys, *arguments, "--recompute")
+    assert again["bytes"]["at_peak"]["activations"] < kept["bytes"]["at_peak"]["activations"] / 4
+    assert 1.2 < again["flops"] / kept["flops"] < 4 / 3 + 0.05
+
+
+def test_a_picture(tmp_path, llama, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    arguments = ["plan", llama, "--mesh", "fsdp=8", "--batch", "16x32", "--picture", str(path)]
+    assert cli.main([*arguments, "--flops", "1T", "--link", "1GB/s", "--memory", "1GiB"]) == 0
+    root = ElementTree.fromstring(path.read_text())
+    assert root.tag.endswith("svg")
+    before = path.read_bytes()
+    assert cli.main([*arguments]) == 0 and path.read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["--mesh", "fsdp=8", "--batch", "33x64"], "33 rows cannot be shared by the 8 devices of fsdp=8. Write 40x64"),
+        (["--mesh", "fsdp=8", "--batch", "32by64"], "write a shape, as 512x8192"),
+        (["--mesh", "fsdp=8", "--batch", "y=32x64"], "the model's forward takes x, scale"),
+        (["--mesh", "fsdp=8", "--batch", "32x64:float99"], "torch has no dtype 'float99'"),
+        (["--mesh", "fsdp", "--batch", "32x64"], "is not AXIS=SIZE; write for instance --mesh fsdp=64,tp=8"),
+        (["--mesh", "fsdp=4,pp=2", "--batch", "32x64"], "nothing is cut over 'pp'. Axes for data are batch, data"),
+        (["--mesh", "fsdp=4,tp=2", "--batch", "32x64"], "--cut '*.up.weight=tp,-'"),
+        (
+            ["--mesh", "fsdp=4,tp=3", "--batch", "32x64", "--cut", "up.weight=tp,-"],
+            "cuts dimension 0 of up.weight, of shape 256x64, over tp=3: 3 does not divide 256. Write a mesh on which "
+            "that is 2",
+        ),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.weight=tp,-"], "names an axis 'tp'; the mesh has fsdp"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "no.*=fsdp"], "matches no weight; they have names like up."),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.bias=-,fsdp"], "has 2 dimensions, and up.bias has 1"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--optimizer", "Adagio"], "torch.optim has none of this name"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--recompute"], "has no gradient_checkpointing_enable()"),
+        (
+            ["--mesh", "fsdp=4", "--batch", "32x64", "--memory", "much"],
+            "is no quantity. Write for instance --memory 80",
+        ),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--flops", "0"], "is no quantity. Write for instance --flops 989T"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--link", "tp=1GB/s"], "names an axis 'tp'; the mesh has fsdp"),
+        (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "does not say 'fsdp'"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--picture", "plan.png"], "the picture is SVG"),
+        (["--mesh", "fsdp=4", "--batch", "32x65"], "with --batch 32x65 the step raises RuntimeError"),
+    ],
+)
+def test_what_does_not_fit(arguments, error, capsys):
+    assert cli.main([*PERCEPTRON, *arguments]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("firstloss plan: ") and error in err
+
+
+def test_a_target_that_is_no_module(capsys):
+    assert cli.main(["plan", "builtins:dict", "--mesh", "fsdp=2", "--batch", "2x2"]) == 1
+    assert "only a Module can be trained" in capsys.readouterr().err
+
+
+def test_405_billion_parameters_on_4096_devices(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    arguments = ["--mesh", "fsdp=512,tp=8", "--batch", "512x8192", "--recompute", "--memory", "80GiB"]
+    found = plan(capsys, "plan", str(tmp_path / "config.json"), *arguments)
+    assert found["devices"] == 4096 and found["fits"] is True
+    parameters = 2 * 128256 * 16384 + 126 * (16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 2 * 16384) + 16384
+    norms = (2 * 126 + 1) * 16384
+    weights = sum(row["bytes"] for row in found["arrays"] if row["role"] == "weights" and "rotary" not in row["name"])
+    # The norms are cut over fsdp alone; 2 bytes each.
+    assert weights == 2 * (parameters - norms) // 4096 + 2 * norms // 512
+    # A forward pass is two operations a parameter and token, here done twice, a backward pass four. All but the
+    # embedding, which is looked up, the head, which is not computed again, and the last product of each layer, of which
+    # the backward pass does not need the result.
+    tokens, embedding = 512 * 8192 // 4096, 128256 * 16384
+    products = tokens * (8 * (parameters - norms - 2 * embedding) + 6 * embedding - 2 * 126 * 16384 * 53248)
+    # Of attention, scores and the sum that they weight: forward, again, and backward twice that and the scores again.
+    attention = 126 * tokens * 4 * 8192 * 16384 * 4.5
+    assert found["matmul_flops"] == pytest.approx(products + attention, rel=1e-3)
+    layers = [part for part in found["parts"] if part["turns"] > 1]
+    assert sum(part["turns"] * part["layers"] for part in layers) == 2 * 126
+    assert all(math.isfinite(part["flops"]) for part in layers)

@@ -1,0 +1,189 @@
+"""What a plan says, against what eight devices on one CPU really hold and send; run by test_mesh.py in a process that
+has them."""
+
+import collections
+import re
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import firstloss as fl  # noqa: E402
+from firstloss.lower import segments  # noqa: E402
+from tests.runtime.mesh_deep_cases import Deep, array_of  # noqa: E402
+
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "fsdp and tensor parallel": {"fsdp": 4, "tp": 2},
+    "data parallel and fsdp": {"dp": 2, "fsdp": 4},
+    "data parallel": {"dp": 8},
+}
+# The attention's weights are left to FSDP: queries, keys and values are one matrix, which tensor parallelism would cut
+# across all three, and how XLA moves their parts between devices then is its own affair.
+MEGATRON = {"*.up.weight": ("tp", "fsdp"), "*.up.bias": ("tp",), "*.down.weight": ("fsdp", "tp")}
+PROJECTIONS = {f"*.{name}_proj.weight": ("tp", "fsdp") for name in ("q", "k", "v", "gate", "up")}
+PROJECTIONS |= {f"*.{name}_proj.weight": ("fsdp", "tp") for name in ("o", "down")}
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=4, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = {"deep": (Deep, MEGATRON), "llama": (llama, PROJECTIONS)}
+
+
+class Training:
+    """A step of a model, on a mesh of devices that are there or not."""
+
+    def __init__(self, folder, model, mesh, there=True):
+        specs = {"*": ()} if mesh.keys() == {"dp"} else MODELS[model][1] if "tp" in mesh else None
+        make, self.vocabulary = MODELS[model][0], {"deep": 128, "llama": 512}[model]
+        axes = mesh if there else jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        torch.manual_seed(0)
+        self.backend = fl.backend("XLA", mesh=axes, artifact_dir=folder, validate_only=not there, first_loss="compiled")
+        with self.backend.device:
+            self.model = make()
+        if specs:
+            fl.shard(self.model, specs, mesh)
+        compiled = fl.compile(self.model, self.backend)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+        @fl.trace
+        def step(tokens):
+            logits = compiled(tokens)
+            logits = getattr(logits, "logits", logits)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+        self.step = step
+        self.tokens = torch.randint(0, self.vocabulary, (32, 16), generator=torch.Generator().manual_seed(7))
+
+    def run(self):
+        """Two steps; their compiled functions by number, and how often each is called."""
+        for _ in range(2):
+            assert self.step(self.tokens).isfinite()
+        for parameter in self.model.parameters():
+            array_of(parameter).block_until_ready()
+        executable = self.step._cache.latest.executable
+        executable.compile_all()
+        functions = {turn.function for turn in executable._turns}
+        return {n: executable._compiled._futures[n].result() for n in functions}, executable
+
+    def arrays(self):
+        """What lies on the first device, by name."""
+        names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        found = {name: array_of(tensor) for name, tensor in names.items()}
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{name}.{key}": array_of(entry) for key, entry in self.optimizer.state[parameter].items()}
+        return {name: array.addressable_shards[0].data.nbytes for name, array in found.items()}
+
+
+def sent_by(executable):
+    """Bytes that a compiled function's collectives make on each device, by kind."""
+    found = collections.Counter()
+    widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
+    for results, kind in re.findall(
+        r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", executable.as_text()
+    ):
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
+            found[kind] += int(count) * widths[dtype]
+    return found
+
+
+def sent_as_planned(part):
+    """The same, of a plan. XLA on a CPU writes a reduce-scatter as an all-reduce, of which it takes a part."""
+    found = collections.Counter()
+    for one in part.work.sent:
+        found["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.bytes
+    return found
+
+
+@pytest.fixture(scope="module", params=[(model, name) for model in MODELS for name in MESHES], ids="-".join)
+def run(request, tmp_path_factory):
+    """A plan; then what it is a plan of: arrays, compiled functions, and how many results these give."""
+    model, name = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_SAVED", 100)  # so that these small models are cut
+        training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
+        plan = training.step.plan(training.tokens)
+        functions, executable = training.run()
+        elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
+        abstract = elsewhere.step.plan(elsewhere.tokens)
+    gives = {number: len(function.gives) for number, function in executable._functions.items()}
+    return plan, training.arrays(), functions, gives, abstract, name
+
+
+def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
+    plan, arrays, *_ = run
+    assert {one.name: one.bytes for one in plan.held if one.role != "batch"} == arrays
+
+
+def test_bytes_that_go_in_and_out_of_segments_are_those_of_the_executables(run):
+    plan, _, functions, gives, *_ = run
+    assert {part.function for part in plan.parts} == functions.keys()
+    for part in plan.parts:
+        memory = functions[part.function].memory_analysis()
+        seed = memory.argument_size_in_bytes - part.given
+        assert seed in (0, 8)  # two 32-bit numbers, where random numbers are drawn
+        pointers = 8 * gives[part.function]  # XLA's results are a table of pointers, and what they point to
+        assert memory.output_size_in_bytes == part.made + pointers
+        assert memory.alias_size_in_bytes == part.reused
+
+
+def test_bytes_sent_are_those_of_the_compiled_collectives(run):
+    plan, _, functions, _, _, name = run
+    real, planned = collections.Counter(), collections.Counter()
+    for part in plan.parts:
+        for _ in range(part.turns):
+            real.update(sent_by(functions[part.function]))
+            planned.update(sent_as_planned(part))
+    if name != "fsdp and tensor parallel":
+        # XLA adds up two of the loss's three sums over the devices at once.
+        assert {kind: abs(real[kind] - planned[kind]) for kind in {*real, *planned}} == {
+            kind: 4 if kind == "all-reduce" else 0 for kind in real
+        }
+        return
+    # There XLA looks up the embedding's rows, and adds up their gradients, in parts along both axes, where the plan has
+    # the table gathered: an operation or two of the whole step. All else is the same.
+    assert planned.total() == pytest.approx(real.total(), rel=0.03)
+    layers = [part for part in plan.parts if part.turns > 1]
+    assert len(layers) == 2
+    for part in layers:
+        assert sent_as_planned(part) == sent_by(functions[part.function])
+
+
+def test_floating_point_operations_are_those_of_the_executables(run):
+    plan, _, functions, *_ = run
+    real = sum(part.turns * functions[part.function].cost_analysis()["flops"] for part in plan.parts)
+    # XLA counts some elementwise operations as more than one, and does not compute what nobody reads.
+    assert plan.flops == pytest.approx(real, rel=0.02)
+
+
+def test_the_peak_is_that_of_the_executables(run):
+    """What lives between segments is exact, as the tests above say. Of scratch memory XLA has its own order and
+    fusions: the plan follows them only where the most is held, in the backward pass."""
+    plan, _, functions, *_ = run
+    scratch = [functions[plan.parts[i].function].memory_analysis().temp_size_in_bytes for i in plan.order]
+    resident = sum(map(plan.bytes_of, ("weights", "state", "batch")))
+    real = resident + max(live + most for live, most in zip(plan.live, scratch, strict=True))
+    assert plan.peak_bytes == pytest.approx(real, rel=0.02)
+
+
+def test_devices_need_not_be_there(run):
+    plan, _, _, _, abstract, _ = run
+    assert abstract.held == plan.held and abstract.live == plan.live and abstract.flops == plan.flops
+    # There are reduce-scatters there: XLA on a CPU has none.
+    assert [sent_as_planned(part) for part in abstract.parts] == [sent_as_planned(part) for part in plan.parts]
+    assert {one.kind for one in plan.sent()} <= {"all-gather", "all-reduce"}
