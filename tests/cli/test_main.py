@@ -150,6 +150,7 @@ COMMANDS = {
     "verify": ["verify", *LINEAR],
     "init": ["init", *LINEAR, "-o", "{folder}/weights"],
     "stablehlo": ["stablehlo", *LINEAR, "-o", "{folder}/module.mlir"],
+    "plan": ["plan", *LINEAR, "--mesh", "fsdp=2", "--batch", "4x3"],
     "demo": ["demo", "--out", "{folder}/demo"],
     "fit": ["fit", "examples/byte_lm.yaml", "--trainer.model_dir={folder}/run"],
 }

@@ -37,9 +37,8 @@ def show(plan: StepPlan, seconds: Seconds | None, memory: float | None) -> None:
         does = "fits" if left >= 0 else "does NOT fit"
         words = f"{output.size(left)} left" if left >= 0 else f"{output.size(-left)} too much"
         console.print(f"it {does} in {output.size(memory)}: {words}", soft_wrap=True)
-    console.print(
-        f"{_amount(plan.flops)}FLOP, of which {_amount(plan.matmul_flops)} in matrix products", soft_wrap=True
-    )
+    products = _amount(plan.matmul_flops)
+    console.print(f"{_amount(plan.flops)}FLOP, of which {products}FLOP in matrix products", soft_wrap=True)
     if seconds is not None:
         links = ", ".join(f"{took(s)} along {axes}" for axes, s in seconds.links.items()) or "nothing sent"
         console.print(
@@ -150,4 +149,4 @@ def took(seconds: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.2g} ns"
+    return f"{seconds * 1e9:.3g} ns"
