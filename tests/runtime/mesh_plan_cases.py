@@ -37,7 +37,18 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-MODELS = {"deep": (Deep, MEGATRON), "llama": (llama, PROJECTIONS)}
+def checkpointed_llama():
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS = {
+    "deep": (Deep, MEGATRON),
+    "llama": (llama, PROJECTIONS),
+    "checkpointed llama": (checkpointed_llama, PROJECTIONS),
+    "llama in one segment": (llama, PROJECTIONS),
+}
 
 
 class Training:
@@ -45,7 +56,7 @@ class Training:
 
     def __init__(self, folder, model, mesh, there=True):
         specs = {"*": ()} if mesh.keys() == {"dp"} else MODELS[model][1] if "tp" in mesh else None
-        make, self.vocabulary = MODELS[model][0], {"deep": 128, "llama": 512}[model]
+        make, self.vocabulary = MODELS[model][0], 128 if model == "deep" else 512
         axes = mesh if there else jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
         torch.manual_seed(0)
         self.backend = fl.backend("XLA", mesh=axes, artifact_dir=folder, validate_only=not there, first_loss="compiled")
@@ -115,14 +126,14 @@ def run(request, tmp_path_factory):
     """A plan; then what it is a plan of: arrays, compiled functions, and how many results these give."""
     model, name = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "_SAVED", 100)  # so that these small models are cut
+        patch.setattr(segments, "_SAVED", 1 << 30 if "one segment" in model else 100)  # or these are too small
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
         functions, executable = training.run()
         elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
         abstract = elsewhere.step.plan(elsewhere.tokens)
     gives = {number: len(function.gives) for number, function in executable._functions.items()}
-    return plan, training.arrays(), functions, gives, abstract, name
+    return plan, training.arrays(), functions, gives, abstract, (model, name)
 
 
 def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
@@ -137,31 +148,34 @@ def test_bytes_that_go_in_and_out_of_segments_are_those_of_the_executables(run):
         memory = functions[part.function].memory_analysis()
         seed = memory.argument_size_in_bytes - part.given
         assert seed in (0, 8)  # two 32-bit numbers, where random numbers are drawn
-        pointers = 8 * gives[part.function]  # XLA's results are a table of pointers, and what they point to
+        count = gives[part.function]
+        pointers = 8 * count if count > 1 else 0  # several results are a table of pointers, and what they point to
         assert memory.output_size_in_bytes == part.made + pointers
         assert memory.alias_size_in_bytes == part.reused
 
 
 def test_bytes_sent_are_those_of_the_compiled_collectives(run):
-    plan, _, functions, _, _, name = run
+    plan, _, functions, _, _, (model, name) = run
     real, planned = collections.Counter(), collections.Counter()
     for part in plan.parts:
         for _ in range(part.turns):
             real.update(sent_by(functions[part.function]))
             planned.update(sent_as_planned(part))
+    numbers = 8 * ("checkpointed" in model)
     if name != "fsdp and tensor parallel":
-        # XLA adds up two of the loss's three sums over the devices at once.
-        assert {kind: abs(real[kind] - planned[kind]) for kind in {*real, *planned}} == {
-            kind: 4 if kind == "all-reduce" else 0 for kind in real
-        }
+        # Single numbers: XLA adds up two of the loss's three sums over the devices at once; and where layers are
+        # recomputed, each of the four looks at one element of the one before, which is to come first.
+        numbers = 4 + 4 * numbers
+        assert sum(abs(real[kind] - planned[kind]) for kind in {*real, *planned}) <= numbers
         return
     # There XLA looks up the embedding's rows, and adds up their gradients, in parts along both axes, where the plan has
     # the table gathered: an operation or two of the whole step. All else is the same.
     assert planned.total() == pytest.approx(real.total(), rel=0.03)
     layers = [part for part in plan.parts if part.turns > 1]
-    assert len(layers) == 2
+    assert len(layers) == (0 if "one segment" in model else 2)
     for part in layers:
-        assert sent_as_planned(part) == sent_by(functions[part.function])
+        real, planned = sent_by(functions[part.function]), sent_as_planned(part)
+        assert sum(abs(real[kind] - planned[kind]) for kind in {*real, *planned}) <= numbers
 
 
 def test_floating_point_operations_are_those_of_the_executables(run):
@@ -174,11 +188,13 @@ def test_floating_point_operations_are_those_of_the_executables(run):
 def test_the_peak_is_that_of_the_executables(run):
     """What lives between segments is exact, as the tests above say. Of scratch memory XLA has its own order and
     fusions: the plan follows them only where the most is held, in the backward pass."""
-    plan, _, functions, *_ = run
+    plan, _, functions, _, _, (model, _) = run
     scratch = [functions[plan.parts[i].function].memory_analysis().temp_size_in_bytes for i in plan.order]
     resident = sum(map(plan.bytes_of, ("weights", "state", "batch")))
     real = resident + max(live + most for live, most in zip(plan.live, scratch, strict=True))
-    assert plan.peak_bytes == pytest.approx(real, rel=0.02)
+    # Where layers are recomputed more of it is scratch memory; where all is one segment, all activations are.
+    close = {"checkpointed llama": 0.05, "llama in one segment": 0.15}.get(model, 0.02)
+    assert plan.peak_bytes == pytest.approx(real, rel=close)
 
 
 def test_devices_need_not_be_there(run):
@@ -186,4 +202,4 @@ def test_devices_need_not_be_there(run):
     assert abstract.held == plan.held and abstract.live == plan.live and abstract.flops == plan.flops
     # There are reduce-scatters there: XLA on a CPU has none.
     assert [sent_as_planned(part) for part in abstract.parts] == [sent_as_planned(part) for part in plan.parts]
-    assert {one.kind for one in plan.sent()} <= {"all-gather", "all-reduce"}
+    assert "reduce-scatter" not in {one.kind for one in plan.sent()}

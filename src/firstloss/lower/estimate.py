@@ -438,7 +438,7 @@ class _Device:
         if not lost:
             return moved
         nbytes = local_bytes(shape, itemsize, spec, self._axes)
-        key = (array.root, shape if array.root is None else math.prod(shape), tuple(lost), nbytes)
+        key = array.root, shape, itemsize, before, spec  # XLA merges gathers that are equal, transposed ones are not
         node = self._gathered.get(key)
         if node is None:
             if elsewhere:
