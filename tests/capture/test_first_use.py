@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import firstloss as fl
 from firstloss.capture import first_use
 from firstloss.errors import NotMaterializedWarning
+from firstloss.program import source
 from tests import forked
 
 TOKENS = torch.arange(6).reshape(3, 2)
@@ -169,6 +170,25 @@ def test_the_warning_names_the_line_the_module_and_what_to_call():
     model = fl.deferred_init(nn.Linear, 3, 4)
     with pytest.warns(NotMaterializedWarning, match=r"test_first_use.py:\d+: .*Linear.*2 weights.*64 bytes"):
         model(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("edited", [True, False], ids=["a script", "libraries alone"])
+def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, monkeypatch):
+    """Not that of the installed trainer that calls the model, unless there is no other."""
+    monkeypatch.setattr(source, "_INSTALLED", (str(tmp_path),) if edited else ("/",))
+    use = fl.deferred_init(nn.Linear, 3, 4)
+    for level in range(depth):
+        space = {"inner": use}
+        code = "def call(x):\n    return inner(x)\n"
+        exec(compile(code, str(tmp_path / f"library{level}.py"), "exec"), space)
+        use = space["call"]
+    with pytest.warns(NotMaterializedWarning) as told:
+        use(torch.ones(2, 3))
+    (message,) = [str(w.message) for w in told if w.category is NotMaterializedWarning]
+    library = f"{tmp_path}/library0.py:2"
+    assert message.startswith(f"{__file__}:" if edited or not depth else f"{library}: ")
+    assert (f" (in {library})" in message) == (edited and depth > 0)
 
 
 def test_past_the_front_door():

@@ -33,7 +33,7 @@ from ..compat.torch_names import (
     parameters_of,
 )
 from ..errors import NotMaterializedWarning
-from ..program.source import here
+from ..program.source import here, script_line
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
@@ -163,9 +163,11 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
         named = list(_tensors_below(module))
         mine = list(dict.fromkeys(t._store for t in named if is_pending(t)))
         nbytes = sum(store.value.nbytes for store in mine)
+        where, line = here(), script_line()
+        within = "" if where == line else f" (in {where})"
         warnings.warn(
-            f"{here()}: {what} needs values of a {type(module).__name__} that is still deferred. All {len(mine)} "
-            f"weights and buffers of it ({nbytes:,} bytes) are made now. Call "
+            f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All "
+            f"{len(mine)} weights and buffers of it ({nbytes:,} bytes) are made now. Call "
             "firstloss.materialize_module(model) before the model is used, where its weights are to live.",
             NotMaterializedWarning,
             stacklevel=2,

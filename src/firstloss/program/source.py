@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from types import FrameType
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from ..compat.python_names import getframe
 # (transformers, timm): whoever wrote the model is the user here.
 _MACHINERY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _is_machinery: dict[str, bool] = {}
+
+# Where installed packages are: nobody edits these.
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 class Source(NamedTuple):
@@ -36,6 +40,20 @@ def here() -> Source:
     """
     frame = user_frame()
     return UNKNOWN if frame is None else Source(frame.f_code.co_filename, frame.f_lineno)
+
+
+def script_line() -> Source:
+    """The line of the innermost frame that is in no installed package either: one that the user can edit.
+
+    When there is none, as `here`.
+    """
+    frame = user_frame()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_machinery(name) and not name.startswith(_INSTALLED):
+            return Source(name, frame.f_lineno)
+        frame = frame.f_back
+    return here()
 
 
 def user_frame() -> FrameType | None:
