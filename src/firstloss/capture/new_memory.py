@@ -8,17 +8,15 @@ and whoever looks at the new one looks at the weight's from then on.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
 from ..program.source import here
+from .session import Tracing
 from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, is_pending, look_at
-
-if TYPE_CHECKING:
-    from .step import StepTrace
 
 
 class Viewer(NamedTuple):
@@ -48,7 +46,7 @@ class NewMemory:
         viewers: who looked at that memory.
     """
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: Tracing) -> None:
         self._trace = trace
         self.weights: dict[DeferredStorage, Any] = {}
         self.viewers: list[Viewer] = []

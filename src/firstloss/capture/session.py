@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -20,9 +20,17 @@ from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
 
-if TYPE_CHECKING:
-    from .new_memory import NewMemory
-    from .tensor import DeferredStorage
+Storage = Any  # a DeferredStorage, of which nothing is asked here: `tensor.py` knows the session
+
+
+class NewMemory(Protocol):
+    """What deferred tensors need of the weights that a step gives other memory (`new_memory.py`): see there."""
+
+    def assign(self, weight: torch.Tensor, other: Any) -> None: ...
+
+    def now_of(self, store: Storage) -> Storage: ...
+
+    def refuse(self, weight: torch.Tensor, why: str) -> NoReturn: ...
 
 
 class Tracing:
@@ -30,16 +38,19 @@ class Tracing:
 
     cbfloat16 = False  # what is float16 in the step is cbfloat16
     latest: Value | None = None  # what the last recorded operation made
-    made: list[weakref.ref[DeferredStorage]]  # the storages of what recorded operations made
+    made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
 
     new_memory: NewMemory
 
-    def adopt(self, store: DeferredStorage) -> None: ...
+    def adopt(self, store: Storage) -> None: ...
 
-    def is_from_outside(self, store: DeferredStorage) -> bool:
+    def is_from_outside(self, store: Storage) -> bool:
         raise NotImplementedError
 
-    def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
+    def views_of(self, tensor: torch.Tensor) -> int:
+        raise NotImplementedError
+
+    def adopt_real(self, tensor: torch.Tensor) -> Storage:
         raise NotImplementedError
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +74,7 @@ class _ThreadLocal(threading.local):
         self.holder = object()  # of the patches that an open context needs
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
-        self.left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}
+        self.left_in_files: dict[int, tuple[torch.Tensor, Storage]] = {}
 
 
 _this_thread = _ThreadLocal()
@@ -83,7 +94,7 @@ depth: int  # how many `deferred` contexts are open
 # Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
 constants: dict[int, tuple[torch.Tensor, int, Value]]
 # Tensors of mapped files that parameters were made of: by their address, the tensor and what stands for its memory.
-left_in_files: dict[int, tuple[torch.Tensor, DeferredStorage]]
+left_in_files: dict[int, tuple[torch.Tensor, Storage]]
 reseated = 0  # how often a tensor that lives on a backend was given other memory
 seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()

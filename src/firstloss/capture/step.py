@@ -79,7 +79,7 @@ class StepTrace(recorder._Tracing):
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
-        self.new_memory = NewMemory(self)
+        self.new_memory: NewMemory = NewMemory(self)
 
     # -- what the recorder asks for --
 
