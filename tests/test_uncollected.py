@@ -3,7 +3,9 @@
 import gc
 import weakref
 
-from firstloss.uncollected import Paused, uncollected
+import pytest
+
+from firstloss.uncollected import Paused, is_wanted, uncollected, want
 
 
 class Cycle:
@@ -79,6 +81,27 @@ def test_a_pause_leaves_collection_off_where_it_was_off():
     try:
         with Paused():
             pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("block", [Paused, uncollected])
+def test_what_is_wanted_is_what_others_have_set(block):
+    """A step is known by it, and other threads have blocks of ours open while it is looked for."""
+    with block():
+        assert is_wanted()
+        want(False)
+        assert not is_wanted()
+        want(True)
+        assert is_wanted() and not gc.isenabled()
+    assert is_wanted() and gc.isenabled()
+    try:
+        with block():
+            want(False)
+        assert not is_wanted() and not gc.isenabled()
+        with block():
+            assert not is_wanted()
         assert not gc.isenabled()
     finally:
         gc.enable()

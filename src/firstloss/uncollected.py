@@ -18,12 +18,13 @@ class Paused:
     """
 
     def __enter__(self) -> None:
-        self._enabled = isenabled()
-        disable()
+        self._pauses = isenabled()
+        if self._pauses:
+            _begin()
 
     def __exit__(self, *exception: object) -> None:
-        if self._enabled:
-            enable()
+        if self._pauses:
+            _resume(enable)
 
 
 @contextmanager
@@ -36,11 +37,11 @@ def uncollected() -> Iterator[None]:
     if not isenabled():
         yield
         return
-    disable()
+    _begin()
     try:
         yield
     finally:
-        _collect_again()
+        _resume(_collect_again)
 
 
 def pause(undo: Undo) -> None:
@@ -78,15 +79,15 @@ def want(on: bool) -> None:
 
 def _begin() -> None:
     global _unwanted
+    _unwanted = False  # first: other threads may ask what is wanted
     disable()
-    _unwanted = False
 
 
 def _resume(again: Callable[[], None]) -> None:
     global _unwanted
-    unwanted, _unwanted = _unwanted, None
-    if not unwanted:
+    if not _unwanted:
         again()
+    _unwanted = None
 
 
 _others_freeze = False  # somebody has frozen objects, which are to stay so; counting them takes as long as collecting
