@@ -122,6 +122,25 @@ def step(batch):
     return compiled(batch)
 
 assert step(torch.ones(8, 8)).item() > 0
+
+class step:  # of the backend that the sample makes
+    @staticmethod
+    def plan(batch):
+        with fl.backend().device:
+            model = Model()
+        compiled = fl.compile(model)
+
+        @fl.trace
+        def traced(batch):
+            loss = compiled(batch)
+            loss.backward()
+            return loss
+
+        return traced.plan(batch)
+
+batch = torch.ones(4096, 8)
+<sample>
+assert plan.flops > 0 and plan.peak_bytes > 0
 """,
     "docs/moving/from-eager.md": MODEL
     + """
