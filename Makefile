@@ -23,6 +23,8 @@ demo: install
 
 # What is imported is compiled once, also where the environment has Python keep nothing: hundreds of processes import it.
 test sweep fuzz replay: export PYTHONDONTWRITEBYTECODE :=
+# Threads of OpenMP that wait sleep: there are as many in each of the processes that share the cores.
+test sweep fuzz: export OMP_WAIT_POLICY := PASSIVE
 
 test: $(if $(TORCH),install-test,lint)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
