@@ -651,6 +651,10 @@ REFUSED = {
     "buffer": lambda: (lambda held: (lambda: held.__setitem__(3, 65), torch.frombuffer(held, dtype=torch.float32)))(
         bytearray(np.ones(3, np.float32).tobytes())
     ),
+    "half": lambda: (lambda held: (lambda: held.__setitem__(3, 65), torch.frombuffer(held, dtype=torch.bfloat16)))(
+        bytearray(8)
+    ),
+    "a part": lambda: (lambda held: (lambda: held.__setitem__(0, 5.0), torch.from_numpy(held)[1:]))(np.ones(3)),
 }
 
 
@@ -668,6 +672,22 @@ def test_memory_of_a_tensor_edited_behind_its_back(name):
     with pytest.raises(TraceError, match="behind PyTorch's back"):
         step(torch.ones(2))
     assert torch.equal(seen, before)
+
+
+def test_arrays_edited_beside_leaves_that_are_given():
+    """Which have no memory that could be an array's while a step is traced."""
+    held, leaf = np.zeros(3), torch.ones(3, requires_grad=True)
+
+    @fl.trace
+    def step(x):
+        held[:] = held * 0.5 + 1
+        return (leaf * x).sum() * held[0]
+
+    def losses(backend):
+        held[:] = 0
+        return [step(torch.ones(3)).item() for _ in range(4)]
+
+    assert losses(fl.backend("XLA")) == losses(fl.backend("CPU"))
 
 
 def test_data_of_a_tensor_from_outside():

@@ -137,7 +137,7 @@ class Snapshot:
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
             return False
         with DisableTorchDispatch(), torch.no_grad():
-            own = np.asarray(tensor.detach())
+            own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # whatever its dtype
         return any(np.may_share_memory(own, np.asarray(memoryview(content))) for content in held if len(content))
 
     # -- the walk --

@@ -12,7 +12,7 @@ from ...capture import numbers_in_memory
 from ...capture.deferred import named_tensors
 from ...capture.new_memory import Viewer
 from ...capture.step import StepTrace, is_traced
-from ...capture.tensor import reseat
+from ...capture.tensor import DeferredTensor, reseat
 from ...errors import FirstlossError, TraceError
 from ...program.graph import Program, Ref
 from ...program.source import here
@@ -141,7 +141,9 @@ class _Trace:
         made = left.make(result.pop())
         returned = len(left.tensors)
         for owner in trace.inputs.values():
-            if isinstance(owner, torch.Tensor) and snapshot.shares_memory(owner, edited=True):
+            if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
+                continue
+            if snapshot.shares_memory(owner, edited=True):
                 raise TraceError(
                     f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory behind "
                     "PyTorch's back, by an array or a buffer that shares it. Edit the tensor itself, or the array "
