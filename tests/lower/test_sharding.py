@@ -75,6 +75,14 @@ def test_a_results_dimensions_come_from_its_operands(name):
     assert found(function, operands) == expected
 
 
+def test_behind_a_barrier_each_array_is_cut_as_it_was():
+    """Several arrays of one shape stand there side by side, and have nothing to do with each other."""
+    arrays = [jax.ShapeDtypeStruct((4, 8), jnp.float32)] * 3
+    alike = dims_of(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*arrays).jaxpr)
+    assert alike.results == alike.operands
+    assert len({number for dims in alike.operands for number in dims}) == 6
+
+
 AXES = {"fsdp": 4, "tp": 2}
 CUTS = [
     # spec, dimension, over what, shape, expected

@@ -25,9 +25,9 @@ def test_eight_devices_in_one_process(cases):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def start(folder, port, rank):
-    here = os.path.join(os.path.dirname(__file__), "mesh_ranks.py")
-    return forked.start([here, str(folder), str(port), str(rank)], stdout=PIPE, stderr=PIPE)
+def start(folder, port, rank, script="mesh_ranks.py", *more):
+    here = os.path.join(os.path.dirname(__file__), script)
+    return forked.start([here, str(folder), str(port), str(rank), *map(str, more)], stdout=PIPE, stderr=PIPE)
 
 
 def result(process):
@@ -56,3 +56,20 @@ def test_two_processes(tmp_path):
     weights = fl.load(tmp_path / "it")["again"]
     assert weights["up.weight"].double().sum().item() == found[0]["gathered"]
     assert len(list((tmp_path / "it").glob("tensors-*.safetensors"))) == 2
+
+
+@pytest.mark.timeout(600)
+def test_four_processes_with_loaders_of_their_own(tmp_path):
+    """Each reads its rows, from where its loader was: together they train as one process on all of them does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [start(tmp_path, port, rank, "loading_ranks.py", 4) for rank in range(4)]
+    found = [result(process) for process in ranks]
+    one = result(start(tmp_path, 0, 0, "loading_ranks.py", 4))
+    assert all(mine == found[0] for mine in found)
+    # The order of sums is another one on a mesh: see mesh_cases.py. The second numbers are sums of the batches, near 0.
+    flat = [[number for pair in losses for number in pair] for losses in (found[0]["losses"], one["losses"])]
+    assert flat[0] == pytest.approx(flat[1], rel=2e-5, abs=1e-4)
+    assert found[0]["resumed"] == found[0]["losses"][7:]
+    assert found[0]["whole"] == found[0]["losses"]

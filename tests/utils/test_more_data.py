@@ -308,3 +308,35 @@ def test_a_dataclass_without_data_is_no_batch(backend):
     config.y = 4.0
     with pytest.warns(fl.errors.GraphChangeWarning):
         assert float(step(torch.tensor(2.0), config)) == 8
+
+
+@pytest.mark.parametrize("seed", [0, 99], ids=["the same seed", "another seed"])
+def test_a_loader_that_goes_on_leaves_the_steps_random_numbers_as_they_were(seed, tmp_path):
+    """It brings PyTorch's generator back to where it was, in a process that was seeded otherwise, too."""
+
+    def batches():
+        data = torch.arange(24.0).view(12, 2)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 2, shuffle=True)
+
+    def train(loader, steps, position=None):
+        found = []
+        for number, (x,) in enumerate(fl.utils.data.DataExecutor(loader, num_steps=steps), 1):
+            found.append(step(x))
+            if position is not None and number == 4:
+                position += [loader.state_dict(), backend.state_dict()]
+        return [drawn.tolist() for drawn in found]
+
+    @fl.trace
+    def step(x):
+        return x + torch.rand(2)
+
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    torch.manual_seed(0)
+    position = []
+    whole = train(fl.utils.data.DataLoader(batches), 9, position)
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    torch.manual_seed(seed)
+    backend.load_state_dict(position[1])
+    again = fl.utils.data.DataLoader(batches)
+    again.load_state_dict(position[0])
+    assert train(again, 5) == whole[4:]

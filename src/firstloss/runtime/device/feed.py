@@ -10,6 +10,7 @@ import torch
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import pytree
 from .. import backend as backends
+from ..mesh.processes import processes
 from ..structures import flatten
 from .numpy_arrays import from_numpy
 
@@ -48,6 +49,9 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
     from .tensors import resident  # here, because it brings JAX
 
     mesh = backends.current_backend().mesh
+    if mesh is not None and processes().count > 1:
+        # It may be what this process has read for itself, for `global_batch`: the step sends it if it is all of it.
+        return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
     if mesh is not None:
         from ..mesh.mesh import put as put_on
 

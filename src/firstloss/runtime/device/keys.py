@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,19 @@ class Keys:
         if set(state) != {"seed", "steps"} or not all(type(number) is int for number in state.values()):
             raise CheckpointError(f"a backend's random state has a whole 'seed' and 'steps', not {state!r}.")
         self._seed, self._steps, self._seen = state["seed"], state["steps"], _seeding()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """In the block PyTorch's generator is brought back to where it was, which is no new seed for a run that has
+        one: a loader that goes on does not begin the steps' random numbers again."""
+        if self._seen is None:
+            yield
+            return
+        self._follow_torch()
+        try:
+            yield
+        finally:
+            self._seen = _seeding()
 
     def _follow_torch(self) -> None:
         seeding = _seeding()

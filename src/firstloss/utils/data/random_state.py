@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from ...runtime.backend import current_backend
 
 
 class RandomState(NamedTuple):
@@ -25,7 +28,9 @@ class RandomState(NamedTuple):
 
     def restore(self, loader: Any) -> None:
         """Bring them back here."""
-        torch.set_rng_state(self.pytorch)
+        backend = current_backend(raise_exception=False)
+        with contextlib.nullcontext() if backend is None else backend.keys.kept():
+            torch.set_rng_state(self.pytorch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         for generator, state in zip(_own(loader), self.own, strict=False):
