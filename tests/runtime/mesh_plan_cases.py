@@ -2,6 +2,7 @@
 has them."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -44,7 +45,7 @@ def checkpointed_llama():
 
 
 MODELS = {
-    "deep": (Deep, MEGATRON),
+    "deep": (functools.partial(Deep, 8), MEGATRON),
     "llama": (llama, PROJECTIONS),
     "checkpointed llama": (checkpointed_llama, PROJECTIONS),
     "llama in one segment": (llama, PROJECTIONS),

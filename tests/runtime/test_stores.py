@@ -442,10 +442,6 @@ SETTINGS = {
         torch.get_float32_matmul_precision,
         lambda value: torch.set_float32_matmul_precision("highest" if value == ON else "high"),
     ),
-    "cudnn": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda value: setattr(torch.backends.cudnn, "benchmark", value == ON),
-    ),
     "default dtype": (
         torch.get_default_dtype,
         lambda value: torch.set_default_dtype(torch.float32 if value == ON else torch.float64),
@@ -483,7 +479,6 @@ def as_before(monkeypatch):
     torch.set_num_threads(settings[4])
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.benchmark = False
     torch.set_default_dtype(torch.float32)
     os.environ.pop("FIRSTLOSS_STORED", None)
     for module in (sys, F):

@@ -115,10 +115,10 @@ class Optimizers:
                 yield
         if changed:
             raise TraceError(
-                f"the traced step sets {changed[0]!r} in a parameter group to something that it computes of what is "
-                "known on the device alone. Set it to a number outside of the traced step, or use a schedule from "
-                "firstloss.optim.lr_scheduler, which is a function of a step tensor; an optimizer of your own counts "
-                "in a tensor in its state."
+                f"the traced step sets {changed[0]!r} in a parameter group, by what the device alone knows, or in an "
+                "optimizer of your own, which would be another computation at each step. Set it to a number outside "
+                "of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function of a "
+                "step tensor; an optimizer of your own counts in a tensor in its state."
             )
         self.groups.bake()
 
@@ -209,6 +209,7 @@ class Optimizers:
         hooks = _hooks_of_all()
         known = type(optimizer).__module__.startswith("torch.optim") and not hooks
         around = None if known else Snapshot([optimizer, *hooks])
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             with _without_hooks(optimizer):
                 self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
@@ -222,6 +223,10 @@ class Optimizers:
                 ) from None
         finally:
             self._rehearsing = False
+            for group, before in groups:
+                for key in group.keys() - before.keys():
+                    del group[key]
+                group.update(before)
             if around is not None:  # what the user's own code counts, it has not counted
                 Effects(around, None, Left(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):

@@ -99,6 +99,7 @@ class ParameterGroups:
         self._trace = trace
         self._seen = seen
         self._snapshot: Snapshot | None = snapshot  # until the trace has ended: it keeps all that it has seen alive
+        self._own: set[int] = set()  # the ids of groups of optimizers that are not PyTorch's: what they count, they set
         self._first: list[_Set] = []
         self._later: list[_Set] = []
         self.inputs: dict[Any, Hyperparameter] = {}
@@ -113,6 +114,8 @@ class ParameterGroups:
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
             self._first += _differences(group, before, dict(group))
             self._kept.append((group, dict(group)))
+            if not is_known(optimizer):
+                self._own.add(id(group))
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """What was in its groups before the trace; what is there now, of an optimizer that was not."""
@@ -186,14 +189,17 @@ class ParameterGroups:
                 self._kept += zip(optimizer.param_groups, self._before(optimizer), strict=False)
         for group, key, before, ours in reversed(self._restore):
             now = group.get(key, ours)
-            if now is not ours and _is_plain(now):
+            if now is not ours and _is_plain(now) and id(group) not in self._own:
                 self._later.append(_Set(group, key, now, before))
             elif now is not ours or _written(ours):
                 refused.append(key)
             group[key] = before
         for group, before in self._kept:
             found = _differences(group, before, dict(group))
-            self._later += found
+            if id(group) in self._own:
+                refused += [change.key for change in found]
+            else:
+                self._later += found
             for change in found:
                 change.undo()
             refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
