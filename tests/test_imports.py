@@ -184,12 +184,12 @@ def test_no_imports_go_round():
     assert circles() == []
 
 
-# A callback is given the Trainer, which has callbacks; a Program prints itself, by a text that is made of its nodes.
-ROUND_BY_TYPES = [{"trainer"}, {"program"}]
+# A callback is given the Trainer, which has callbacks.
+ROUND_BY_TYPES = [{"trainer"}]
 
 
 def test_nor_do_imports_for_the_type_checker():
-    """But within two rooms, where the one is the other's argument."""
+    """But within the trainer, where the one is the other's argument."""
     rooms = [{room(name) for name in circle} for circle in circles(types=True)]
     assert all(found in ROUND_BY_TYPES for found in rooms)
 

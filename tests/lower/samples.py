@@ -24,7 +24,8 @@ from firstloss.capture.step import StepTrace
 from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
 from firstloss.lower.functional import functional
-from firstloss.program.graph import Program, Ref, Value
+from firstloss.program.graph import Ref, Value
+from firstloss.program.program import Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 VARIANTS = 6  # samples of the in-place and of the out variant

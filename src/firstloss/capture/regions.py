@@ -21,8 +21,8 @@ from ..compat.patches import replaces
 from ..compat.torch_names import DisableTorchFunction, pytree
 from ..errors import TraceError
 from ..program import operations
-from ..program.graph import Program
 from ..program.operations import FLOWS, Flow, Region
+from ..program.program import Program
 from ..program.source import here
 from . import session
 from .tensor import DeferredTensor

@@ -18,9 +18,10 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
 from ..errors import MaterializeError
-from ..program.graph import Node, Program, Ref, Value
+from ..program.graph import Node, Ref, Value
 from ..program.kinds import is_unwritten
 from ..program.operations import barrier
+from ..program.program import Program
 from .lists import schedule
 
 _LIST_BYTES = 1 << 29  # of a list of weights, what is worked on at a time

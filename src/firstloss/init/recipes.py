@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..program.graph import Node, Program, Ref, slice_for
+from ..program.graph import Node, Ref, slice_for
+from ..program.program import Program
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
 from .shardings import Mark

@@ -16,7 +16,8 @@ import torch
 from jax import lax
 
 from ..errors import LoweringError
-from ..program.graph import Node, Program, Ref, Value
+from ..program.graph import Node, Ref, Value
+from ..program.program import Program
 from ..program.source import UNKNOWN, Source
 from .registry import rule
 

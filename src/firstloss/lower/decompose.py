@@ -17,7 +17,8 @@ from ..capture.recorder import DeferredTensor
 from ..capture.step import StepTrace
 from ..compat.torch_names import OpOverload, can_decompose, python_of, pytree, schema_of
 from ..errors import FirstlossError, LoweringError
-from ..program.graph import Program, Ref, Value
+from ..program.graph import Ref, Value
+from ..program.program import Program
 from .dtypes import to_torch
 
 # Operations that libraries make of their own, and that read values to be fast on one device: their rules.

@@ -19,7 +19,8 @@ from jax import lax
 
 from ..compat.torch_names import schema_of
 from ..errors import LoweringError
-from ..program.graph import Node, Program, Ref, Value
+from ..program.graph import Node, Ref, Value
+from ..program.program import Program
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..program.graph import Program, Ref, Value
+from ..program.graph import Ref, Value
+from ..program.program import Program
 from .lists import calls_apart
 from .program import Call, View, call_of, view_of
 from .repeats import Repeats, find_runs

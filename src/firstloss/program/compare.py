@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
-from .graph import Node, Program, Ref, Value
+from .graph import Node, Ref, Value
+from .program import Program
 
 
 class Parting(NamedTuple):

@@ -1,6 +1,6 @@
-"""The Program: what capture returns, for constructors and for steps alike.
+"""The graph of a Program: what capture returns, for constructors and for steps alike.
 
-A Program is a graph in which nothing is ever changed in place. Its edges are `Value`s: the whole content of one
+It is a graph in which nothing is ever changed in place. Its edges are `Value`s: the whole content of one
 storage at one moment. An operation that writes into a tensor makes a new `Value` for that tensor's storage, and a
 view is no operation at all: whoever reads through a view holds a `Ref`, which is a `Value` and the view's geometry
 (size, stride, offset). So slices, transposes, in-place edits of views, and weights that share memory need no rules
@@ -20,7 +20,6 @@ import torch
 from ..compat.torch_names import OpOverload, version_of
 from ..errors import ConstantChangedError
 from ..rng.stream import Position, Stream
-from .python_text import PythonText, scope_of
 from .source import Source
 
 
@@ -262,27 +261,3 @@ def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[N
         nodes[node.index] = node
         todo.extend(node.reads())
     return [nodes[i] for i in sorted(nodes)]
-
-
-class Program:
-    """A captured constructor or step: `inputs` in, `outputs` out, by name; only what the outputs need is in it."""
-
-    def __init__(self, inputs: dict[str, Value], outputs: dict[str, Ref]) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self.nodes = slice_for((ref.value for ref in outputs.values()), stop=set(inputs.values()))
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def __str__(self) -> str:
-        """Python that runs: see `scope`."""
-        return str(PythonText(self))
-
-    def scope(self) -> dict[str, Any]:
-        """What the free names of the Program's text stand for, constants and random streams:
-
-        exec(str(program), scope := program.scope())
-        outputs = scope["program"](*inputs)
-        """
-        return scope_of(self)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from ..compat.patches import original
-from .graph import Program, Value
+from .graph import Value
+from .program import Program
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,10 +20,21 @@ from .source import Source
 
 if TYPE_CHECKING:
     from ..rng.stream import Stream
-    from .graph import Node, Program, Ref, Value
+    from .graph import Node, Ref, Value
 
 _HEAD = "import torch\nfrom firstloss.engine.printed import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+class _Program(Protocol):
+    @property
+    def inputs(self) -> dict[str, Value]: ...
+
+    @property
+    def outputs(self) -> dict[str, Ref]: ...
+
+    @property
+    def nodes(self) -> list[Node]: ...
 
 
 class PythonText:
@@ -35,7 +46,7 @@ class PythonText:
         objects: other arguments that have no text of their own.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: _Program) -> None:
         self.constants: dict[Value, str] = {}
         self.streams: dict[Stream, str] = {}
         self.objects: dict[int, tuple[str, Any]] = {}
@@ -57,7 +68,7 @@ class PythonText:
 
     # -- names --
 
-    def _take_inputs(self, program: Program) -> list[str]:
+    def _take_inputs(self, program: _Program) -> list[str]:
         views = {ref.value for node in program.nodes for ref in (*node.refs(), *node.writes) if not ref.whole}
         views |= {ref.value for ref in program.outputs.values() if not ref.whole}
         taken: set[str] = set()
@@ -184,7 +195,7 @@ def _empty(value: Value) -> str:
     return f"torch.empty_strided({tuple(value.shape)}, {tuple(value.stride)}, dtype={value.dtype}{device})"
 
 
-def scope_of(program: Program) -> dict[str, Any]:
+def scope_of(program: _Program) -> dict[str, Any]:
     """What the free names of a Program's text stand for."""
     text = PythonText(program)
     scope: dict[str, Any] = {name: value.empty().copy_(value.content()) for value, name in text.constants.items()}

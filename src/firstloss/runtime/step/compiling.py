@@ -13,7 +13,8 @@ from ...errors import BackendError, LoweringError
 from ...lower import program as lowering
 from ...lower.program import view_of
 from ...lower.segments import Cut, cut, uncut
-from ...program.graph import Program, Value
+from ...program.graph import Value
+from ...program.program import Program
 from ..backend import Backend
 from ..mesh.edges import Edges
 from .first_loss import FirstLoss

@@ -16,7 +16,8 @@ import torch
 from ...compat.torch_names import DisableTorchDispatch, schema_of
 from ...engine.replay import Replay
 from ...errors import FirstlossError
-from ...program.graph import Node, Program, Ref, Value, slice_for
+from ...program.graph import Node, Ref, Value, slice_for
+from ...program.program import Program
 from ...program.python_text import is_number
 from ..device.lazy import LazyArray
 from ..jaxlib import given, to_host

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...capture import session
 from ...errors import TraceError
-from ...program.graph import Program
+from ...program.program import Program
 from ..backend import current_backend
 from .shapes import Pad, Shapes
 

@@ -10,7 +10,7 @@ import torch
 from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace
 from ...program.compare import parting
-from ...program.graph import Program
+from ...program.program import Program
 from ..guards.effects import Effects
 from ..guards.left import Make
 from .gradients import Gradients

@@ -14,7 +14,8 @@ from ...capture.new_memory import Viewer
 from ...capture.step import StepTrace, is_traced
 from ...capture.tensor import DeferredTensor, reseat
 from ...errors import FirstlossError, TraceError
-from ...program.graph import Program, Ref
+from ...program.graph import Ref
+from ...program.program import Program
 from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
