@@ -62,6 +62,7 @@ class Optimizers:
             snapshot: what was there before the trace.
             keep_fused: where PyTorch's fused kernels were asked for, they are what the step calls.
         """
+        self._trace = trace
         self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
         self.given: set[Value] = set()
@@ -186,7 +187,7 @@ class Optimizers:
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.given.update(grad._store.value for grad in grads if type(grad) is DeferredTensor)
-        load_in_place(optimizer)
+        load_in_place(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
         self.groups.keep(optimizer)

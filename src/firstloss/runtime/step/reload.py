@@ -7,20 +7,23 @@ from typing import Any
 
 import torch
 
+from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import DisableTorchDispatch
 from ..backend import current_backend
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def load_in_place(optimizer: torch.optim.Optimizer) -> None:
-    """Bring the state that `optimizer` has to the backend, and keep it there.
+def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
+    """Bring the state that `optimizer` has to the backend, and keep it there. `trace` is of the step that steps it.
 
     From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which lie there, and copies into
     them. Elsewhere the loaded tensors are the state from then on, as `torch.optim` has it (whoever holds them sees them
     change). Either way its groups are new ones, and the step is traced again.
     """
-    state = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
+    state = [v for v in held if storage_key(v) not in met]  # else the step has read or written it where it is
     backend = current_backend()
     with DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
         if backend.mesh is not None:
