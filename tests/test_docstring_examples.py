@@ -11,12 +11,12 @@ import firstloss as fl
 from firstloss.runtime import backend as backends
 from tests.test_docstrings import PUBLIC
 
-# What a reader looks up first. (`trace`, `Pad` and the closures: on docs/reference/steps.md, which is run, too.)
+# What a reader looks up first.
 CORE = (
     "deferred", "deferred_init", "is_deferred", "materialize_module", "materialize_tensor", "init_program",
     "save_initialized", "shard", "mark_sharding", "run_stablehlo", "backend", "compile", "save", "load",
     "utils.data.DataLoader", "utils.data.DataExecutor", "distributed.initialize", "amp.autocast",
-    "register_lowering", "trainer.Trainer",
+    "register_lowering", "trainer.Trainer", "trace", "Pad", "step_closure", "checkpoint_closure",
 )  # fmt: skip
 
 EXAMPLES = {

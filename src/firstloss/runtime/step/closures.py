@@ -32,6 +32,20 @@ def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     Tensor arguments arrive as tensors on the host, in memory of their own. Other arguments are kept as they are: inside
     a step, as they were while it was traced. It returns nothing, since nobody could wait for it.
 
+    Examples:
+        >>> device = fl.backend("XLA")
+        >>> sums = []
+        >>> @fl.step_closure
+        ... def log(value):
+        ...     sums.append(value.item())
+        >>> @fl.trace
+        ... def step(x):
+        ...     log(x.sum())
+        >>> for i in range(3):
+        ...     step(torch.full((2,), float(i)))
+        >>> sums
+        [0.0, 2.0, 4.0]
+
     Args:
         closure: a function of tensors, in lists, tuples and dicts, and of anything else.
 
@@ -48,6 +62,18 @@ def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     """As `step_closure`, but it runs on the executor's checkpoint steps only, and before any further step.
 
     So it may read weights and optimizer state (`model.state_dict()`): they are those that the step has left.
+
+    Examples:
+        >>> device = fl.backend("XLA")
+        >>> saved = []
+        >>> @fl.checkpoint_closure
+        ... def save(number):
+        ...     saved.append(number)
+        >>> batches = fl.utils.data.DataLoader(lambda: [torch.ones(2)])
+        >>> for i, batch in enumerate(fl.utils.data.DataExecutor(batches, num_steps=6, checkpoint_steps=3)):
+        ...     save(i + 1)
+        >>> saved
+        [3, 6]
 
     Args:
         closure: as for `step_closure`.

@@ -25,6 +25,14 @@ class Pad:
     padding does not count, and gives results of the padded shape: pad labels with the number that the loss ignores
     (`Pad(values={"labels": -100})` for `cross_entropy`), masks with 0.
 
+    Examples:
+        >>> device = fl.backend("XLA")
+        >>> @fl.trace(shapes=fl.Pad(multiple_of=4))
+        ... def total(x):
+        ...     return x.sum()
+        >>> [total(torch.ones(rows)).item() for rows in (8, 5, 7)]  # compiled once: 5 and 7 are padded to 8
+        [8.0, 5.0, 7.0]
+
     Attributes:
         value: what to pad with.
         values: what to pad with instead, by a tensor's name: its key in the batch, or the argument's.

@@ -37,6 +37,22 @@ def trace(
 
     Use it as `@fl.trace`, or with options as `@fl.trace(shapes="refuse")`.
 
+    Examples:
+        >>> backend = fl.backend("XLA")
+        >>> with backend.device:
+        ...     model = nn.Linear(8, 1)
+        >>> compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> @fl.trace
+        ... def step(x):
+        ...     loss = compiled(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+        >>> losses = [step(torch.ones(4, 8)) for _ in range(3)]  # traced and compiled at the first call
+        >>> losses[2].item() < losses[0].item()
+        True
+
     Args:
         step: a function or a method of batches: tensors in lists, tuples, dicts and dataclasses, and of other values.
         shapes: what to do about a batch of new shapes. "recompile": compile the step for it as well, with a
