@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import GraphChangedError, GraphChangeWarning
+from firstloss.errors import GraphChangedError, GraphChangeWarning, TraceError
 from firstloss.runtime.step import compiling
 
 from .. import forked
@@ -667,3 +667,27 @@ def test_refusing_changes_refuses_that_one_too():
     step(torch.ones(2))
     with pytest.raises(GraphChangedError):
         step(torch.ones(2))
+
+
+@pytest.mark.parametrize("itself", [False, True], ids=["another", "a part of it"])
+def test_a_file_and_an_argument_that_is_met_in_another_way(itself):
+    """Where arguments share memory, and one is edited, the step's Python runs twice, and would read what it has
+    written."""
+    file = pathlib.Path(path())
+
+    @fl.trace
+    def step(x, y):
+        number = float(file.read_text())
+        file.write_text("7")
+        x.mul_(2)
+        return number * (x.sum() + y.sum())
+
+    fl.backend("XLA")
+    file.write_text("3")
+    x = torch.ones(2, 2)
+    if not itself:
+        assert step(x, torch.ones(2)).item() == 30
+        return
+    with pytest.raises(TraceError, match="run twice"):
+        step(x, x[0])
+    assert torch.equal(x, torch.ones(2, 2))

@@ -53,10 +53,12 @@ class StepCache:
         """
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
+        again = False
         while True:
             try:
-                return self._call(Request(step, arguments, backend), kind)
+                return self._call(Request(step, arguments, backend, again), kind)
             except Shared as shared:
+                again = True
                 for i in shared.leaves:
                     owner = owner_of(arguments.leaves[i])
                     self._shared[id(owner)] = owner

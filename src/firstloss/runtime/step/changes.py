@@ -24,8 +24,9 @@ import torch
 
 from ... import timeline
 from ...compat.torch_names import parameters_of
-from ...errors import GraphChangedError
+from ...errors import GraphChangedError, TraceError
 from ...program.compare import parting
+from ...program.source import here
 from ..backend import Backend
 from ..guards.guards import Change
 from ..guards.recording import functions_of
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     step: Callable[..., Any]
     arguments: Arguments
     backend: Backend
+    again: bool = False  # it was traced already at this call, and some arguments have to go in as themselves
 
     def roots(self) -> tuple:
         """Where to begin to look for what the step's Python reads."""
@@ -71,6 +73,7 @@ class Request(NamedTuple):
         with timeline.span("trace"):
             traced = tracing.trace_step(self.step, self.arguments, backend, around)
             try:
+                self._refuse_twice(around)
                 same = find(traced)
             except BaseException:
                 tracing.abandon(traced, around)
@@ -83,6 +86,16 @@ class Request(NamedTuple):
                 same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
+
+    def _refuse_twice(self, around: Surroundings) -> None:
+        """What the first trace of two has done to files is not undone, and the second may have read it."""
+        asked = around.guards.asked if self.again and around.guards is not None else ()
+        for what, where in asked:
+            raise TraceError(
+                f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {what}(), and edits an argument "
+                "whose memory is that of another tensor which it uses, so that its Python would run twice at this "
+                "call. Edit a clone of it, or read before the step, and pass what was read."
+            )
 
 
 class Known:
@@ -289,7 +302,7 @@ class Versions:
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
     ) -> Known:
         # The code that runs is noted when there is no hurry: the first loss is there, or nobody checks it later.
-        noted = not first or bool(self._known) or not self._check
+        noted = not first or bool(self._known) or not self._check or request.again
         around = Surroundings(request.roots(), self._functions, noted)
         begin = time.perf_counter()
         known = Known(request.compiled(around, find), around, time.perf_counter() - begin)

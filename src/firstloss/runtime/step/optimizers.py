@@ -72,6 +72,7 @@ class Optimizers:
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only = False
         self._rehearsing = False
+        self._refused: list[str] = []
         self._handles: list[Any] = []
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
@@ -114,14 +115,21 @@ class Optimizers:
             torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
             with without_reads(), self.schedulers.watched(recording.times_read):
                 yield
-        if changed:
-            raise TraceError(
-                f"the traced step sets {changed[0]!r} in a parameter group, by what the device alone knows, or in an "
-                "optimizer of your own, which would be another computation at each step. Set it to a number outside "
-                "of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function of a "
-                "step tensor; an optimizer of your own counts in a tensor in its state."
-            )
+        self._refused = changed
         self.groups.bake()
+
+    def check(self) -> None:
+        """
+        Raises:
+            TraceError: if the step sets something in a parameter group that a call could not set again.
+        """
+        if self._refused:
+            raise TraceError(
+                f"{here()}: the step sets {self._refused[0]!r} in a parameter group, by what the device alone knows or "
+                "in an optimizer of your own, which would be another computation at each step. Set it to a number "
+                "outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function "
+                "of a step tensor; an optimizer of your own counts in a tensor in its state."
+            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if session.trace is None or self._rehearsing:

@@ -127,6 +127,7 @@ class _Trace:
                     raise
                 raised, result = error, [None]
         given.check(self.name)
+        self.optimizers.check()
         backend = self._backend
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
