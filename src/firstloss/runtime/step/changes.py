@@ -93,8 +93,8 @@ class Request(NamedTuple):
         for what, where in asked:
             raise TraceError(
                 f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {what}(), and edits an "
-                "argument whose memory is that of another tensor which it uses, so that its Python would run twice at this "
-                "call. Edit a clone of it, or read before the step, and pass what was read."
+                "argument whose memory is that of another tensor which it uses, so that its Python would run twice at "
+                "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
 
 
