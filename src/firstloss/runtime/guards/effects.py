@@ -82,9 +82,10 @@ class Effects:
         for function, made_of in snapshot.definitions.values():
             if not same(made_of, now := definition(function)):
                 self._again(function, functools.partial(define, function), made_of, now)
-        changed = contents.environment_changes(snapshot.environment, contents.environment())
+        environment = contents.environment()
+        changed = contents.environment_changes(snapshot.environment, environment)
         if changed:
-            old_values = contents.environment_changes(contents.environment(), snapshot.environment)
+            old_values = contents.environment_changes(environment, snapshot.environment)
             self._again(os.environ, contents.set_environment, old_values, changed)
         for generator, state in reads.generators if reads is not None else ():
             if not same(state, now := state_of(generator)):

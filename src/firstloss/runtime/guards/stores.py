@@ -43,10 +43,8 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
             method = type(owner).__setattr__
             translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
             stores.attribute(owner, None if translates else attribute)
-    by_string = recording.outside.sets_by_string
-    if (
-        executed.stores_past_classes or by_string
-    ):  # nobody has noted which, at least where the class is not instrumented
+    # Nobody has noted which, at least where the class is not instrumented.
+    if executed.stores_past_classes or recording.outside.sets_by_string:
         for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
             if executed.stores_past_classes or not can_be_instrumented(type(known.owner)):
                 stores.table(known)

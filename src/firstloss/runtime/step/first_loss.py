@@ -35,9 +35,8 @@ class Kernels(Replay):
                 self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
             return
         if node.op is torch.ops.aten._native_batch_norm_legit_no_training.default:
-            super()._run_one(
-                node
-            )  # gives no statistics of the batch, which its backward pass is given and does not read
+            # It gives no statistics of the batch, which its backward pass is given and does not read.
+            super()._run_one(node)
             for value in node.outputs[1:]:
                 self.buffers[value] = value.empty().fill_(torch.nan)
             return None

@@ -90,12 +90,12 @@ class ModesLeft:
 
     def traced(self) -> None:
         """The step has been traced."""
-        found = zip((*_MODES, *_SETTINGS), self._before, _all(), strict=True)
+        found = zip(_ALL, self._before, _all(), strict=True)
         self._left = [(write, after) for (_, write), before, after in found if after != before]
 
     def undo(self) -> None:
         """As it was before the step was traced."""
-        for (_, write), before, now in zip((*_MODES, *_SETTINGS), self._before, _all(), strict=True):
+        for (_, write), before, now in zip(_ALL, self._before, _all(), strict=True):
             if now != before:
                 write(before)
 
@@ -103,6 +103,9 @@ class ModesLeft:
         """After a call: the modes are those that the step's Python would leave."""
         for write, after in self._left:
             write(after)
+
+
+_ALL = (*_MODES, *_SETTINGS)
 
 
 def _all() -> tuple:

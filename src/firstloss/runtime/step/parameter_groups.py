@@ -65,10 +65,9 @@ class _Set(NamedTuple):
             self.group.pop(self.key, None)
 
 
-def _differences(group: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> list[_Set]:
-    names = [key for key, value in now.items() if key != "params" and _is_plain(value)]
-    pairs = [(key, before.get(key, MISSING)) for key in names]
-    return [_Set(group, key, now[key], old) for key, old in pairs if not same(old, now[key])]
+def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
+    found = [(k, v, before.get(k, MISSING)) for k, v in group.items() if k != "params" and _is_plain(v)]
+    return [_Set(group, key, now, old) for key, now, old in found if not same(old, now)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -112,7 +111,7 @@ class ParameterGroups:
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step of one: its groups are put back after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
-            self._first += _differences(group, before, dict(group))
+            self._first += _differences(group, before)
             self._kept.append((group, dict(group)))
             if not is_known(optimizer):
                 self._own.add(id(group))
@@ -195,7 +194,7 @@ class ParameterGroups:
                 refused.append(key)
             group[key] = before
         for group, before in self._kept:
-            found = _differences(group, before, dict(group))
+            found = _differences(group, before)
             if id(group) in self._own:
                 refused += [change.key for change in found]
             else:
