@@ -189,6 +189,43 @@ def test_what_is_in_a_group_may_change_between_steps(key, name, backend):
     check(backend, lambda p: getattr(torch.optim, name)(p, **options), setting(key, CHANGES[key][0]))
 
 
+CYCLING = {
+    "OneCycleLR": lambda o: theirs.OneCycleLR(o, 0.1, 12),
+    "CyclicLR": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3, base_momentum=0.6, max_momentum=0.8),
+}
+NUMBERS = {
+    "SGD": ["momentum", "weight_decay", "dampening"],
+    "AdamW": [("betas", 0), ("betas", 1), ("betas", slice(0, 2)), "eps", "weight_decay"],
+    "NAdam": [("betas", 0), ("betas", 1), "momentum_decay"],
+    "RMSprop": ["momentum", "alpha", "eps"],
+}
+
+
+@pytest.mark.parametrize("name, number", [(name, number) for name, numbers in NUMBERS.items() for number in numbers])
+@pytest.mark.parametrize("schedule", CYCLING)
+def test_a_number_set_by_hand_beside_a_scheduler_that_moves_it(schedule, name, number, backend):
+    """A tuple of which the scheduler moves one number has others that nobody reads anew unless told to."""
+
+    def between(n, run):
+        if n == 0:
+            run.more["scheduler"] = CYCLING[schedule](run.optimizer)
+        else:
+            run.more["scheduler"].step()
+        if n not in (4, 7):
+            return
+        key, place = number if isinstance(number, tuple) else (number, None)
+        for group in run.optimizer.param_groups:
+            if place is None:
+                group[key] = group[key] * 0.5 + 0.01
+            else:
+                values = list(group[key])
+                values[place] = [v * 0.7 for v in values[place]] if isinstance(place, slice) else values[place] * 0.7
+                group[key] = tuple(values)
+
+    options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    check(backend, lambda p: getattr(torch.optim, name)(p, lr=0.01, **options), between)
+
+
 def test_a_list_in_a_group_edited_in_place(backend):
     def between(n, run):
         if n == 0:

@@ -40,7 +40,11 @@ class Hyperparameter(NamedTuple):
         """What the trace takes for granted of it: that it is a number, or so many, and but for a rate, its sign, by
         which optimizers branch."""
         value = self.group.get(self.key)
-        if not is_number(value) and not (isinstance(value, tuple) and all(map(is_number, value))):
+        if self.place is None:
+            fits = is_number(value)
+        else:
+            fits = isinstance(value, tuple) and self.place < len(value) and all(map(is_number, value))
+        if not fits:
             return None
         return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
 
@@ -223,13 +227,18 @@ class ParameterGroups:
         """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it
         takes for granted. A tensor that the step reads is known by which it is; one that a step itself puts there is
         not compared."""
-        inputs = {(id(h.group), h.key) for h in self.inputs.values()}
+        inputs: dict[Any, list[int | None]] = {}
+        for h in self.inputs.values():
+            inputs.setdefault((id(h.group), h.key), []).append(h.place)
         found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
         for number, optimizer in enumerate(self._seen):
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    if key == "params" or (id(group), key) in inputs or _is_dead(value):
+                    places = inputs.get((id(group), key))
+                    if key == "params" or places == [None] or _is_dead(value):
                         continue
+                    if places is not None and isinstance(value, tuple):  # of which some are inputs
+                        value = tuple(v for place, v in enumerate(value) if place not in places)
                     plain = type(value) in _PLAIN
                     found[number, i, key] = value if plain else _frozen(value)
         return found
