@@ -37,9 +37,14 @@ def to_array(x):
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach().resolve_conj().resolve_neg().contiguous()
-    if x.dtype in (torch.bfloat16,):
-        return jnp.asarray(x.view(torch.int16).numpy().view(to_jax(x.dtype)))
-    return jnp.asarray(x.numpy())
+    array = x.view(torch.int16).numpy().view(to_jax(x.dtype)) if x.dtype == torch.bfloat16 else x.numpy()
+    return jax.device_put(array)  # `jnp.asarray` would compile a copy for each shape
+
+
+def cast_as(results: list, expected: list) -> list:
+    """The results of a rule in the dtypes that eager has, as the driver casts them."""
+    casts = [cast(ours, to_jax(theirs.dtype)) for ours, theirs in zip(results, expected, strict=False)]
+    return casts + results[len(casts) :]
 
 
 def to_tensor(x, dtype: torch.dtype) -> torch.Tensor:
@@ -62,9 +67,10 @@ def assert_rule(overload, args, kwargs, expected, *, tolerance: float | None = N
             rest = iter(arrays)
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in flat]
             rule_args, rule_kwargs = spec.unflatten(filled)
-            return RULES[overload](*rule_args, **rule_kwargs)
+            results = tree_leaves(RULES[overload](*rule_args, **rule_kwargs))
+            return cast_as([x for x in results if x is not None], expected_leaves)
 
-        got = [x for x in tree_leaves(jax.jit(run)(arrays)) if x is not None]
+        got = jax.jit(run)(arrays)
     assert len(got) == len(expected_leaves), f"{overload}: {len(got)} results for {len(expected_leaves)}"
     for ours, theirs in zip(got, expected_leaves, strict=True):
         assert_same(to_tensor(ours, theirs.dtype), theirs, tolerance)
@@ -151,6 +157,7 @@ class Check:
             self.problem = f"no rule: {overload}"
         elif not is_strided((self.args, self.kwargs)):
             self.problem = "not strided"
+        self.leaves = [x for x in tree_leaves(self.expected) if isinstance(x, torch.Tensor)]
         self.flat, self.spec = tree_flatten((self.args, self.kwargs))
         try:
             self.arrays = [to_array(x) for x in self.flat if isinstance(x, torch.Tensor)] if not self.problem else []
@@ -161,16 +168,16 @@ class Check:
         rest = iter(arrays)
         args, kwargs = self.spec.unflatten([next(rest) if isinstance(x, torch.Tensor) else x for x in self.flat])
         try:
-            return [x for x in tree_leaves(RULES[self.overload](*args, **kwargs)) if x is not None]
+            results = [x for x in tree_leaves(RULES[self.overload](*args, **kwargs)) if x is not None]
+            return cast_as(results, self.leaves)
         except Exception as error:
             self.problem = f"{self.overload}: {type(error).__name__}: {str(error)[:300]}"
             return []
 
     def compare(self, results) -> None:
-        expected = [x for x in tree_leaves(self.expected) if isinstance(x, torch.Tensor)]
         try:
-            assert len(results) == len(expected), f"{len(results)} results for {len(expected)}"
-            for position, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+            assert len(results) == len(self.leaves), f"{len(results)} results for {len(self.leaves)}"
+            for position, (ours, theirs) in enumerate(zip(results, self.leaves, strict=True)):
                 if "batch_norm" in str(self.overload) and theirs.shape == (0,):
                     continue  # evaluation saves nothing, which PyTorch's kernel and its meta kernel say in two ways
                 wanted = tolerance_of(self.overload, position, theirs)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from firstloss.lower.sharding import _cut, dims_of
+from firstloss.lower.sharding import _cut
+from firstloss.lower.sharding_rules import rule_of
 
 
 def take(table, indices):
@@ -60,12 +61,12 @@ def found(function, operands):
     arrays = [
         jax.ShapeDtypeStruct(shape_of(words), jnp.int32 if words.startswith("i") else jnp.float32) for words in operands
     ]
-    alike = dims_of(jax.make_jaxpr(function)(*arrays).jaxpr)
+    rule = rule_of(jax.make_jaxpr(function)(*arrays).jaxpr)
     names = {}
-    for words, dims in zip(operands, alike.operands, strict=True):
+    for words, dims in zip(operands, rule.operands, strict=True):
         for word, number in zip(words.split(), dims, strict=True):
             names.setdefault(number, []).append(word[0])
-    (result,) = alike.results
+    (result,) = rule.results
     return " ".join("=".join(names.get(number, ".")) for number in result)
 
 
@@ -78,9 +79,9 @@ def test_a_results_dimensions_come_from_its_operands(name):
 def test_behind_a_barrier_each_array_is_cut_as_it_was():
     """Several arrays of one shape stand there side by side, and have nothing to do with each other."""
     arrays = [jax.ShapeDtypeStruct((4, 8), jnp.float32)] * 3
-    alike = dims_of(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*arrays).jaxpr)
-    assert alike.results == alike.operands
-    assert len({number for dims in alike.operands for number in dims}) == 6
+    rule = rule_of(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*arrays).jaxpr)
+    assert rule.results == rule.operands
+    assert len({number for dims in rule.operands for number in dims}) == 6
 
 
 AXES = {"fsdp": 4, "tp": 2}

@@ -10,35 +10,24 @@ wanted cut along the same axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex
 import numpy as np
 
 from ..program.graph import Value
+from .jaxprs import interpret, jaxpr_of
 from .program import Call
+from .scratch import RESHAPING, Memory
 from .segments import Segment
-from .sharding import Axes, Placed, Spec, alike_in, called_by, jaxpr_of, within
+from .sharding import Axes, Placed, Spec, within
+from .sharding_rules import ShardingRule, rule_of_equation
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
-# They have an array's content in another shape: what is summed stays in parts through them.
-_RESHAPING = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "copy", "copy_p"})
-# XLA computes these where their results are read, and keeps none of them.
-_FUSED = _RESHAPING | frozenset(
-    """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate cos cosh div eq erf erfc
-    erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter
-    not optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan tanh xor""".split()
-)
-# What these read lies in memory; other operations are fused with those that make what they read.
-_OPERANDS_IN_MEMORY = frozenset({"dot_general", "conv_general_dilated", "sort", "sent"})
-# Bytes of reductions that XLA makes one of (its `--xla_gpu_all_reduce_combine_threshold_bytes`, and the CPU's).
-_COMBINED = 30 << 20
 # Of these an element costs nothing.
-_FREE = _RESHAPING | frozenset(
+_FREE = RESHAPING | frozenset(
     "broadcast_in_dim iota slice pad concatenate select_n rev gather scatter optimization_barrier stop_gradient".split()
 )
 _SUMS = frozenset({"dot_general", "reduce_sum", "scatter-add", "scatter_add", "conv_general_dilated"})
@@ -155,14 +144,6 @@ class _Array(NamedTuple):
     along: tuple[int | None, ...] = ()
 
 
-class _Node(NamedTuple):
-    """What is computed: by an operation of JAX's, or `"sent"` by a collective."""
-
-    bytes: int
-    primitive: str
-    reads: tuple[int, ...]
-
-
 class _Device:
     """One device, and a segment."""
 
@@ -176,10 +157,8 @@ class _Device:
         self._axes = axes
         self._placed = within(segment, known, axes)
         self._work = Work()
-        self._nodes: list[_Node] = []
-        self._given: set[int] = set()  # nodes that are no scratch memory
+        self._memory = Memory()
         self._gathered: dict[Hashable, int] = {}
-        self._reductions: dict[int, tuple[str, ...]] = {}  # nodes that are such, and along which axes
         self._call: Call | None = None
 
     def work(self, reused: Container[Value]) -> Work:
@@ -196,11 +175,13 @@ class _Device:
             if jaxpr is None:
                 jaxpr = self._jaxprs[kind] = jaxpr_of(call)
             key = self._array((), 4, Placed(()), "iota", ())
-            for value, made in zip(call.outputs, self._run(jaxpr, [key, *operands]), strict=True):
+            for value, made in zip(
+                call.outputs, interpret(jaxpr, [key, *operands], self._literal, self._apply), strict=True
+            ):
                 arrays[value] = self._settled(value, made)
         outputs = {arrays[value].node for value in self._segment.outputs if value not in reused}
-        self._given |= {arrays[value].node for value in self._segment.outputs if value in reused}
-        self._work.scratch = self._most(outputs)
+        self._memory.given |= {arrays[value].node for value in self._segment.outputs if value in reused}
+        self._work.scratch = self._memory.peak(outputs)
         return self._work
 
     # -- arrays --
@@ -214,69 +195,53 @@ class _Device:
         reads: tuple[int, ...],
         root: Any = None,
     ) -> _Array:
-        self._nodes.append(_Node(local_bytes(shape, itemsize, place.spec, self._axes), primitive, reads))
-        node = len(self._nodes) - 1
+        node = self._memory.add(primitive, local_bytes(shape, itemsize, place.spec, self._axes), reads)
         return _Array(place, node, node if root is None else root)
 
     def _input(self, value: Value) -> _Array:
         made = self._array(value.shape, value.dtype.itemsize, self._known[value], "input", (), value)
-        self._given.add(made.node)
+        self._memory.given.add(made.node)
         return made
 
     def _constant(self, value: Value) -> _Array:
         return self._array(value.shape, value.dtype.itemsize, Placed(((),) * len(value.shape)), "iota", ())
 
+    def _literal(self, aval: Any) -> _Array:
+        shape = tuple(getattr(aval, "shape", ()))
+        return self._array(shape, _itemsize(aval), Placed(((),) * len(shape)), "iota", ())
+
     # -- operations --
-
-    def _run(self, jaxpr: jex.Jaxpr, inputs: Sequence[_Array]) -> list[_Array]:
-        env: dict[Any, _Array] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> _Array:
-            if isinstance(atom, jex.Literal) or atom not in env:
-                shape = tuple(getattr(atom.aval, "shape", ()))
-                return self._array(shape, _itemsize(atom.aval), Placed(((),) * len(shape)), "iota", ())
-            return env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            inner = called_by(eqn)
-            if inner is not None and len(inner.invars) == len(operands):
-                results = self._run(inner, operands)
-            else:
-                results = self._apply(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
 
     def _apply(self, eqn: Any, operands: list[_Array]) -> list[_Array]:
         name = eqn.primitive.name
         shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
         made = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
-        if name in _RESHAPING and operands[0].parts and self._keeps_cuts(eqn, operands[0], shapes[0], made[0]):
+        if name in RESHAPING and operands[0].parts and self._keeps_cuts(eqn, operands[0], shapes[0], made[0]):
             operand = operands[0]
             result = self._apply(eqn, [operand._replace(parts=())])[0]
             return [result._replace(parts=operand.parts, itemsize=operand.itemsize)]
         operands = [self._summed(operand, atom.aval) for operand, atom in zip(operands, eqn.invars, strict=True)]
         if name == "optimization_barrier":
             return operands
-        alike = alike_in(eqn)
-        cuts = self._cuts(eqn, alike, operands, shapes, made)
+        rule = rule_of_equation(eqn)
+        cuts = self._cuts(eqn, rule, operands, shapes, made)
         parts: tuple[str, ...] = ()
         if name == "gather":
-            operands, parts = self._lookup(eqn, operands, shapes, alike, cuts)
+            operands, parts = self._lookup(eqn, operands, shapes, rule, cuts)
         if name in ("slice", "dynamic_slice"):
-            operands = [self._sliced(eqn, operands[0], alike, cuts), *operands[1:]]
+            operands = [self._sliced(eqn, operands[0], rule, cuts), *operands[1:]]
         operands = [
             self._moved(operand, atom.aval, tuple(cuts.get(number, ()) for number in dims))
-            for operand, atom, dims in zip(operands, eqn.invars, alike.operands, strict=True)
+            for operand, atom, dims in zip(operands, eqn.invars, rule.operands, strict=True)
         ]
-        of_results = {number for dims in alike.results for number in dims}
+        of_results = {number for dims in rule.results for number in dims}
         gone = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
         of_batch = any(operand.place.of_batch for operand in operands)
         results = []
-        for var, dims in zip(eqn.outvars, alike.results, strict=True):
+        for var, dims in zip(eqn.outvars, rule.results, strict=True):
             place = Placed(tuple(cuts.get(number, ()) for number in dims), of_batch)
             shape, itemsize = tuple(getattr(var.aval, "shape", ())), _itemsize(var.aval)
-            root = operands[0].root if name in _RESHAPING else None
+            root = operands[0].root if name in RESHAPING else None
             reads = tuple(operand.node for operand in operands)
             result = self._array(shape, itemsize, place, name, reads, root)
             if gone or parts:
@@ -290,13 +255,13 @@ class _Device:
                 )
                 result = result._replace(base=operands[0], along=along)
             results.append(result)
-        self._count(eqn, shapes, made, alike, cuts)
+        self._count(eqn, shapes, made, rule, cuts)
         return results
 
     def _cuts(
         self,
         eqn: Any,
-        alike: Any,
+        rule: ShardingRule,
         operands: Sequence[_Array],
         shapes: Sequence[tuple[int, ...]],
         made: Sequence[tuple[int, ...]],
@@ -304,23 +269,23 @@ class _Device:
         """How the operation's iteration space is cut: axes by the dimensions' numbers."""
         name = eqn.primitive.name
         sizes: dict[int, list[int]] = {}
-        for shape, dims in (*zip(shapes, alike.operands, strict=True), *zip(made, alike.results, strict=True)):
+        for shape, dims in (*zip(shapes, rule.operands, strict=True), *zip(made, rule.results, strict=True)):
             for size, number in zip(shape, dims, strict=True):
                 sizes.setdefault(number, []).append(size)
         whole: set[int] = set()
         if name in _ALONG and shapes[0]:
-            whole.add(alike.operands[0][eqn.params[_ALONG[name]]])
-        in_results = {number for dims in alike.results for number in dims}
+            whole.add(rule.operands[0][eqn.params[_ALONG[name]]])
+        in_results = {number for dims in rule.results for number in dims}
         if name not in _SUMS and name not in _REDUCTIONS and name != "gather":
-            whole |= {number for dims in alike.operands for number in dims if number not in in_results}
+            whole |= {number for dims in rule.operands for number in dims if number not in in_results}
         order = sorted(range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i])))
         if name == "gather":  # an index may say any row
-            whole |= {n for n in alike.operands[0] if n not in in_results and n not in alike.operands[1]}
+            whole |= {n for n in rule.operands[0] if n not in in_results and n not in rule.operands[1]}
             order = [1, 0]
         cuts: dict[int, tuple[str, ...]] = {}
         used: set[str] = set()
         for i in order:
-            for number, cut in zip(alike.operands[i], operands[i].place.spec, strict=True):
+            for number, cut in zip(rule.operands[i], operands[i].place.spec, strict=True):
                 if not cut or number in cuts or number in whole:
                     continue
                 kept: tuple[str, ...] = ()
@@ -335,31 +300,31 @@ class _Device:
             # Each device adds what is meant for the rows that it is to have.
             for value in self._call.outputs:
                 if tuple(value.shape) == made[0]:
-                    for number, cut in zip(alike.results[0], self._placed[value].spec, strict=True):
-                        if cut and number not in cuts and not used & set(cut) and number not in alike.operands[2]:
+                    for number, cut in zip(rule.results[0], self._placed[value].spec, strict=True):
+                        if cut and number not in cuts and not used & set(cut) and number not in rule.operands[2]:
                             cuts[number] = cut
                             used.update(cut)
         return cuts
 
     def _keeps_cuts(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
-        cuts = self._cuts(eqn, alike_in(eqn), [operand], [shape], [made])
+        cuts = self._cuts(eqn, rule_of_equation(eqn), [operand], [shape], [made])
         return sorted(cuts.values()) == sorted(cut for cut in operand.place.spec if cut)
 
     def _lookup(
-        self, eqn: Any, operands: list[_Array], shapes: list[tuple[int, ...]], alike: Any, cuts: dict[int, Any]
+        self, eqn: Any, operands: list[_Array], shapes: list[tuple[int, ...]], rule: ShardingRule, cuts: dict[int, Any]
     ) -> tuple[list[_Array], tuple[str, ...]]:
         """Rows of a table that is cut between them: each device looks up those that it has, and they are added up, or
         the table is gathered, where less is sent by that."""
         table = operands[0]
-        kept = {*alike.results[0], *cuts}
-        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and alike.operands[0][d] not in kept]
+        kept = {*rule.results[0], *cuts}
+        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and rule.operands[0][d] not in kept]
         axes = tuple(axis for _, cut in split for axis in cut)
         used = {axis for cut in cuts.values() for axis in cut}
         if not axes or used & set(axes):
             return operands, ()
-        spec = tuple(cuts.get(number, ()) for number in alike.operands[0])
+        spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
         whole = local_bytes(shapes[0], _itemsize(eqn.invars[0].aval), spec, self._axes)
-        result = tuple(cuts.get(number, ()) for number in alike.results[0])
+        result = tuple(cuts.get(number, ()) for number in rule.results[0])
         looked_up = local_bytes(eqn.outvars[0].aval.shape, _itemsize(eqn.outvars[0].aval), result, self._axes)
         if whole <= 2 * looked_up:
             return operands, ()
@@ -373,21 +338,21 @@ class _Device:
         eqn: Any,
         shapes: Sequence[tuple[int, ...]],
         made: Sequence[tuple[int, ...]],
-        alike: Any,
+        rule: ShardingRule,
         cuts: Mapping[int, tuple[str, ...]],
     ) -> None:
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             steps = math.prod(shapes[0][place] for place in contracted)
-            dims = {*alike.operands[0], *alike.operands[1]}
+            dims = {*rule.operands[0], *rule.operands[1]}
             self._work.matmul_flops += 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
         elif name == "conv_general_dilated":
             kernel = math.prod(shapes[1]) // max(shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]], 1)
-            dims = {*alike.operands[0], *alike.operands[1], *alike.results[0]}
+            dims = {*rule.operands[0], *rule.operands[1], *rule.results[0]}
             self._work.matmul_flops += 2.0 * math.prod(made[0]) * kernel / self._share(dims, cuts)
         elif name not in _FREE:
-            which, dims_of = (shapes, alike.operands) if name in _REDUCTIONS else (made, alike.results)
+            which, dims_of = (shapes, rule.operands) if name in _REDUCTIONS else (made, rule.results)
             if which:
                 self._work.other_flops += math.prod(which[0]) / self._share(set(dims_of[0]), cuts)
 
@@ -444,17 +409,16 @@ class _Device:
             if elsewhere:
                 self._send("all-to-all", elsewhere, nbytes, array.root)
             self._send("all-gather", axes, nbytes, array.root)
-            self._nodes.append(_Node(nbytes, "sent", (array.node,)))
-            node = self._gathered[key] = len(self._nodes) - 1
+            node = self._gathered[key] = self._memory.add("sent", nbytes, (array.node,))
         return moved._replace(node=node)
 
-    def _sliced(self, eqn: Any, array: _Array, alike: Any, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
+    def _sliced(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
         """What a slice is taken of: where that cannot be cut as it is, no more than the slice is sent."""
-        spec = tuple(cuts.get(number, ()) for number in alike.operands[0])
+        spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
         lost = tuple(a for cut, new in zip(array.place.spec, spec, strict=True) for a in cut if a not in new)
         if lost and array.base is None:
             aval = eqn.outvars[0].aval
-            of_result = tuple(cuts.get(number, ()) for number in alike.results[0])
+            of_result = tuple(cuts.get(number, ()) for number in rule.results[0])
             nbytes = local_bytes(aval.shape, _itemsize(aval), of_result, self._axes)
             self._send("collective-permute", lost, nbytes, array.root)
             return array._replace(place=Placed(spec, array.place.of_batch))
@@ -477,110 +441,16 @@ class _Device:
                 self._send("all-reduce", array.parts, nbytes, array.root)
             spec = wanted.spec if scattered and cut <= to else array.place.spec
             nbytes = local_bytes(shape, itemsize, spec, self._axes)
-            self._reductions[len(self._nodes)] = (*scattered, *left)
-            self._nodes.append(_Node(nbytes, "sent", (array.node,)))
-            if scattered and not self._scatters:  # all of it on each device, and then a part of that
-                self._nodes[-1] = self._nodes[-1]._replace(bytes=nbytes * _ways(scattered, self._axes))
-                self._nodes.append(_Node(nbytes, "dynamic_slice", (len(self._nodes) - 1,)))
-            array = array._replace(parts=(), place=Placed(spec, array.place.of_batch), node=len(self._nodes) - 1)
+            in_parts = scattered and not self._scatters  # all of it on each device, and then a part of that
+            received = nbytes * _ways(scattered, self._axes) if in_parts else nbytes
+            node = self._memory.add("sent", received, (array.node,), (*scattered, *left))
+            if in_parts:
+                node = self._memory.add("dynamic_slice", nbytes, (node,))
+            array = array._replace(parts=(), place=Placed(spec, array.place.of_batch), node=node)
         if value in self._known:
             aval = jax_shape(shape, itemsize)
             array = self._moved(array, aval, self._known[value].spec)
         return array._replace(place=array.place._replace(of_batch=wanted.of_batch or array.place.of_batch))
-
-    # -- memory --
-
-    def _most(self, outputs: set[int]) -> int:
-        """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may lie in
-        the memory of outputs that are not there yet, but not what is received."""
-        nodes = self._nodes
-        kept = [node.primitive not in _FUSED for node in nodes]
-        for node in nodes:
-            if node.primitive in _OPERANDS_IN_MEMORY:
-                for read in node.reads:
-                    kept[read] = True
-        for n in (*outputs, *self._given):
-            kept[n] = True
-        sources: list[frozenset[int]] = []  # the kept ones that each is computed from
-        for node in nodes:
-            found: set[int] = set()
-            for read in node.reads:
-                found |= {read} if kept[read] else sources[read]
-            sources.append(frozenset(found))
-        order, together = self._order()
-        order = [n for n in order if kept[n]]
-        last = {source: together.get(n, n) for n in order for source in sources[n]}
-        ends: dict[int, list[int]] = {}
-        for source, n in last.items():
-            ends.setdefault(n, []).append(source)
-        made = {n for n in outputs if n not in self._given}
-        room = sum(nodes[n].bytes for n in made)
-        received, computed, most = 0, 0, 0
-        for n in order:
-            if n in made:
-                room -= nodes[n].bytes
-            elif n in last and n not in self._given:
-                if nodes[n].primitive == "sent":
-                    received += nodes[n].bytes
-                else:
-                    computed += nodes[n].bytes
-            most = max(most, received + max(0, computed - room))
-            for source in ends.get(n, ()):
-                if source in made or source in self._given:
-                    continue
-                if nodes[source].primitive == "sent":
-                    received -= nodes[source].bytes
-                else:
-                    computed -= nodes[source].bytes
-        return most
-
-    def _order(self) -> tuple[list[int], dict[int, int]]:
-        """The nodes in the order in which XLA runs them: reductions along the same axes, up to some size, are one
-        operation, which comes when the last of them can. And of each of these the last one of its operation."""
-        nodes = self._nodes
-        order: list[int] = []
-        together: dict[int, int] = {}
-        waiting: list[int] = []  # what needs one of the reductions that are put off
-        open_: dict[tuple[str, ...], list[int]] = {}
-        needs: dict[int, frozenset[tuple[str, ...]]] = {}  # of those in `waiting`, and of the reductions
-
-        def close(axes: tuple[str, ...]) -> None:
-            members = open_.pop(axes)
-            for n in members:
-                needs.pop(n)
-                together[n] = members[-1]
-            order.extend(members)
-            still = []
-            for n in waiting:
-                needs[n] = frozenset().union(*(needs.get(read, frozenset()) for read in nodes[n].reads))
-                if needs[n]:
-                    still.append(n)
-                else:
-                    needs.pop(n)
-                    order.append(n)
-            waiting[:] = still
-
-        for n, node in enumerate(nodes):
-            axes = self._reductions.get(n)
-            if axes is not None:
-                members = open_.get(axes, [])
-                size = sum(nodes[m].bytes for m in members) + node.bytes
-                while mine := frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)):
-                    close(next(iter(mine)))
-                if members and axes in open_ and size > _COMBINED:
-                    close(axes)
-                open_.setdefault(axes, []).append(n)
-                needs[n] = frozenset({axes})
-                continue
-            mine = frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)) if needs else frozenset()
-            if mine:
-                needs[n] = mine
-                waiting.append(n)
-            else:
-                order.append(n)
-        while open_:
-            close(next(iter(open_)))
-        return order, together
 
 
 class _Shape(NamedTuple):
@@ -595,19 +465,3 @@ def jax_shape(shape: Sequence[int], itemsize: int) -> _Shape:
 
 def _itemsize(aval: Any) -> int:
     return int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
-
-
-def total(sent: Iterable[Sent]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Bytes by kind and axes."""
-    found: dict[tuple[str, tuple[str, ...]], int] = {}
-    for one in sent:
-        found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
-    return found
-
-
-def on_links(sent: Iterable[Sent], sizes: Axes) -> Iterator[tuple[tuple[str, ...], float]]:
-    """By axes, the bytes that each device sends."""
-    found: dict[tuple[str, ...], float] = {}
-    for one in sent:
-        found[one.axes] = found.get(one.axes, 0.0) + one.on_link(sizes)
-    yield from found.items()

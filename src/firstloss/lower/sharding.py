@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import jax
-import jax.extend.core as jex
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..program.graph import Value
-from .dtypes import to_jax
+from .jaxprs import jaxpr_of
 from .program import Call, Template, View
 from .segments import Segment
+from .sharding_rules import ShardingRule, rule_of
 
 Axes = Mapping[str, int]  # sizes of a mesh's axes
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it
-Dims = tuple[int, ...]  # for each dimension a number: those of one number are cut alike
 
 
 class Placed(NamedTuple):
@@ -35,13 +32,6 @@ class Placed(NamedTuple):
 
     spec: Spec
     of_batch: bool = False
-
-
-class Alike(NamedTuple):
-    """Which dimensions of an operation's operands and results are cut alike."""
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
 
 
 def propagate(
@@ -102,12 +92,12 @@ def _look(
 
 def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
     operands = [_known(found, value) for value in call.inputs]
-    alike = _alike_of(call)
+    rule = _rule_of(call)
     # What is of the batch is asked first, then what is larger.
     order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
-    asked = [(n, cut) for i in order for n, cut in zip(alike.operands[i], operands[i].spec, strict=True) if cut]
+    asked = [(n, cut) for i in order for n, cut in zip(rule.operands[i], operands[i].spec, strict=True) if cut]
     of_batch = any(operand.of_batch for operand in operands)
-    for value, dims in zip(call.outputs, alike.results, strict=True):
+    for value, dims in zip(call.outputs, rule.results, strict=True):
         spec = _known(found, value).spec
         for number, cut in asked:
             if number in dims:
@@ -116,14 +106,14 @@ def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
 
 
 def _back(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
-    alike = _alike_of(call)
+    rule = _rule_of(call)
     asked: dict[int, tuple[str, ...]] = {}
-    known = (*zip(call.outputs, alike.results, strict=True), *zip(call.inputs, alike.operands, strict=True))
+    known = (*zip(call.outputs, rule.results, strict=True), *zip(call.inputs, rule.operands, strict=True))
     for value, dims in known:
         for number, cut in zip(dims, _known(found, value).spec, strict=True):
             if cut:
                 asked.setdefault(number, cut)
-    for value, dims in zip(call.inputs, alike.operands, strict=True):
+    for value, dims in zip(call.inputs, rule.operands, strict=True):
         placed = _known(found, value)
         spec = placed.spec
         for dim, number in enumerate(dims):
@@ -145,283 +135,16 @@ def _cut(spec: Spec, dim: int, cut: tuple[str, ...], shape: Sequence[int], axes:
     return (*spec[:dim], left, *spec[dim + 1 :])
 
 
-# -- which dimensions are cut alike ----------------------------------------------------------------------------------
-
-
-def _alike_of(call: Call) -> Alike:
-    shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
-    found = _alike.get((call.kind, shapes))
-    if found is None:
-        alike = dims_of(jaxpr_of(call))
-        found = _alike[call.kind, shapes] = Alike(alike.operands[1:], alike.results)
-        if len(_alike) > _MOST:
-            del _alike[next(iter(_alike))]
-    return found
-
-
-def jaxpr_of(call: Call) -> jex.Jaxpr:
-    """What a call computes; its first input is the step's random key."""
-    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.enable_x64(True):
-        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(key, *arrays).jaxpr
-
-
-_alike: dict[tuple[Template | View, tuple], Alike] = {}
+_rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
 _MOST = 8192
 
 
-def dims_of(jaxpr: jex.Jaxpr) -> Alike:
-    """Which dimensions of a jaxpr's inputs and outputs are cut alike."""
-    dims = _Dims()
-    inputs = [dims.new(var.aval) for var in jaxpr.invars]
-    outputs = dims.run(jaxpr, inputs)
-    number = dims.number
-    return Alike(
-        tuple(tuple(map(number, operand)) for operand in inputs), tuple(tuple(map(number, out)) for out in outputs)
-    )
-
-
-class _Dims:
-    """Numbers for dimensions, of which some turn out to be the same."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-
-    def fresh(self) -> int:
-        """A number for a dimension that comes from none."""
-        self._parent.append(len(self._parent))
-        return len(self._parent) - 1
-
-    def new(self, aval: Any) -> list[int]:
-        """Numbers for an array of its own."""
-        return [self.fresh() for _ in getattr(aval, "shape", ())]
-
-    def number(self, dim: int) -> int:
-        """The number that stands for all that are the same as `dim`."""
-        while self._parent[dim] != dim:
-            self._parent[dim] = self._parent[self._parent[dim]]
-            dim = self._parent[dim]
-        return dim
-
-    def same(self, a: int, b: int) -> None:
-        """Dimensions `a` and `b` are cut alike."""
-        self._parent[self.number(a)] = self.number(b)
-
-    def run(self, jaxpr: jex.Jaxpr, inputs: Sequence[list[int]]) -> list[list[int]]:
-        """The numbers of a jaxpr's outputs."""
-        env: dict[Any, list[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> list[int]:
-            if isinstance(atom, jex.Literal):
-                return self.new(atom.aval)
-            if atom not in env:
-                env[atom] = self.new(atom.aval)
-            return env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            inner = called_by(eqn)
-            if inner is not None and len(inner.invars) == len(operands):
-                results = self.run(inner, operands)
-            else:
-                results = [self.new(var.aval) for var in eqn.outvars]
-                self.apply(eqn, operands, results)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def apply(self, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-        """What one operation says."""
-        _RULES.get(eqn.primitive.name, _by_size)(self, eqn, operands, results)
-
-
-def alike_in(eqn: Any) -> Alike:
-    """Which dimensions of one operation's operands and results are cut alike."""
-    dims = _Dims()
-    operands, results = [dims.new(atom.aval) for atom in eqn.invars], [dims.new(var.aval) for var in eqn.outvars]
-    dims.apply(eqn, operands, results)
-    number = dims.number
-    return Alike(tuple(tuple(map(number, a)) for a in operands), tuple(tuple(map(number, r)) for r in results))
-
-
-def called_by(eqn: Any) -> jex.Jaxpr | None:
-    """The jaxpr that an equation calls once, with its operands."""
-    if eqn.primitive.name in ("while", "scan", "cond"):
-        return None
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = eqn.params.get(name)
-        if found is not None:
-            return getattr(found, "jaxpr", found)
-    return None
-
-
-def _shapes(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
-    return [tuple(getattr(atom.aval, "shape", ())) for atom in atoms]
-
-
-def _by_size(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Most operations: dimensions of one place and one size."""
-    shapes = _shapes(eqn.invars)
-    for shape, result in zip(_shapes(eqn.outvars), results, strict=True):
-        for theirs, operand in zip(shapes, operands, strict=True):
-            if len(theirs) == len(shape):
-                for place, size in enumerate(shape):
-                    if theirs[place] == size:
-                        dims.same(operand[place], result[place])
-
-
-def _by_place(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Parts and joins of arrays: dimensions of one place, whatever their size. So XLA's partitioner has it, and where
-    it is another one than here, what crosses a cut is sent once more."""
-    for operand in operands:
-        for place, dim in enumerate(operand):
-            dims.same(dim, results[0][place])
-
-
-def _broadcast_in_dim(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    shape = _shapes(eqn.invars)[0]
-    for place, to in enumerate(eqn.params["broadcast_dimensions"]):
-        if shape[place] == eqn.params["shape"][to]:
-            dims.same(operands[0][place], results[0][to])
-
-
-def _transpose(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    for place, before in enumerate(eqn.params["permutation"]):
-        dims.same(operands[0][before], results[0][place])
-
-
-def _reduce(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    left = [place for place in range(len(operands[0])) if place not in eqn.params["axes"]]
-    for result in results:
-        for operand in operands:
-            if len(operand) == len(operands[0]):
-                for place, to in zip(left, result, strict=True):
-                    dims.same(operand[place], to)
-
-
-def _squeeze(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    left = [place for place in range(len(operands[0])) if place not in eqn.params["dimensions"]]
-    for place, to in zip(left, results[0], strict=True):
-        dims.same(operands[0][place], to)
-
-
-def _reshape(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Of dimensions that are merged, or that one is split into, the first one: a part of it is a part of them all."""
-    (before,), (after,) = _shapes(eqn.invars), _shapes(eqn.outvars)
-    old = [place for place, size in enumerate(before) if size != 1]
-    new = [place for place, size in enumerate(after) if size != 1]
-    if 0 in before:
-        return
-    while old and new:
-        dims.same(operands[0][old[0]], results[0][new[0]])
-        a, b = before[old.pop(0)], after[new.pop(0)]
-        while a != b:
-            if a < b:
-                a *= before[old.pop(0)]
-            else:
-                b *= after[new.pop(0)]
-
-
-def _dot_general(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    (contracted, theirs), (batch, batch_too) = eqn.params["dimension_numbers"]
-    left, right = operands
-    for a, b in (*zip(contracted, theirs, strict=True), *zip(batch, batch_too, strict=True)):
-        dims.same(left[a], right[b])
-    made = [left[place] for place in batch]
-    made += [dim for place, dim in enumerate(left) if place not in (*contracted, *batch)]
-    made += [dim for place, dim in enumerate(right) if place not in (*theirs, *batch_too)]
-    for dim, to in zip(made, results[0], strict=True):
-        dims.same(dim, to)
-
-
-def _gather(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    _indexed(
-        dims,
-        operands[0],
-        _shapes(eqn.invars)[0],
-        sizes,
-        operands[1],
-        results[0],
-        numbers.offset_dims,
-        (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims),
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True),
-    )
-
-
-def _scatter(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    numbers = eqn.params["dimension_numbers"]
-    base, indices, updates = operands
-    shape, _, of_updates = _shapes(eqn.invars)
-    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [place for place in range(len(base)) if place not in dropped]
-    sizes = [1] * len(base)
-    for place, window in zip(kept, numbers.update_window_dims, strict=True):
-        sizes[place] = of_updates[window]
-    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    _indexed(dims, base, shape, sizes, indices, updates, numbers.update_window_dims, dropped, pairs)
-    for a, b in zip(base, results[0], strict=True):
-        dims.same(a, b)
-
-
-def _indexed(
-    dims: _Dims,
-    base: list[int],
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    indices: list[int],
-    slices: list[int],
-    windows: Sequence[int],
-    dropped: Sequence[int],
-    batching: Iterable[tuple[int, int]],
-) -> None:
-    """Slices of `sizes` of `base` at `indices`: their `windows` are dimensions of `base`, the others of the indices."""
-    kept = [place for place in range(len(base)) if place not in dropped]
-    for place, window in zip(kept, windows, strict=True):
-        if sizes[place] == shape[place]:
-            dims.same(base[place], slices[window])
-    others = [dim for place, dim in enumerate(slices) if place not in windows]
-    for dim, index in zip(others, indices[:-1], strict=True):  # the last one holds the coordinates
-        dims.same(index, dim)
-    for place, index in batching:
-        dims.same(base[place], indices[index])
-
-
-def _conv_general_dilated(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    numbers = eqn.params["dimension_numbers"]
-    data, kernel = operands
-    dims.same(data[numbers.lhs_spec[0]], results[0][numbers.out_spec[0]])  # the batch
-    if eqn.params["batch_group_count"] == 1:
-        dims.same(kernel[numbers.rhs_spec[0]], results[0][numbers.out_spec[1]])  # the output's channels
-    if eqn.params["feature_group_count"] == 1:
-        dims.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input's
-
-
-def _one_by_one(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Each result is the operand of its place."""
-    for operand, result in zip(operands, results, strict=True):
-        for a, b in zip(operand, result, strict=True):
-            dims.same(a, b)
-
-
-def _none(dims: _Dims, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Nothing is known."""
-
-
-_RULES = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "dot_general": _dot_general,
-    "gather": _gather,
-    "conv_general_dilated": _conv_general_dilated,
-    "iota": _none,
-    "optimization_barrier": _one_by_one,
-    **dict.fromkeys(("slice", "pad", "concatenate"), _by_place),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce
-    ),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scatter),
-}
+def _rule_of(call: Call) -> ShardingRule:
+    shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
+    found = _rules.get((call.kind, shapes))
+    if found is None:
+        rule = rule_of(jaxpr_of(call))
+        found = _rules[call.kind, shapes] = ShardingRule(rule.operands[1:], rule.results)
+        if len(_rules) > _MOST:
+            del _rules[next(iter(_rules))]
+    return found

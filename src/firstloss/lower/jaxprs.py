@@ -1,0 +1,65 @@
+"""Jaxprs of a Program's calls, and how to go through one with something else in the place of its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex
+
+from .dtypes import to_jax
+from .program import Call
+
+T = TypeVar("T")
+
+
+def jaxpr_of(call: Call) -> jex.Jaxpr:
+    """What a call computes; its first input is the step's random key."""
+    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.enable_x64(True):
+        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(key, *arrays).jaxpr
+
+
+def interpret(
+    jaxpr: jex.Jaxpr,
+    inputs: Sequence[T],
+    constant: Callable[[Any], T],
+    apply: Callable[[Any, list[T]], Sequence[T]],
+) -> list[T]:
+    """What stands for a jaxpr's outputs, given what stands for its inputs. Jaxprs that it calls are gone through too.
+
+    Args:
+        constant: makes what stands for an array that nothing computes, given its aval.
+        apply: makes what stands for an equation's results, given the equation and what stands for its operands.
+    """
+    env: dict[Any, T] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> T:
+        if isinstance(atom, jex.Literal):
+            return constant(atom.aval)
+        if atom not in env:
+            env[atom] = constant(atom.aval)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        inner = _called_by(eqn)
+        if inner is not None and len(inner.invars) == len(operands):
+            results: Sequence[T] = interpret(inner, operands, constant, apply)
+        else:
+            results = apply(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called_by(eqn: Any) -> jex.Jaxpr | None:
+    """The jaxpr that an equation calls once, with its operands."""
+    if eqn.primitive.name in ("while", "scan", "cond"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        found = eqn.params.get(name)
+        if found is not None:
+            return getattr(found, "jaxpr", found)
+    return None

@@ -1,0 +1,245 @@
+"""Sharding rules: which dimensions of an operation's operands and results are sharded alike, read from its jaxpr.
+
+Dimensions that are sharded alike have one factor, a number, as in Shardy's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from .jaxprs import interpret
+
+Factors = tuple[int, ...]  # for each dimension its factor
+
+
+class ShardingRule(NamedTuple):
+    """The factors of an operation's operands and results."""
+
+    operands: tuple[Factors, ...]
+    results: tuple[Factors, ...]
+
+
+def rule_of(jaxpr: jex.Jaxpr) -> ShardingRule:
+    """The factors of a jaxpr's inputs and outputs."""
+    factors = _Factors()
+    inputs = [factors.new(var.aval) for var in jaxpr.invars]
+    outputs = interpret(jaxpr, inputs, factors.new, factors.results)
+    return factors.rule(inputs, outputs)
+
+
+def rule_of_equation(eqn: Any) -> ShardingRule:
+    """The factors of one equation's operands and results."""
+    factors = _Factors()
+    operands = [factors.new(atom.aval) for atom in eqn.invars]
+    return factors.rule(operands, factors.results(eqn, operands))
+
+
+class _Factors:
+    """Numbers for dimensions, of which some turn out to be the same."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+
+    def new(self, aval: Any) -> list[int]:
+        """Factors for an array of its own."""
+        first = len(self._parent)
+        self._parent.extend(range(first, first + len(getattr(aval, "shape", ()))))
+        return list(range(first, len(self._parent)))
+
+    def results(self, eqn: Any, operands: list[list[int]]) -> list[list[int]]:
+        """The factors of an equation's results, given those of its operands."""
+        results = [self.new(var.aval) for var in eqn.outvars]
+        _RULES.get(eqn.primitive.name, _by_size)(self, eqn, operands, results)
+        return results
+
+    def same(self, a: int, b: int) -> None:
+        """The factors `a` and `b` are one."""
+        self._parent[self._root(a)] = self._root(b)
+
+    def rule(self, operands: Iterable[list[int]], results: Iterable[list[int]]) -> ShardingRule:
+        """The rule, with one number for each factor."""
+        root = self._root
+        return ShardingRule(
+            tuple(tuple(map(root, operand)) for operand in operands), tuple(tuple(map(root, r)) for r in results)
+        )
+
+    def _root(self, factor: int) -> int:
+        while self._parent[factor] != factor:
+            self._parent[factor] = self._parent[self._parent[factor]]
+            factor = self._parent[factor]
+        return factor
+
+
+def _shapes(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [tuple(getattr(atom.aval, "shape", ())) for atom in atoms]
+
+
+def _by_size(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Most operations: dimensions of one place and one size."""
+    shapes = _shapes(eqn.invars)
+    for shape, result in zip(_shapes(eqn.outvars), results, strict=True):
+        for theirs, operand in zip(shapes, operands, strict=True):
+            if len(theirs) == len(shape):
+                for place, size in enumerate(shape):
+                    if theirs[place] == size:
+                        factors.same(operand[place], result[place])
+
+
+def _by_place(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Parts and joins of arrays: dimensions of one place, whatever their size. So XLA's partitioner has it, and where
+    it is another one than here, what crosses a cut is sent once more."""
+    for operand in operands:
+        for place, dim in enumerate(operand):
+            factors.same(dim, results[0][place])
+
+
+def _broadcast_in_dim(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    shape = _shapes(eqn.invars)[0]
+    for place, to in enumerate(eqn.params["broadcast_dimensions"]):
+        if shape[place] == eqn.params["shape"][to]:
+            factors.same(operands[0][place], results[0][to])
+
+
+def _transpose(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    for place, before in enumerate(eqn.params["permutation"]):
+        factors.same(operands[0][before], results[0][place])
+
+
+def _reduce(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    left = [place for place in range(len(operands[0])) if place not in eqn.params["axes"]]
+    for result in results:
+        for operand in operands:
+            if len(operand) == len(operands[0]):
+                for place, to in zip(left, result, strict=True):
+                    factors.same(operand[place], to)
+
+
+def _squeeze(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    left = [place for place in range(len(operands[0])) if place not in eqn.params["dimensions"]]
+    for place, to in zip(left, results[0], strict=True):
+        factors.same(operands[0][place], to)
+
+
+def _reshape(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Of dimensions that are merged, or that one is split into, the first one: a part of it is a part of them all."""
+    (before,), (after,) = _shapes(eqn.invars), _shapes(eqn.outvars)
+    old = [place for place, size in enumerate(before) if size != 1]
+    new = [place for place, size in enumerate(after) if size != 1]
+    if 0 in before:
+        return
+    while old and new:
+        factors.same(operands[0][old[0]], results[0][new[0]])
+        a, b = before[old.pop(0)], after[new.pop(0)]
+        while a != b:
+            if a < b:
+                a *= before[old.pop(0)]
+            else:
+                b *= after[new.pop(0)]
+
+
+def _dot_general(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    (contracted, theirs), (batch, batch_too) = eqn.params["dimension_numbers"]
+    left, right = operands
+    for a, b in (*zip(contracted, theirs, strict=True), *zip(batch, batch_too, strict=True)):
+        factors.same(left[a], right[b])
+    made = [left[place] for place in batch]
+    made += [dim for place, dim in enumerate(left) if place not in (*contracted, *batch)]
+    made += [dim for place, dim in enumerate(right) if place not in (*theirs, *batch_too)]
+    for dim, to in zip(made, results[0], strict=True):
+        factors.same(dim, to)
+
+
+def _gather(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    _indexed(
+        factors,
+        operands[0],
+        _shapes(eqn.invars)[0],
+        sizes,
+        operands[1],
+        results[0],
+        numbers.offset_dims,
+        (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims),
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True),
+    )
+
+
+def _scatter(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    numbers = eqn.params["dimension_numbers"]
+    base, indices, updates = operands
+    shape, _, of_updates = _shapes(eqn.invars)
+    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [place for place in range(len(base)) if place not in dropped]
+    sizes = [1] * len(base)
+    for place, window in zip(kept, numbers.update_window_dims, strict=True):
+        sizes[place] = of_updates[window]
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    _indexed(factors, base, shape, sizes, indices, updates, numbers.update_window_dims, dropped, pairs)
+    for a, b in zip(base, results[0], strict=True):
+        factors.same(a, b)
+
+
+def _indexed(
+    factors: _Factors,
+    base: list[int],
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    indices: list[int],
+    slices: list[int],
+    windows: Sequence[int],
+    dropped: Sequence[int],
+    batching: Iterable[tuple[int, int]],
+) -> None:
+    """Slices of `sizes` of `base` at `indices`: their `windows` are dimensions of `base`, the others of the indices."""
+    kept = [place for place in range(len(base)) if place not in dropped]
+    for place, window in zip(kept, windows, strict=True):
+        if sizes[place] == shape[place]:
+            factors.same(base[place], slices[window])
+    others = [dim for place, dim in enumerate(slices) if place not in windows]
+    for dim, index in zip(others, indices[:-1], strict=True):  # the last one holds the coordinates
+        factors.same(index, dim)
+    for place, index in batching:
+        factors.same(base[place], indices[index])
+
+
+def _conv_general_dilated(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    numbers = eqn.params["dimension_numbers"]
+    data, kernel = operands
+    factors.same(data[numbers.lhs_spec[0]], results[0][numbers.out_spec[0]])  # the batch
+    if eqn.params["batch_group_count"] == 1:
+        factors.same(kernel[numbers.rhs_spec[0]], results[0][numbers.out_spec[1]])  # the output's channels
+    if eqn.params["feature_group_count"] == 1:
+        factors.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input's
+
+
+def _one_by_one(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Each result is the operand of its place."""
+    for operand, result in zip(operands, results, strict=True):
+        for a, b in zip(operand, result, strict=True):
+            factors.same(a, b)
+
+
+def _none(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """Nothing is known."""
+
+
+_RULES = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "conv_general_dilated": _conv_general_dilated,
+    "iota": _none,
+    "optimization_barrier": _one_by_one,
+    **dict.fromkeys(("slice", "pad", "concatenate"), _by_place),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scatter),
+}
