@@ -80,10 +80,10 @@ class Request(NamedTuple):
                 raise
             traced.modes.undo()  # what the step leaves is left when it has been run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
-        if backend.mesh is not None:
-            inputs.shardings((*traced.owners.changed, *traced.owners.read))
-            if same is not None and not (inputs.lie_as(same.inputs) and traced.outputs.lie_as(same.traced.outputs)):
-                same = None
+        if same is not None and not (
+            inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
+        ):
+            same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 

@@ -75,16 +75,15 @@ def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
     program, mesh = traced.program, backend.mesh
     changed, read = list(traced.owners.changed), traced.owners.read
     new, made, names = [f"new{i}" for i in range(len(changed))], traced.outputs.made, traced.results
-    where = inputs.shardings((*changed, *read))
     apart = _apart(program, dict(zip(new, changed, strict=True)))
     pieces = cut(program, names, apart) or uncut(program, apart)
     edges = None
     if mesh is not None:
-        outputs = {**dict(zip(new, (where[v] for v in changed), strict=True)), **traced.outputs.where}
+        outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
         if mesh.of_results() is not None:
             outputs |= dict.fromkeys(names, mesh.of_results())
         wanted = {pieces.outputs[name]: lies for name, lies in outputs.items()}
-        edges = Edges(pieces, mesh, where, traced.owners.arguments, wanted)
+        edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
         pieces = edges.cut
     return Parts(pieces, changed, read, (new, made, names), edges)
 

@@ -1,4 +1,4 @@
-"""Where a step's inputs lie between its calls, and what stands for each at a call."""
+"""Where a step's inputs are between its calls, and what stands for each at a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
 from ..device.lazy import LazyArray, ready
 from ..jaxlib import given, to_host
-from ..mesh.mesh import fit, put
+from ..mesh.mesh import Mesh, fit, put
 from .owners import Owner, Owners
 from .parameter_groups import Hyperparameter
 
@@ -25,8 +25,8 @@ class Inputs:
     groups, and tensors from outside the backend.
 
     Attributes:
-        where: on a mesh, where each input lies.
-        lent: at this call some lie in memory that was handed out (`DeviceBuffer.memory`); see `settle`.
+        where: on a mesh, the sharding of each input.
+        lent: at this call some are in memory that was handed out (`DeviceBuffer.memory`); see `settle`.
     """
 
     def __init__(
@@ -35,12 +35,15 @@ class Inputs:
         owners: Owners,
         numbers: Mapping[Value, Hyperparameter],
     ) -> None:
-        """`numbers` says which number stands for an input; all are read anew at each call."""
+        """`numbers` says which number stands for an input; all are read anew at each call. On a mesh, storages that are
+        not on the backend yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
         self._places = owners.arguments
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
+        if backend.mesh is not None:
+            self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
         self.lent = False
 
     def state(
@@ -78,9 +81,7 @@ class Inputs:
         where = self.where.get(value)
         array: jax.Array
         if isinstance(owner, DeferredStorage):
-            if owner.resident is None:
-                self._backend.move_to_device(_tensors_of(owner))
-            array = self._argument(owner.resident, donated)
+            array = self._argument(self._buffer(owner), donated)
         elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
             array = self._argument(owner._store.resident)
         elif where is not None:
@@ -104,28 +105,23 @@ class Inputs:
             if buffer is not None:
                 buffer.settle()
 
-    def shardings(self, values: Iterable[Value]) -> dict[Value, Any]:
-        """Where `values` are to lie on the backend's mesh, from now on; nowhere in particular without one."""
-        found = {value: self._sharding(value) for value in values}
-        self.where = found if self._backend.mesh is not None else {}
-        return found
-
-    def lie_as(self, other: Inputs) -> bool:
-        """On a mesh: whether those of another step that does the same lie where these do."""
+    def same_shardings(self, other: Inputs) -> bool:
+        """On a mesh: whether the inputs of another step that does the same have these shardings."""
         return list(self.where.values()) == list(other.where.values())
 
-    def _sharding(self, value: Value) -> Any:
-        mesh = self._backend.mesh
-        if mesh is None:
-            return None
+    def _sharding(self, value: Value, mesh: Mesh) -> Any:
         owner = self._owners[value]
         if value in self._numbers or value not in self._places and not isinstance(owner, DeferredStorage):
             return mesh.whole
         if not isinstance(owner, DeferredStorage):
             return mesh.of_batch(tuple(value.shape))
-        if owner.resident is None:
-            self._backend.move_to_device(_tensors_of(owner))
-        return owner.resident.sharding or mesh.whole
+        return self._buffer(owner).sharding or mesh.whole
+
+    def _buffer(self, store: DeferredStorage) -> DeviceBuffer:
+        """The buffer of a storage, which is moved to the backend if it is not there yet."""
+        if store.resident is None:
+            self._backend.move_to_device(_tensors_of(store))
+        return store.resident
 
 
 def _tensors_of(store: DeferredStorage) -> list[DeferredTensor]:
