@@ -90,5 +90,4 @@ def instead_of_compiling() -> None:
 def interpreted(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any:
     if traced.draws or backend.mesh is not None:
         return _compile(traced, inputs, backend)
-    inputs.shardings((*traced.owners.changed, *traced.owners.read))
     return Interpreted(traced)
