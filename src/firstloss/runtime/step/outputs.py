@@ -115,8 +115,8 @@ class Outputs:
         self.held |= self._unseen
         self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
 
-    def same_shardings(self, other: Outputs) -> bool:
-        """On a mesh: whether what another step that does the same leaves has these shardings."""
+    def lie_as(self, other: Outputs) -> bool:
+        """On a mesh: whether those of another step that does the same lie where these do."""
         return self.where == other.where
 
     def _views(
