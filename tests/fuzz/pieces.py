@@ -1011,6 +1011,80 @@ def stored(d: Draft) -> None:
     d.end.append(outside.format(ones))
 
 
+def beside(d: Draft) -> None:
+    """A kept tensor that has something beside its content: a gradient, attributes."""
+    p, aux = place(d, "None"), d.name("aux")
+    made = d.pick(
+        "out", "out", "(out * 2)", "out.detach().requires_grad_()", "torch.zeros_like(out, requires_grad=True)"
+    )
+    d.mid.append(f"{aux} = {made}\nloss = loss + 0.1 * ({aux} * out).mean()")
+    if made in ("out", "(out * 2)"):
+        d.mid.append(f"{aux}.retain_grad()")
+    note = d.pick("", f"{aux}.tag = 'x'", f"{aux}.more = loss.detach() * 2", f"{aux}.more = [loss.detach(), 1]")
+    if note:
+        d.post.append(note)
+    d.post.append(p.put(aux))
+    if d.chance(0.4):
+        d.mid.append(
+            f"if {p.get} is not None:\n    loss = loss + 0.1 * {d.pick(p.get + '.grad', p.get)}.detach().sum()"
+        )
+    kept = d.name("all")
+    d.setup.append(f"{kept} = []")
+    d.results.append(aux)
+    d.after.append(
+        f"{kept}.append((result[-1].grad, getattr(result[-1], 'more', None), getattr(result[-1], 'tag', None)))"
+    )
+
+
+def read_past(d: Draft) -> None:
+    """A number in an object that is read by another way than its name, and changed between steps."""
+    s = d.name("box")
+    cls = s.capitalize()
+    plain = f"class {cls}:\n    def __init__(self):\n        self.v = 1.0"
+    renames = (
+        f"{plain}\n\n    def __getattribute__(self, name):\n"
+        "        return {}.__getattribute__(self, 'v' if name == 'scale' else name)"
+    )
+    top, made, read = d.pick(
+        (renames.format("object"), f"{cls}()", f"{s}.scale"),
+        (renames.replace("__(self, 'v'", "__('v'").format("super()"), f"{cls}()", f"{s}.scale"),
+        (plain, f"{cls}()", f"object.__getattribute__({s}, 'v')"),
+        (plain, f"{cls}()", f"copy.copy({s}).v"),
+        (plain, f"{cls}()", f"copy.deepcopy([{s}])[0].v"),
+        (plain, f"{cls}()", f"{s}.__reduce_ex__(2)[2]['v']"),
+        (f"class {cls}(types.SimpleNamespace):\n    pass", f"{cls}(v=1.0)", f"(1.0 + ({s} == {cls}(v=1.0)))"),
+        ("", "types.SimpleNamespace(v=1.0)", f"(1.0 + ({s} == types.SimpleNamespace(v=1.0)))"),
+        ("", "types.SimpleNamespace(v=1.0)", f"float(repr({s}).split('v=')[1][:3])"),
+        ("", "types.SimpleNamespace(v=1.0)", f"copy.copy({s}).v"),
+    )  # fmt: skip
+    if top:
+        d.top.append(top)
+    d.setup.append(f"{s} = {made}")
+    d.mid.append(f"loss = loss * {read}")
+    for _ in range(d.rng.randint(1, 2)):
+        d.at(f"{s}.v = {d.rng.randint(2, 9) / 10}")
+    if d.chance(0.3):
+        d.post.append(f"{s}.n = 3")
+
+
+def only_clears(d: Draft) -> None:
+    """An optimizer that does nothing but clear gradients, whose weights become others."""
+    o = d.name("clears")
+    d.setup.append(f"{o} = torch.optim.SGD(list(m.parameters())[:{d.rng.randint(1, 3)}], lr=0.1)")
+    if d.chance(0.5):
+        d.update.append(f"{o}.zero_grad(set_to_none={d.pick('True', 'False')})")
+    else:
+        d.pre.append(f"{o}.zero_grad()")
+    others = f"[p for p in m.parameters() if all(p is not q for g in {o}.param_groups for q in g['params'])]"
+    d.at(
+        d.pick(
+            f"{o}.param_groups[0]['params'].pop()",
+            f"{o}.param_groups = []",
+            f"{o}.add_param_group({{'params': {others}[:1]}})",
+        )
+    )
+
+
 def keyed(d: Draft) -> None:
     """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
     k, t = d.name("Key"), d.name("by")
@@ -1115,6 +1189,9 @@ PIECES = (
     + [held_objects] * 3
     + [keyed] * 3
     + [stored] * 5
+    + [beside] * 3
+    + [read_past] * 3
+    + [only_clears]
     + [outside] * 3
     + [reused_batch] * 3
     + [edited_after] * 3

@@ -363,6 +363,35 @@ def removed_and_back(n, run):
         run.optimizer.param_groups.append(run.more["group"])
 
 
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("change", ["fewer", "none", "more"])
+def test_weights_in_the_groups_of_an_optimizer_that_only_clears_gradients(change, steps, backend):
+    def run_on(where):
+        run = Run(where, sgd)
+        run.optimizer = torch.optim.SGD(run.parameters[:3], lr=0.1)
+
+        @fl.trace
+        def step(x, y):
+            loss = F.mse_loss(run.compiled(x), y)
+            loss.backward()
+            if steps:
+                run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=False)
+            return loss
+
+        def between(n, run):
+            if n == 4 and change == "fewer":
+                run.optimizer.param_groups[0]["params"].pop()
+            elif n == 4 and change == "none":
+                run.optimizer.param_groups = []
+            elif n == 4:
+                run.optimizer.add_param_group({"params": run.parameters[3:]})
+
+        return run.train(step, between), [p.grad.clone() for p in run.parameters]
+
+    torch.testing.assert_close(run_on(backend), run_on(fl.backend("CPU")), **CLOSE)
+
+
 def at(when, change):
     return lambda n, run: change(run) if n == when else None
 

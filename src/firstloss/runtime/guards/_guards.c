@@ -316,56 +316,69 @@ static PyObject *stop(PyObject *module, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* -- attributes of types.SimpleNamespace, whose class Python code cannot change -- */
+/* -- attributes of types.SimpleNamespace, whose class Python code cannot change --
+
+What is set is not noted here: `object.__setattr__` refuses objects whose class has another function for that. */
 
 static PyTypeObject *noted_type;
 static getattrofunc plain_lookup;
-static setattrofunc plain_store;
+static richcmpfunc plain_compare;
+static reprfunc plain_repr;
 static PyObject *noter;
-static PyObject *store_noter;
 
-static PyObject *noting_lookup(PyObject *self, PyObject *name) {
-    if (noter != NULL) {
-        PyObject *result = PyObject_CallFunctionObjArgs(noter, self, name, NULL);
-        if (result == NULL) return NULL;
-        Py_DECREF(result);
-    }
-    return plain_lookup(self, name);
+static int note_lookup(PyObject *self, PyObject *name) {
+    if (noter == NULL) return 0;
+    PyObject *result = PyObject_CallFunctionObjArgs(noter, self, name, NULL);
+    if (result == NULL) return -1;
+    Py_DECREF(result);
+    return 0;
 }
 
-static int noting_store(PyObject *self, PyObject *name, PyObject *value) {
-    if (store_noter != NULL) {
-        PyObject *result = PyObject_CallFunctionObjArgs(store_noter, self, name, NULL);
-        if (result == NULL) return -1;
-        Py_DECREF(result);
-    }
-    return plain_store(self, name, value);
+/* All attributes at once, as `__dict__` gives them. */
+static int note_all(PyObject *self) {
+    static PyObject *name;
+    if (name == NULL && (name = PyUnicode_InternFromString("__dict__")) == NULL) return -1;
+    return note_lookup(self, name);
+}
+
+static PyObject *noting_lookup(PyObject *self, PyObject *name) {
+    return note_lookup(self, name) < 0 ? NULL : plain_lookup(self, name);
+}
+
+static PyObject *noting_compare(PyObject *self, PyObject *other, int operator) {
+    if (note_all(self) < 0 || (Py_TYPE(other) == noted_type && note_all(other) < 0)) return NULL;
+    return plain_compare(self, other, operator);
+}
+
+static PyObject *noting_repr(PyObject *self) {
+    return note_all(self) < 0 ? NULL : plain_repr(self);
 }
 
 static PyObject *note_attributes(PyObject *module, PyObject *args) {
     PyTypeObject *type;
-    PyObject *read, *stored;
-    if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &type, &read, &stored)) return NULL;
+    PyObject *read;
+    if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &read)) return NULL;
     if (noted_type == NULL) {
         noted_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
         plain_lookup = type->tp_getattro;
-        plain_store = type->tp_setattro;
+        plain_compare = type->tp_richcompare;
+        plain_repr = type->tp_repr;
     } else if (noted_type != type) {
         PyErr_SetString(PyExc_ValueError, "one type only");
         return NULL;
     }
     Py_XSETREF(noter, read == Py_None ? NULL : Py_NewRef(read));
-    Py_XSETREF(store_noter, stored == Py_None ? NULL : Py_NewRef(stored));
     type->tp_getattro = noter == NULL ? plain_lookup : noting_lookup;
-    type->tp_setattro = store_noter == NULL ? plain_store : noting_store;
+    type->tp_richcompare = noter == NULL ? plain_compare : noting_compare;
+    type->tp_repr = noter == NULL ? plain_repr : noting_repr;
     PyType_Modified(type);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"note_attributes", note_attributes, METH_VARARGS,
-     "note_attributes(type, read, stored): call read(object, name) before each look-up of an attribute, and stored("
-     "object, name) before it is set or deleted; None for no more."},
+     "note_attributes(type, read): call read(object, name) before each look-up of an attribute, with \"__dict__\" where "
+     "all are compared or shown; None for no more."},
     {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
     {"start", start, METH_VARARGS,

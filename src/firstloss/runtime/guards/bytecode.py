@@ -140,6 +140,12 @@ def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @functools.lru_cache(maxsize=65536)
+def stored_attributes(code: types.CodeType) -> frozenset[str]:
+    """The attributes, of whatever it may be, that `code` itself sets or deletes."""
+    return frozenset(s.argument for s in _instructions(code) if s.name in ("STORE_ATTR", "DELETE_ATTR"))
+
+
+@functools.lru_cache(maxsize=65536)
 def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """What `code` itself sets or deletes by way of a global, as in `torch.nn.functional.gelu = ...`: its path."""
     steps = _instructions(code)

@@ -80,6 +80,8 @@ def reader(held: Any) -> Callable[[], Any] | None:
         return environment
     if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
         return lambda: _stands_at(held)
+    if hasattr(kind, "get_vocab_size"):  # of the package tokenizers; all of it takes milliseconds to write down
+        return lambda: (held.get_vocab_size(), repr(held.padding), repr(held.truncation))
     return None
 
 

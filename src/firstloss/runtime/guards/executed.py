@@ -15,6 +15,7 @@ from .snapshot import Snapshot
 _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
                   "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
 _BY_METHOD = {"__setattr__", "__delattr__"}
+_PAST_LOOKUP = {"__getattribute__", "__get__", "getattr_static"}
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
@@ -26,6 +27,7 @@ class Executed:
         cached: functions behind `lru_cache` whose results were there already.
         mentioned: all names in what is not an installed package's.
         any_attribute: some of that may look at all attributes of an object.
+        reads_past_classes: some of that looks attributes up by a method of a class, `object.__getattribute__` mostly.
         stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
         lines: where it does so.
     """
@@ -46,6 +48,9 @@ class Executed:
         own = [code for code, table in executed if not is_installed(table.get("__name__"))]
         self.mentioned = {name for code in own for name in _names(code)}
         self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
+        self.reads_past_classes = any(
+            not _PAST_LOOKUP.isdisjoint(_names(code)) for code in own if code.co_name not in _PAST_LOOKUP
+        )
         self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in own)
 
 

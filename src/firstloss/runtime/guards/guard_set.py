@@ -197,7 +197,7 @@ def _alike(old: Any, new: Any) -> bool:
     """Whether a tensor can stand in the place of another."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
-    if isinstance(new, torch.nn.Parameter):
+    if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad:
         return False
     if (old.requires_grad or new.requires_grad) and not (is_returned(old) and is_returned(new)):
         return False

@@ -72,12 +72,11 @@ _LEAVES = (
 )  # fmt: skip
 # Modules whose classes, in C, have objects in which nothing changes that decides anything.
 _HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "typing", "_operator", "operator",
-             "functools", "zoneinfo", "uuid", "_struct", "ast", "zlib", "_ctypes", "ctypes", "_asyncio", "logging",
+             "functools", "zoneinfo", "uuid", "_struct", "ast", "_ctypes", "ctypes", "logging",
              "torch", "torch._C", "torch._ops", "torch._C._autograd", "torch._C._functions", "torch._C._profiler",
              "torch._C._distributed_c10d", "torch.distributed.distributed_c10d", "pybind11_builtins", "types",
-             "collections", "_collections", "builtins", "_functools", "tokenizers", "pathlib", "_abc", "_weakref",
-             "weakref", "_hashlib",
-             "_contextvars"}  # fmt: skip
+             "collections", "_collections", "builtins", "_functools", "pathlib", "_abc", "_weakref",
+             "weakref", "_contextvars"}  # fmt: skip
 
 
 def kind_of(cls: type) -> Kind:
@@ -119,6 +118,8 @@ def _kind_of(cls: type) -> Kind:
         if issubclass(cls, kinds):
             return kind
     if hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"):
+        return Kind.OPAQUE
+    if (cls.__module__ or "").partition(".")[0] == "tokenizers":
         return Kind.OPAQUE
     if is_ours(cls.__module__) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
         return Kind.LEAF

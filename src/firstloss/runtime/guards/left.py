@@ -178,43 +178,57 @@ class Left:
         argument = self._given.tensors.get(id(value))
         if argument is not None:
             return lambda env: env.arguments[argument]
+        key = id(value)
+        if not self._is_traced(value) and self._is_old(value):
+            return lambda env: env.stand_in.get(key, value)
+        new, more = self._new_tensor(value), self._beside(value)
+        return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
+
+    def _new_tensor(self, value: torch.Tensor) -> Make:
+        """One that the step has made, with nothing beside its content."""
         if self._is_traced(value):
             assert type(value) is DeferredTensor
+            geometry = geometry_of(value)
             shown = self._given.stores.get(id(value._store))
             if shown is not None and not value.is_conj():
-                return self._view(value, lambda env: env.arguments[shown], self._given.view)
+                view = self._given.view
+                return lambda env: view(env.arguments[shown], geometry)
             home = self._given.outside(value._store)
             if home is not None and not value.is_conj() and value.dtype == home.dtype:
                 key = id(home)
-                return self._view(value, lambda env: env.stand_in.get(key, home), same_memory)
+                return lambda env: same_memory(env.stand_in.get(key, home), geometry)
             number = self.number(value)
             return lambda env: env.fresh(number)
-        key = id(value)
-        if self._is_old(value):
-            return lambda env: env.stand_in.get(key, value)
         if type(value) is not DeferredTensor:
             if self._given.lent(value):
-                return self._once(value, lambda env: (value.detach(), _nothing_more))
+                return lambda env: value.detach()
             with torch.no_grad():
                 kept = value.detach().clone()
-            return self._once(value, lambda env: (kept.clone(), _nothing_more))
+            return lambda env: kept.clone()
         if value._store.resident is None and value._store.value.known:  # the step has made it of constants
             known = Hooks.value_of(value)
-            return self._once(value, lambda env: (known.clone(), _nothing_more))
+            return lambda env: known.clone()
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
-        return self._once(value, lambda env: (DeferredTensor.wrap(store, *geometry), _nothing_more))
+        return lambda env: DeferredTensor.wrap(store, *geometry)
 
-    def _view(self, value: DeferredTensor, of: Make, view: Callable[[torch.Tensor, Any], torch.Tensor]) -> Make:
-        """A tensor that shows what another one holds, an argument or one from outside."""
-        geometry = geometry_of(value)
+    def _beside(self, value: torch.Tensor) -> Callable[[torch.Tensor, Env], None]:
+        """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
+        parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_store"}
         leaf = value.requires_grad and value.is_leaf
-        attributes = {k: v for k, v in value.__dict__.items() if k != "_store"}
+        kept = value.grad if value.is_leaf or value.retains_grad else None
+        gradient = None if kept is None else self.make(kept)
 
-        def make(env: Env) -> tuple[torch.Tensor, Callable[[Any], None]]:
-            made = view(of(env), geometry).requires_grad_(leaf)
-            return made, lambda new: new.__dict__.update(attributes)
+        def give(new: torch.Tensor, env: Env) -> None:
+            if parts:
+                new.__dict__.update({key: part(env) for key, part in parts.items()})
+            if leaf:
+                new.requires_grad_(True)
+            if gradient is not None:
+                if not new.is_leaf:
+                    new.retain_grad()
+                new.grad = gradient(env)
 
-        return self._once(value, make)
+        return give
 
     @staticmethod
     def _once(value: Any, how: Callable[[Env], tuple[Any, Callable[[Any], None]]]) -> Make:
@@ -314,10 +328,6 @@ def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
         return DeferredTensor.wrap(tensor._store, *geometry)
     size, stride, offset, _ = geometry
     return tensor.detach().as_strided(size, stride, offset)
-
-
-def _nothing_more(new: Any) -> None:
-    """It is all there."""
 
 
 class _Constant:

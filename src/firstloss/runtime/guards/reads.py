@@ -151,10 +151,10 @@ class Reads:
             describe = describe_attribute(owner)
             if name == "__dict__":
                 if table is not None and not isinstance(owner, torch.nn.Module):
-                    for key, value in self._values.before(table).items():
-                        self._values.name(table, key, value, describe)
-                    self._values.table(table, describe, None).whole = True
+                    self._values.all_of(table, describe)
                 continue
+            if type(owner) in recording.computed or name in _OF_ALL_ATTRIBUTES:
+                self._any_attribute(owner)
             slotted = snapshot.slotted.get(id(owner))
             if slotted is not None and name in slotted.names:
                 before = slotted.before[slotted.names.index(name)]
@@ -168,6 +168,24 @@ class Reads:
             before = self._values.before(table).get(name, MISSING)
             if not self.updates.decides_nothing((id(table), name), before, uses):
                 self._values.name(table, name, before, describe, uses)
+
+        if self._executed.reads_past_classes:  # nobody has noted which
+            for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
+                if not is_installed(type(known.owner).__module__):
+                    self._any_attribute(known.owner)
+            for slotted in list(snapshot.slotted.values()):
+                self._any_attribute(slotted.owner)
+
+    def _any_attribute(self, owner: Any) -> None:
+        """All that an object has, since any of it may have been looked at."""
+        slotted = self._snapshot.slotted.get(id(owner))
+        describe = describe_attribute(owner)
+        for name, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+            self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
+            self._values.value(before, describe(name), name)
+        table = own_attributes(owner)
+        if table is not None and not isinstance(owner, (torch.nn.Module, torch.optim.Optimizer, type)):
+            self._values.all_of(table, describe)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Code of the user's reads the parameter groups."""
@@ -257,6 +275,10 @@ class Reads:
             if id(vars(module)) in self._values.tables and name in self._values.tables[id(vars(module))].expected:
                 self._values.tables[id(vars(module))].expected[name] = old
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
+
+
+# Methods, in C, that look at all attributes: `copy` and `pickle` call them.
+_OF_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
 
 
 def generators() -> list[Any]:

@@ -32,10 +32,11 @@ class Recording:
 
     Attributes:
         reads: of each object (by id) and attribute, the object and the instructions that have read it.
-        stores: likewise, those that have set or deleted it.
+        stores: likewise, those that have set or deleted it; not of a `SimpleNamespace`.
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were asked for as a dict.
         outside: what is asked of the world outside of Python's objects; known where `codes` are.
+        computed: classes with a `__getattribute__` of their own, which may look at any attribute to find one.
     """
 
     def __init__(self, classes: Iterable[type], profile: bool) -> None:
@@ -51,6 +52,7 @@ class Recording:
         self.whole: list[dict] = []
         self.outside = Outside()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
+        self.computed = {cls for cls in self._classes if _has_own_lookup(cls)}
         self._profile = profile and (native is not None or sys.getprofile() is None)  # somebody else is profiling
 
     def begin(self, undo: Undo) -> None:
@@ -67,8 +69,8 @@ class Recording:
             with contextlib.suppress(TypeError, AttributeError):  # of a class that does not let itself be changed
                 setattr(cls, name, methods[name](method))
         if native is not None:
-            undo(native.note_attributes, types.SimpleNamespace, None, None)
-            native.note_attributes(types.SimpleNamespace, _noter(self.reads, thread), _noter(self.stores, thread))
+            undo(native.note_attributes, types.SimpleNamespace, None)
+            native.note_attributes(types.SimpleNamespace, _noter(self.reads, thread))
         if self._profile:
             self.codes = {}
             undo(_stop)
@@ -100,6 +102,11 @@ def is_closed_code(code: types.CodeType, table: dict) -> bool:
     """Whether a library's code, which reads no state of the user's."""
     name = table.get("__name__")
     return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
+
+
+def _has_own_lookup(cls: type) -> bool:
+    method = cls.__getattribute__
+    return isinstance(method, types.FunctionType) and not is_closed(method.__module__)
 
 
 def _give_back(cls: type, name: str, own: Any) -> None:

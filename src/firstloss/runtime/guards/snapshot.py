@@ -123,7 +123,8 @@ class Snapshot:
     def weights(self) -> list[torch.Tensor]:
         """The tensors that gradients are computed for, or were: a frozen weight may still have one."""
         with DisableTorchDispatch():
-            return [t for t in self.tensors.values() if t.is_leaf and (t.requires_grad or t.grad is not None)]
+            tensors = [t for t in self.tensors.values() if t.is_leaf or t.retains_grad]
+            return [t for t in tensors if t.is_leaf and t.requires_grad or t.grad is not None]
 
     def holds(self, what: Any) -> bool:
         """Whether an object was there before the step."""
@@ -223,7 +224,7 @@ class Snapshot:
         table = own_attributes(what)
         if isinstance(what, torch.optim.Optimizer):  # its state and its groups are `optimizers.py`'s
             self.optimizers.append(what)
-            self.groups[id(what)] = [dict(group) for group in what.param_groups]
+            self.groups[id(what)] = [{**group, "params": list(group["params"])} for group in what.param_groups]
             assert table is not None
             before = table_of(table)
             self.tables[id(table)] = Table(table, before, what, "attributes")
@@ -259,7 +260,7 @@ class Snapshot:
             self._beyond.update(map(id, before), map(id, before.values()))
 
     def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
-        if what.is_leaf and what.grad is not None:
+        if (what.is_leaf or what.retains_grad) and what.grad is not None:
             todo.append(what.grad)
         table = what.__dict__
         if table and not table.keys() <= _OUR_ATTRIBUTES:

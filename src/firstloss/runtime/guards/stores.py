@@ -44,12 +44,21 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
             translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
             stores.attribute(owner, None if translates else attribute)
     # Nobody has noted which, at least where the class is not instrumented.
+    attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
     if executed.stores_past_classes or recording.outside.sets_by_string:
-        for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
-            if executed.stores_past_classes or not can_be_instrumented(type(known.owner)):
+        for known in attributes:
+            if executed.stores_past_classes or not _is_noted(type(known.owner)):
                 stores.table(known)
         for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
             stores.attribute(slotted.owner, None)
+    stored = {name for code, _ in executed.code for name in bytecode.stored_attributes(code)}
+    for known in attributes if stored else ():
+        for name in stored & known.table.keys() if type(known.owner) is types.SimpleNamespace else ():
+            stores.name(known.table, name, describe_attribute(known.owner))
+
+
+def _is_noted(cls: type) -> bool:
+    return can_be_instrumented(cls) and cls is not types.SimpleNamespace
 
 
 class _Stores:

@@ -104,6 +104,8 @@ class Values:
                 return
             for part in behind(value):
                 self.value(part, what, name)
+            if isinstance(value, functools.partial):
+                self._in_c(value, ("func", "args", "keywords"), what, name)
             if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
                 self._cached(value, f"what {what} has cached", name)
         elif kind is Kind.CELL:
@@ -129,9 +131,12 @@ class Values:
         elif kind is Kind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, what)
         if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and is_python_class(type(value)):
-            self.objects.setdefault(id(value), value) if not isinstance(value, torch.nn.Module) else None
+            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):  # of which not all counts: `of_object`
+                self.objects.setdefault(id(value), value)
             self.classes.setdefault(type(value), set())
-        if kind is Kind.INSTANCE and not can_be_instrumented(type(value)):
+        if isinstance(value, BaseException):
+            self._in_c(value, ("args",), what, name)
+        if kind is Kind.INSTANCE and not _is_noted(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
@@ -194,6 +199,13 @@ class Values:
         for item in items:
             self.value(item, what, name)
 
+    def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
+        """Attributes that are no names in a dict: which objects they are, and what is in those."""
+        held = operator.attrgetter(*names)
+        self.read((id(value), names), functools.partial(held, value), held(value), f"what is in {what}", name)
+        for attribute in names:
+            self.value(getattr(value, attribute), what, name)
+
     def _opaque(self, value: Any, what: str, inside: str, name: str) -> None:
         large = contents.unwatched(value)
         if large is not None and name:
@@ -215,6 +227,12 @@ class Values:
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
         for name in self._executed.mentioned - before.keys():
             guard.expected.setdefault(name, MISSING)
+
+    def all_of(self, table: dict, describe: Callable[[Any], str]) -> None:
+        """All attributes of an object, and that there are no others."""
+        for name, before in self.before(table).items():
+            self.name(table, name, before, describe)
+        self.table(table, describe, None).whole = True
 
     def _tensor_attributes(self, tensor: torch.Tensor) -> None:
         known = self._snapshot.tables.get(id(tensor.__dict__))
@@ -307,6 +325,12 @@ class Values:
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
         found = {name: table.get(name, MISSING) for name in looked_up}
         self.table(table, describe_attribute(base), None).expected.update(found)
+
+
+def _is_noted(cls: type) -> bool:
+    """Whether all that is read of its objects' attributes is noted; what a `SimpleNamespace` does in C is of that class
+    alone."""
+    return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
 
 
 def _reading_of(container: Any, items: Any) -> Any:

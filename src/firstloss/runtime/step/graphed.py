@@ -114,15 +114,12 @@ class GraphedStep:
 
         def fresh(number: int) -> torch.Tensor:
             if number not in tensors:
-                output, geometry, _, _, leaf, computed, attributes = self.traced.outputs.outgoing[number]
+                output, geometry, _, _, computed = self.traced.outputs.outgoing[number]
                 tensor = made[output]
                 if geometry is not None:
                     size, stride, offset, _ = geometry
                     tensor = tensor.as_strided(size, stride, offset)
-                tensor.__dict__.update(attributes)
-                if leaf:
-                    tensor.requires_grad_(True)
-                elif computed:
+                if computed:
                     returned(tensor, self.traced.name)
                 tensors[number] = tensor
             return tensors[number]

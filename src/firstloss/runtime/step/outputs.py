@@ -26,9 +26,7 @@ class Outgoing(NamedTuple):
     geometry: Geometry | None  # None: it is all of the output
     shape: tuple[int, ...]
     dtype: torch.dtype
-    leaf: bool  # it is one that wants a gradient
-    computed: bool  # of those that do
-    attributes: dict[str, Any]
+    computed: bool  # it requires a gradient, and is no leaf
 
 
 class _Part(NamedTuple):
@@ -37,28 +35,22 @@ class _Part(NamedTuple):
     store: int  # the id of its storage
     ref: Ref
     geometry: Geometry
-    leaf: bool
-    requires_grad: bool
-    attributes: dict[str, Any]
+    computed: bool
     where: Any  # on a mesh
 
     @staticmethod
     def of(tensor: DeferredTensor, mesh: Mesh | None) -> _Part:
-        attributes = {k: v for k, v in tensor.__dict__.items() if k != "_store"}
         return _Part(
             store=id(tensor._store),
             ref=tensor._ref(),
             geometry=geometry_of(tensor),
-            leaf=tensor.requires_grad and tensor.is_leaf,
-            requires_grad=tensor.requires_grad,
-            attributes=attributes,
+            computed=tensor.requires_grad and not tensor.is_leaf,
             where=None if mesh is None else mesh.of_store(tensor._store),
         )
 
     def outgoing(self, output: str, whole: bool) -> Outgoing:
         size, _, _, dtype = self.geometry
-        computed = self.requires_grad and not self.leaf
-        return Outgoing(output, self.geometry if whole else None, size, dtype, self.leaf, computed, self.attributes)
+        return Outgoing(output, self.geometry if whole else None, size, dtype, self.computed)
 
 
 class Outputs:
@@ -186,7 +178,7 @@ class Outputs:
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
             if tensor is None:
-                output, geometry, shape, dtype, leaf, computed, attributes = self.outgoing[number]
+                output, geometry, shape, dtype, computed = self.outgoing[number]
                 if geometry is None:
                     array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
                     tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
@@ -194,11 +186,7 @@ class Outputs:
                     if output not in stores:
                         stores[output] = store_of(arrays[output], refs[output].value)
                     tensor = DeferredTensor.wrap(stores[output], *geometry)
-                if attributes:
-                    tensor.__dict__.update(attributes)
-                if leaf:
-                    tensor.requires_grad_(True)
-                elif computed:
+                if computed:
                     returned(tensor, step)
                 tensors[number] = tensor
             return tensor

@@ -1,0 +1,213 @@
+"""A step reads an object past the look-up of its attributes, others change it between steps: as in eager PyTorch.
+
+What is looked up is noted by `__getattribute__`; these ways of reading do not ask that for the name that matters."""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import inspect
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+
+
+class Plain:
+    def __init__(self):
+        self.z = 1.0
+
+
+class Slotted:
+    __slots__ = ("z",)
+
+    def __init__(self):
+        self.z = 1.0
+
+
+class Renames(Plain):
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, "z" if name == "scale" else name)
+
+
+class AsksItsBase(Plain):
+    def __getattribute__(self, name):
+        return super().__getattribute__({"scale": "z"}.get(name, name))
+
+
+class RenamesASlot(Slotted):
+    __slots__ = ()
+
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, "z" if name == "scale" else name)
+
+
+class FallsBack:
+    def __init__(self):
+        self.inner = Plain()
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "inner"), name)
+
+
+class Doubled:
+    def __get__(self, owner, cls=None):
+        return owner.__dict__["raw"] * 2
+
+    def __set__(self, owner, value):
+        owner.__dict__["raw"] = value
+
+
+class Described:
+    z = Doubled()
+
+    def __init__(self):
+        self.z = 1.0
+
+
+class Space(types.SimpleNamespace):
+    pass
+
+
+@dataclasses.dataclass
+class Data:
+    z: float = 1.0
+
+
+class Failure(Exception):
+    pass
+
+
+def space():
+    return types.SimpleNamespace(z=1.0)
+
+
+def set_z(held, value):
+    held.z = value
+
+
+def shown(held):
+    return float(repr(held).split("=")[1][:-1])
+
+
+# How it is made, read, and changed to a number.
+WAYS = {
+    "renamed by its class": (Renames, lambda held: held.scale, set_z),
+    "renamed, its base asked": (AsksItsBase, lambda held: held.scale, set_z),
+    "a slot renamed": (RenamesASlot, lambda held: held.scale, set_z),
+    "by __getattr__": (FallsBack, lambda held: held.z, lambda held, value: set_z(held.inner, value)),
+    "object.__getattribute__": (Plain, lambda held: object.__getattribute__(held, "z"), set_z),
+    "object.__getattribute__, a slot": (Slotted, lambda held: object.__getattribute__(held, "z"), set_z),
+    "a slot's descriptor": (Slotted, lambda held: Slotted.z.__get__(held), set_z),
+    "a descriptor": (Described, lambda held: Described.__dict__["z"].__get__(held), set_z),
+    "getattr_static": (Plain, lambda held: inspect.getattr_static(held, "z"), set_z),
+    "the dict's descriptor": (Plain, lambda held: Plain.__dict__["__dict__"].__get__(held)["z"], set_z),
+    "__reduce_ex__": (Plain, lambda held: held.__reduce_ex__(2)[2]["z"], set_z),
+    "copy": (Plain, lambda held: copy.copy(held).z, set_z),
+    "deepcopy": (Plain, lambda held: copy.deepcopy([held])[0].z, set_z),
+    "deepcopy, a slot": (Slotted, lambda held: copy.deepcopy(held).z, set_z),
+    "deepcopy of a namespace": (space, lambda held: copy.deepcopy(held).z, set_z),
+    "pickle": (Plain, lambda held: pickle.loads(pickle.dumps(held)).z, set_z),
+    "dataclasses.replace": (Data, lambda held: dataclasses.replace(held).z, set_z),
+    "asdict": (Data, lambda held: dataclasses.asdict(held)["z"], set_z),
+    "a namespace compared": (space, lambda held: 1.0 + (held == types.SimpleNamespace(z=2.0)), set_z),
+    "a namespace in a list": (space, lambda held: 1.0 + (types.SimpleNamespace(z=2.0) in [held]), set_z),
+    "a namespace shown": (space, shown, set_z),
+    "one of a class of one's own compared": (lambda: Space(z=1.0), lambda held: 1.0 + (held == Space(z=2.0)), set_z),
+    "one of a class of one's own shown": (lambda: Space(z=1.0), shown, set_z),
+    "an error's arguments": (
+        lambda: Failure(1.0),
+        lambda held: held.args[0],
+        lambda held, value: setattr(held, "args", (value,)),
+    ),
+    "an error's text": (
+        lambda: Failure(1.0),
+        lambda held: float(str(held)),
+        lambda held, value: setattr(held, "args", (value,)),
+    ),
+    "a partial function": (
+        lambda: functools.partial(lambda z: z, 1.0),
+        lambda held: held(),
+        lambda held, value: held.__setstate__((held.func, (value,), {}, {})),
+    ),
+    "a hash": (
+        lambda: hashlib.md5(b"0"),
+        lambda held: 1.0 + held.digest()[0] / 64,
+        lambda held, value: held.update(str(value).encode()),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_past_the_look_up_is_noticed(way, by_kernels):
+    make, read, change = WAYS[way]
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, held = fl.compile(model, backend), make()
+
+        @fl.trace
+        def step(x):
+            return compiled(x).sum() * read(held)
+
+        found = []
+        for i in range(6):
+            if i in (3, 5):
+                change(held, 1.0 + i // 2 if i == 5 else 2.0)
+            found.append(step(torch.ones(2, 3)).item())
+        return found
+
+    eager = run(fl.backend("CPU"))
+    assert len(set(eager)) > 1
+    assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
+
+
+@pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
+def test_a_namespace_is_set_by_any_method(make, by_kernels):
+    """While a step is traced as well, and what it sets to what it is counts as read."""
+
+    def run(backend):
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, held = fl.compile(model, backend), make()
+
+        @fl.trace
+        def step(x):
+            object.__setattr__(held, "z", 1.0)
+            held.n = 2.0
+            return compiled(x).sum()
+
+        found = []
+        for i in range(6):
+            if i in (3, 5):
+                held.z = held.n = 0.0
+            step(torch.ones(2, 3))
+            found.append((held.z, held.n))
+        return found
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU")) == [(1.0, 2.0)] * 6
+
+
+def test_a_configuration_of_transformers_that_renames_its_attributes(by_kernels):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8)
+    backend = fl.backend("XLA")
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        return compiled(x).detach() * 0 + config.hidden_size
+
+    found = []
+    for i in range(5):
+        config.n_embd = 8 + i // 2
+        found.append(step(torch.ones(2, 3))[0, 0].item())
+    assert found == [8, 8, 9, 9, 10]
