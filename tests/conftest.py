@@ -46,8 +46,10 @@ def seed_no_absent_devices() -> None:
     That is 2 ms a call from within a test, and a third of the time of those that seed for each sample.
     """
     for device in (torch.cuda, torch.xpu, torch.mtia):
-        if not device.is_available() and hasattr(device, "_lazy_call"):
-            device._lazy_call = lambda *_, **__: None
+        if not device.is_available():
+            for module in (device, getattr(device, "random", None)):  # which has imported it by name
+                if hasattr(module, "_lazy_call"):
+                    module._lazy_call = lambda *_, **__: None
 
 
 define_torchvision_operations()
@@ -90,7 +92,7 @@ def quick_compiles(request, compile_cache, monkeypatch):
 
 def pytest_collection_modifyitems(items):
     """Tests that start processes are the longest: they come first, so that no core waits for one in the end."""
-    items.sort(key=lambda item: not hasattr(item.module, "forked"))
+    items.sort(key=lambda item: not {"forked", "subprocess"} & vars(item.module).keys())
 
 
 @pytest.fixture

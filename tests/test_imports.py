@@ -45,21 +45,26 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """All of a module's syntax."""
+    return tuple(ast.walk(ast.parse(modules()[name].read_text())))
+
+
 def imports(name: str, types: bool = False) -> Iterator[tuple[str, str | None]]:
     """(module of ours, name imported from it) of each import in a module, wherever in it that stands.
 
     With `types`, of those for the type checker alone, too.
     """
     path = modules()[name]
-    tree = ast.parse(path.read_text())
     typed = {
         inner
-        for node in ast.walk(tree)
+        for node in nodes(name)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes(name):
         if node in typed and not types:
             continue
         if isinstance(node, ast.Import):
@@ -203,7 +208,7 @@ NOT_OURS = {"compat.jax_names": {"_params"}, "runtime.guards.native": {"_guards"
 def defined(name: str) -> set[str]:
     """The names that a module defines: functions, classes, variables, attributes and slots."""
     found = set()
-    for node in ast.walk(ast.parse(modules()[name].read_text())):
+    for node in nodes(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -226,7 +231,7 @@ def is_private(name: str) -> bool:
 def test_private_names_stay_in_their_files(name):
     """Imports, and attributes of anything but `self`, whose class may be derived from another file's."""
     used = {what for _, what in imports(name) if what is not None and is_private(what)}
-    for node in ast.walk(ast.parse(modules()[name].read_text())):
+    for node in nodes(name):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in defined_anywhere():
             if ast.unparse(node.value) not in ("self", "cls", "torch", "aten", "_aten", "torch.ops.aten"):
                 used.add(node.attr)

@@ -122,7 +122,17 @@ def sent_as_planned(part):
     return found
 
 
-@pytest.fixture(scope="module", params=[(model, name) for model in MODELS for name in MESHES], ids="-".join)
+# Each mesh with the layers that are compiled once; where both axes cut weights, and where only one does, every model.
+SHORT = [("deep", name) for name in MESHES]
+SHORT += [(model, name) for model in MODELS if model != "deep" for name in ("fsdp", "fsdp and tensor parallel")]
+CASES = [
+    pytest.param((model, name), id=f"{model}-{name}", marks=() if (model, name) in SHORT else pytest.mark.sweep)
+    for model in MODELS
+    for name in MESHES
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def run(request, tmp_path_factory):
     """A plan; then what it is a plan of: arrays, compiled functions, and how many results these give."""
     model, name = request.param

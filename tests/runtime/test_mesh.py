@@ -14,10 +14,10 @@ from tests import forked
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py", "mesh_plan_cases.py"])
-def test_eight_devices_in_one_process(cases):
+def test_eight_devices_in_one_process(cases, request):
     cases = os.path.join(os.path.dirname(__file__), cases)
     done = forked.run(
-        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases],
+        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", request.config.option.markexpr, cases],
         cwd=os.path.dirname(os.path.dirname(os.path.dirname(cases))),
         capture_output=True,
         timeout=560,
