@@ -10,16 +10,6 @@ from firstloss import cli
 from firstloss.cli import mesh
 
 LINEAR = ["torch.nn:Linear", "--arg", "in_features=300", "--arg", "out_features=7"]
-LLAMA_405B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-}
 
 
 def test_a_table(capsys):
@@ -34,10 +24,8 @@ def test_the_counter_policy(capsys):
     assert [row["position"] for row in json.loads(capsys.readouterr().out)["weights"]] == [0, 1]
 
 
-def test_405_billion_parameters_on_512_ranks(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
-    assert cli.main(["inspect", str(tmp_path / "config.json"), "--mesh", "fsdp=64,tp=8", "--json"]) == 0
+def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
+    assert cli.main(["inspect", llama_405b(), "--mesh", "fsdp=64,tp=8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 405_853_388_800 and found["dead_fills"] == 884
     rows = {row["weight"]: row for row in found["weights"]}

@@ -18,17 +18,6 @@ LLAMA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-LLAMA_405B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
 
 
 class Perceptron(nn.Module):
@@ -45,11 +34,8 @@ PERCEPTRON = ["plan", f"{__name__}:Perceptron"]
 
 
 @pytest.fixture
-def llama(tmp_path):
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return str(path)
+def llama(config_json):
+    return config_json(LLAMA)
 
 
 def plan(capsys, *arguments):
@@ -169,11 +155,9 @@ def test_a_target_that_is_no_module(capsys):
     assert "only a Module can be trained" in capsys.readouterr().err
 
 
-def test_405_billion_parameters_on_4096_devices(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+def test_405_billion_parameters_on_4096_devices(llama_405b, capsys):
     arguments = ["--mesh", "fsdp=512,tp=8", "--batch", "512x8192", "--recompute", "--memory", "80GiB"]
-    found = plan(capsys, "plan", str(tmp_path / "config.json"), *arguments)
+    found = plan(capsys, "plan", llama_405b(torch_dtype="bfloat16"), *arguments)
     assert found["devices"] == 4096 and found["fits"] is True
     parameters = 2 * 128256 * 16384 + 126 * (16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 2 * 16384) + 16384
     norms = (2 * 126 + 1) * 16384

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import firstloss as fl
 from firstloss.engine import run
+from tests import tiny_llama
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
     run._WORTH = 0  # these models are small
@@ -537,22 +538,8 @@ def in_any_order():
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def make():
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=501,
-                hidden_size=64,
-                intermediate_size=172,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            )
-        )
-
-    eager, deferred = both(make)
+    uneven = {"vocab_size": 501, "intermediate_size": 172}  # which the ranks do not divide
+    eager, deferred = both(lambda: tiny_llama.llama(**uneven, tie_word_embeddings=True))
     with no_collectives():
         for layer in deferred.model.layers:
             fully_shard(layer)

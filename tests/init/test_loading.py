@@ -14,6 +14,7 @@ import firstloss as fl
 from firstloss.capture import mapped_file
 from firstloss.errors import ConstantChangedError, NotMaterializedWarning
 from tests import forked
+from tests.tiny_llama import llama
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="Linux tells what a mapping shows")
 
@@ -226,15 +227,9 @@ def test_where_the_kernel_does_not_say(saved, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    import transformers
-
     folder = tmp_path_factory.mktemp("pretrained")
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=500,
-        tie_word_embeddings=True,
-    )  # fmt: skip
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    llama(hidden_size=256, intermediate_size=512, tie_word_embeddings=True).save_pretrained(folder)
     return folder
 
 

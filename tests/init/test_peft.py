@@ -5,9 +5,10 @@ import torch
 
 import firstloss as fl
 from tests.capture.same import assert_same
+from tests.tiny_llama import llama
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 CONFIGURATIONS = {
     "plain": {},
@@ -19,18 +20,6 @@ CONFIGURATIONS = {
 }
 
 
-def make():
-    config = transformers.LlamaConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def adapt(model, options):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
 
@@ -40,13 +29,13 @@ def adapt(model, options):
 def test_adapters(name, inside):
     options = CONFIGURATIONS[name]
     torch.manual_seed(0)
-    eager = adapt(make(), options)
+    eager = adapt(llama(), options)
     state = torch.get_rng_state()
     torch.manual_seed(0)
     if inside:
-        deferred = fl.deferred_init(lambda: adapt(make(), options))
+        deferred = fl.deferred_init(lambda: adapt(llama(), options))
     else:
-        deferred = adapt(fl.deferred_init(make), options)
+        deferred = adapt(fl.deferred_init(llama), options)
     assert torch.equal(torch.get_rng_state(), state)
     if inside or name != "dora":  # which computes norms of weights and real tensors together: a use, outside a capture
         assert fl.is_deferred(deferred.base_model.model.model.embed_tokens.weight)

@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import firstloss as fl
 from firstloss.init.disk import save
 from firstloss.init.disk import state_dict as saved_tensors
-from tests import forked
+from tests import forked, tiny_llama
 
 # Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
 FIELDS = {
@@ -29,7 +29,7 @@ FIELDS = {
 
 
 def llama(**fields):
-    return LlamaForCausalLM(LlamaConfig(**{**FIELDS, **fields}))
+    return tiny_llama.llama(**{**FIELDS, **fields})
 
 
 def both(make):

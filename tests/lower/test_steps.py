@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import tiny_llama
+
 from .harness import Recorder, check_step
 
 ADAMW = {
@@ -74,19 +76,7 @@ IDS = torch.arange(16).reshape(2, 8) * 7 % 99
 
 
 def llama(implementation):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=99,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attn_implementation=implementation,
-        )
-    )
+    return tiny_llama.llama(num_hidden_layers=1, attn_implementation=implementation)
 
 
 def gpt2(implementation):

@@ -70,6 +70,23 @@ DEEP["tensor parallel"][1].update({"*.down.weight": (None, "tp"), "*.out.weight"
 OVER_20 = 1e-5
 
 
+def training_step(compiled, optimizer, clip=False):
+    """A step of a language model, which returns the loss and, if it clips, the gradients' norm."""
+
+    @fl.trace
+    def step(tokens):
+        logits = compiled(tokens)
+        logits = getattr(logits, "logits", logits)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(compiled.parameters(), 1.0) if clip else None
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    return step
+
+
 class DeepRun:
     def __init__(self, folder, mesh=None, specs=None, clip=False, first_loss="eager"):
         torch.manual_seed(0)
@@ -80,18 +97,7 @@ class DeepRun:
             fl.shard(self.model, specs, mesh)
         compiled = fl.compile(self.model, self.backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-        @fl.trace
-        def step(tokens):
-            logits = compiled(tokens)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0) if clip else None
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss, norm
-
-        self.step = step
+        self.step = training_step(compiled, self.optimizer, clip)
 
     def train(self, steps):
         generator = torch.Generator().manual_seed(7)

@@ -12,11 +12,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
-from tests.runtime.mesh_deep_cases import Deep, array_of  # noqa: E402
+from tests import tiny_llama  # noqa: E402
+from tests.runtime.mesh_deep_cases import Deep, array_of, training_step  # noqa: E402
 
 MESHES = {
     "fsdp": {"fsdp": 8},
@@ -32,10 +32,8 @@ PROJECTIONS |= {f"*.{name}_proj.weight": ("fsdp", "tp") for name in ("o", "down"
 
 
 def llama():
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=4, **sizes)
-    return transformers.LlamaForCausalLM(config)
+    return tiny_llama.llama(vocab_size=512, num_hidden_layers=4, **sizes)
 
 
 def checkpointed_llama():
@@ -67,24 +65,13 @@ class Training:
             fl.shard(self.model, specs, mesh)
         compiled = fl.compile(self.model, self.backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-        @fl.trace
-        def step(tokens):
-            logits = compiled(tokens)
-            logits = getattr(logits, "logits", logits)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss
-
-        self.step = step
+        self.step = training_step(compiled, self.optimizer)
         self.tokens = torch.randint(0, self.vocabulary, (32, 16), generator=torch.Generator().manual_seed(7))
 
     def run(self):
         """Two steps; their compiled functions by number, and how often each is called."""
         for _ in range(2):
-            assert self.step(self.tokens).isfinite()
+            assert self.step(self.tokens)[0].isfinite()
         for parameter in self.model.parameters():
             array_of(parameter).block_until_ready()
         executable = self.step._cache.latest.executable

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from tests.tiny_llama import llama
 
 
 def model_of_two(seed=0):
@@ -85,11 +86,8 @@ def test_ties_in_a_safetensors_file(tmp_path):
 
 def test_hugging_face_folders(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=400
-    )
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(hidden_size=64, intermediate_size=128)  # of several shards of 100 KB
     for name, size in (("one", "5GB"), ("many", "100KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
         loaded = fl.load(tmp_path / name)
@@ -100,7 +98,7 @@ def test_hugging_face_folders(tmp_path):
         fl.load(tmp_path / "many")
     # and from ours, by from_pretrained
     fl.save(model.state_dict(), tmp_path / "ours")
-    config.save_pretrained(tmp_path / "ours")
+    model.config.save_pretrained(tmp_path / "ours")
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
     assert equal(back.state_dict(), model.state_dict())
 

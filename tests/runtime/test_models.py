@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
+from tests.tiny_llama import llama
 
 STEPS = 6
 # Both sides compute in float32 and add in different orders; over a few steps the losses drift apart by some 1e-7.
@@ -28,21 +29,6 @@ def language_loss(model, batch):
 
 def class_loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def llama(attention):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
 
 
 def gpt2(attention, dropout=0.0):
@@ -140,8 +126,8 @@ def train_traced(backend, make, batches, loss_of, optimizer_of):
 
 
 CASES = {
-    "llama-sdpa-adamw": (lambda: llama("sdpa"), tokens, language_loss, adamw),
-    "llama-eager-sgd": (lambda: llama("eager"), tokens, language_loss, sgd),
+    "llama-sdpa-adamw": (lambda: llama(attn_implementation="sdpa"), tokens, language_loss, adamw),
+    "llama-eager-sgd": (lambda: llama(attn_implementation="eager"), tokens, language_loss, sgd),
     "gpt2-sdpa-momentum": (lambda: gpt2("sdpa"), tokens, language_loss, momentum),
     "gpt2-eager-adamw": (lambda: gpt2("eager"), tokens, language_loss, adamw),
     "mlp-sgd": (mlp, images, class_loss, sgd),

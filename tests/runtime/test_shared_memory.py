@@ -17,6 +17,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.lower import segments
 from firstloss.runtime.step.segmented import SegmentedStep
+from tests.tiny_llama import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
@@ -375,17 +376,8 @@ def test_safetensors_save_and_load_model(backend, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_save_pretrained(backend, tmp_path, tied):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=80,
-        tie_word_embeddings=tied,
-    )
     with backend.device:
-        model = transformers.LlamaForCausalLM(config)
+        model = llama(tie_word_embeddings=tied)
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     tokens = torch.arange(10).reshape(2, 5)

@@ -25,6 +25,7 @@ from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLo
 from firstloss.trainer.loggers import ProgressLogger
 
 from .. import small_training
+from ..tiny_llama import llama
 
 STEPS = 200
 ONCE = 2  # the first call, and the verification at the second
@@ -391,14 +392,6 @@ def what_is_written_in_the_step():
         print("a step")
 
     return keep, lambda: True
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-        )
-    )
 
 
 def bert():

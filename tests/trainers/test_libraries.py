@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from tests import tiny_llama
 from tests.trainers import example_ranks
 from tests.trainers.one_line import needs, run_ranks
 
@@ -36,8 +37,7 @@ def llama(**fields):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.LlamaConfig(**{**sizes, "vocab_size": 300, **fields})
+    return tiny_llama.config(**fields)
 
 
 ROWS = [{name: torch.arange(i, i + 8) for name in ("input_ids", "labels")} for i in range(16)]

@@ -1,0 +1,35 @@
+"""Configurations that several commands are tested with."""
+
+import json
+
+import pytest
+
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.fixture
+def config_json(tmp_path):
+    """Writes a config.json of the fields that it is given, and returns its path."""
+    pytest.importorskip("transformers")
+
+    def write(fields):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(fields))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def llama_405b(config_json):
+    """The path of the config.json of a Llama of 405 billion parameters, with more fields."""
+    return lambda **fields: config_json({**LLAMA_405B, **fields})
