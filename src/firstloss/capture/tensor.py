@@ -537,7 +537,8 @@ def _assign_data(self: Tensor, other: Any) -> None:
             return
         # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
         alone = alike and self._ref().whole and all(t is self for t in self._store.alive())
-        if alone and self._store.resident.exchange(other):
+        lent = type(other) is not DeferredTensor and store_at(other) is not None  # then others hold it as well
+        if alone and not lent and self._store.resident.exchange(other):
             note_memory(self._store)
             return
         if type(other) is not DeferredTensor:

@@ -14,7 +14,7 @@ from ...program.graph import Ref, Value
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.left import Env, Left, Make
-from .owners import Owner, storage_or_itself
+from .owners import Owner, memory_of, storage_or_itself
 
 Inputs = dict[Value, Owner]
 
@@ -63,14 +63,24 @@ class Gradients:
             if tensor.requires_grad != wanted:
                 tensor.requires_grad_(wanted)
 
-    def fit(self) -> bool:
-        """Whether the gradients that are there now can stand for those that the step was traced with."""
+    def fit(self, inputs: Inputs) -> bool:
+        """Whether the gradients that are there now can stand for those that the step was traced with: each lies as that
+        did, and in no other's memory."""
+        others: set[Any] | None = None
         for value, readers in self._read.items():
             if not all(_is_laid_out(value, parameter.grad, view) for parameter, view in readers):
                 return False
-            if len(readers) > 1 and len({_memory(parameter.grad) for parameter, _ in readers}) > 1:
+            memory = {memory_of(parameter.grad) for parameter, _ in readers}
+            if len(memory) > 1:
                 return False
-        return True
+            if memory_of(inputs[value]) in memory:
+                continue
+            if others is None:
+                others = {memory_of(owner) for other, owner in inputs.items() if other not in self._read}
+            if not memory.isdisjoint(others):
+                return False
+        gradients = [memory_of(readers[0][0].grad) for readers in self._read.values()]
+        return len(set(gradients)) == len(gradients)
 
     @property
     def read(self) -> Iterable[Value]:
@@ -136,11 +146,6 @@ def _view(gradient: torch.Tensor) -> Ref | None:
 
 def _is_real(gradient: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(gradient, torch.Tensor) and type(gradient) is not DeferredTensor
-
-
-def _memory(gradient: Any) -> Any:
-    """The same for gradients that share memory."""
-    return storage_key(gradient) if _is_real(gradient) else gradient._store
 
 
 def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geometry | None) -> bool:

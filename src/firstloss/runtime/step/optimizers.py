@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...capture import session
 from ...capture.scalars import tensor_of
-from ...capture.step import FirstStepDiffers, StepTrace, find_new_state
-from ...capture.tensor import DeferredTensor
+from ...capture.step import FirstStepDiffers, StepTrace, find_new_state, storage_key
+from ...capture.tensor import DeferredTensor, geometry_of, store_at
 from ...compat.patches import replaces
 from ...compat.torch_names import (
     global_step_post_hooks,
@@ -199,6 +200,7 @@ class Optimizers:
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
         self.groups.keep(optimizer)
+        one_by_one = _overlaps(optimizer)
         fused: list[torch.Tensor] = []  # weights for which PyTorch's fused kernels were asked
         for group in optimizer.param_groups:
             # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
@@ -207,7 +209,13 @@ class Optimizers:
                 if self._keep_fused:
                     continue
                 fused += group["params"]
-            for key, value in (("capturable", True), ("foreach", not _keeps_gradients(group)), ("fused", False)):
+            if one_by_one and group.get("foreach"):
+                raise TraceError(
+                    f"{here()}: weights, gradients or state of this {name} lie in each other's memory, and foreach="
+                    "True updates lists of them, in an order that a traced step does not keep. Leave foreach out."
+                )
+            lists = not one_by_one and not _keeps_gradients(group)
+            for key, value in (("capturable", True), ("foreach", lists), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):
                     self.groups.set(group, key, value)
         for group in optimizer.param_groups:
@@ -250,6 +258,24 @@ def _keeps_gradients(group: dict[str, Any]) -> bool:
     decay = group.get("weight_decay")
     copied = group.get("maximize") or isinstance(decay, (int, float)) and decay != 0
     return bool(group.get("nesterov") and not copied and not group["foreach"])
+
+
+def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether weights, gradients or state lie in each other's memory, so that it matters which weight is updated first:
+    operations on lists read what they need of all before they write."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+    strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel()]
+    places = sorted(map(_place, strided))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(places))
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Its storage, and the first byte and the one after its last one in that."""
+    lent = None if type(tensor) is DeferredTensor else store_at(tensor)
+    size, stride, offset, dtype = geometry_of(tensor) if lent is None else lent[1]
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return storage_key(tensor) if lent is None else id(lent[0]), offset * dtype.itemsize, (last + 1) * dtype.itemsize
 
 
 @replaces("torch.amp.GradScaler.scale")

@@ -10,6 +10,7 @@ import torch
 from ...capture.constants import owned_by_torch
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
+from ...capture.tensor import store_at
 from ...compat.torch_names import storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Node, Ref, Value
@@ -21,6 +22,14 @@ Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor 
 def storage_or_itself(tensor: torch.Tensor) -> Owner:
     """The storage of a tensor of the backend's; else itself."""
     return tensor._store if type(tensor) is DeferredTensor else tensor
+
+
+def memory_of(owner: Any) -> int:
+    """The same for tensors and storages that share memory."""
+    if not isinstance(owner, torch.Tensor):
+        return id(owner)
+    lent = None if type(owner) is DeferredTensor else store_at(owner)
+    return storage_key(owner) if lent is None else id(lent[0])
 
 
 class Owners:
@@ -148,6 +157,9 @@ class Owners:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
+            if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
+                if store_at(new) is not None or self._tracing.shares(storage_key(new)):
+                    return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
                     return False

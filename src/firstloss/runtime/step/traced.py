@@ -96,4 +96,4 @@ class TracedProgram:
             return True
         if trace.new_memory.outdated():
             return True
-        return self.optimizers.outdated() or not self.gradients.fit()
+        return self.optimizers.outdated() or not self.gradients.fit(self.owners.inputs)
