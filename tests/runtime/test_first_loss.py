@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import pytest
 import torch
 from torch import nn
@@ -212,6 +213,36 @@ def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_pat
     again = step(torch.ones(8, 16)).item()  # the same step: nothing was changed
     assert again == pytest.approx(first, rel=1e-5)  # XLA adds in another order
     assert step(torch.ones(8, 16)).item() < again
+
+
+@pytest.mark.parametrize("returned", ["number", "several", "large"])
+def test_nothing_but_the_step_is_compiled(returned, backend, monkeypatch):
+    """What goes in and comes out of the kernels is copied without JAX's operations, of which each is compiled."""
+    from jax._src import compiler
+
+    jax.clear_caches()  # of earlier tests
+    compile_or_get, names = compiler.compile_or_get_cached, []
+
+    def noted(client, computation, *rest, **options):
+        names.append(computation.operation.attributes["sym_name"].value)
+        return compile_or_get(client, computation, *rest, **options)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", noted)
+
+    def step_of(model, optimizer):
+        def step(x, y):
+            found = model(x)
+            loss = (found - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            wide = found.repeat(64, 64) if returned == "large" else found.sum(0).bfloat16()
+            return loss if returned == "number" else (loss, found, wide, found.argmax(1))
+
+        return lambda x, y: step(x, y) if returned == "number" else step(x, y)[0]
+
+    run(backend, steps=1, step_of=step_of, norm=nn.BatchNorm1d)
+    assert names and {name.rpartition("_")[0] for name in names} == {"jit__lambda_"}, names
 
 
 def test_another_word_is_refused(tmp_path):

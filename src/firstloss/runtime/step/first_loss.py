@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from ...compat.torch_names import DisableTorchDispatch, schema_of
@@ -20,7 +21,7 @@ from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ...program.python_text import is_number
 from ..device.lazy import LazyArray
-from ..jaxlib import given, to_host
+from ..jaxlib import to_device, to_host
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
 _MOST_OF_A_STEP = 0.6
@@ -99,14 +100,16 @@ class FirstLoss:
         with DisableTorchDispatch():
             for node in self._nodes:
                 for value in {ref.value for ref in node.refs()} & self.inputs - replay.buffers.keys():
-                    content = to_host(jax.numpy.asarray(array(value))).reshape(value.shape)
+                    found = array(value)
+                    content = to_host(found) if isinstance(found, jax.Array) else torch.from_numpy(np.asarray(found))
+                    content = content.reshape(value.shape)
                     as_it_is = content.stride() == value.stride and value not in self._written
                     replay.buffers[value] = content if as_it_is else value.empty().copy_(content)
                 replay.run([node])
                 for value in self._last.get(node.index, ()):
                     replay.buffers.pop(value, None)
             found = [ref.view(replay.buffer(ref.value)).contiguous() for ref in self._refs]
-        return [jax.numpy.array(given(tensor), copy=True) for tensor in found]
+        return [to_device(tensor) for tensor in found]
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:
