@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import math
-import re
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FirstlossError, PlanError, TargetError
 from ..uncollected import uncollected
 from . import mesh, output, target
+from .batch import TensorSpec, parse_tensor, tensors_of
+from .quantities import link_rates, quantity
+from .specs import specs_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +83,12 @@ def _run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     wanted = target.load(args.target, args.arg)
     axes = mesh.parse(args.mesh)
-    memory = None if args.memory is None else _number("--memory", args.memory)
-    rate = None if args.flops is None else _number("--flops", args.flops)
-    links = None if args.link is None else _links(args.link, axes)
+    memory = None if args.memory is None else quantity("--memory", args.memory)
+    rate = None if args.flops is None else quantity("--flops", args.flops)
+    links = None if args.link is None else link_rates(args.link, axes)
     if args.picture is not None and not args.picture.endswith(".svg"):
         raise PlanError(f"--picture {args.picture}: the picture is SVG. Give it such a name, as plan.svg")
-    batch = [_tensor_said(text) for text in args.batch]
+    batch = [parse_tensor(text) for text in args.batch]
 
     with _backend(axes):
         plan = _planned(wanted, axes, batch, args)
@@ -127,7 +127,7 @@ def _backend(axes: mesh.Axes) -> Iterator[None]:
         yield
 
 
-def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[_Said], args: argparse.Namespace) -> StepPlan:
+def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], args: argparse.Namespace) -> StepPlan:
     import torch
 
     import firstloss as fl
@@ -149,8 +149,8 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[_Said], args: a
                 "have. Plan a step of your own that checkpoints: step.plan(batch)"
             )
         enable()
-    inputs, named = _batch(model, batch, axes)
-    specs = _specs(model, axes, args.cut)
+    inputs, named = tensors_of(model, batch, axes)
+    specs = specs_of(model, axes, args.cut)
     if specs:
         fl.shard(model, specs, axes)
     compiled = fl.compile(model, backend)
@@ -203,151 +203,3 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
     elif isinstance(made, (list, tuple)):
         for one in made:
             yield from _tensors(one)
-
-
-# -- the batch -------------------------------------------------------------------------------------------------------
-
-_Said = tuple[str, tuple[int, ...], str]  # name or "", shape, dtype or ""
-_SHAPE = re.compile(r"(?:(?P<name>\w+)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
-
-
-def _tensor_said(text: str) -> _Said:
-    found = _SHAPE.fullmatch(text)
-    if found is None or "0" in found["shape"].split("x"):
-        raise PlanError(f"--batch {text}: write a shape, as 512x8192, or with name and dtype, as x=512x64:bfloat16")
-    return found["name"] or "", tuple(map(int, found["shape"].split("x"))), found["dtype"] or ""
-
-
-def _batch(model: torch.nn.Module, batch: list[_Said], axes: mesh.Axes) -> tuple[tuple, dict[str, Any]]:
-    """The model's arguments, by place and by name."""
-    import torch
-
-    from ..init.shardings import DATA_AXES
-
-    takes = inspect.signature(model.forward).parameters
-    ways = {axis: axes[axis] for axis in axes if axis in DATA_AXES}
-    count = math.prod(ways.values())
-    inputs: list[Any] = []
-    named: dict[str, Any] = {}
-    for name, shape, dtype in batch:
-        if name and name not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            raise PlanError(f"--batch {name}=...: the model's forward takes {', '.join(takes)}")
-        if shape[0] % count:
-            more = -(-shape[0] // count) * count
-            better = "x".join(map(str, (more, *shape[1:])))
-            raise PlanError(
-                f"--batch {'x'.join(map(str, shape))}: its {shape[0]} rows cannot be shared by the {count} devices of "
-                f"{' x '.join(f'{axis}={size}' for axis, size in ways.items())}. Write {better}, or a smaller mesh"
-            )
-        tokens = not dtype and (name == "input_ids" or not name and "input_ids" in takes)
-        kind = getattr(torch, dtype or ("int64" if tokens else "float32"), None)
-        if not isinstance(kind, torch.dtype):
-            raise PlanError(f"--batch: torch has no dtype {dtype!r}. Write for instance float32 or bfloat16")
-        tensor = torch.zeros(shape, dtype=kind)
-        if tokens:
-            named["input_ids"] = tensor
-            if "labels" in takes and not any(other == "labels" for other, _, _ in batch):
-                named["labels"] = torch.zeros(shape, dtype=kind)
-        elif name:
-            named[name] = tensor
-        else:
-            inputs.append(tensor)
-    return tuple(inputs), named
-
-
-# -- how weights are cut ---------------------------------------------------------------------------------------------
-
-
-def _specs(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str, tuple]:
-    """Specs for `fl.shard`: as --cut says, else as the model's own plan of tensor parallelism does, with the data axes
-    on another dimension. Weights that neither names are cut by the default policy."""
-    from ..init.shardings import DATA_AXES
-
-    shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
-    specs: dict[str, tuple] = {}
-    for pattern, said in mesh.parse_cuts(cuts, axes).items():
-        matching = [name for name in shapes if fnmatchcase(name, pattern)]
-        if not matching:
-            raise PlanError(f"--cut {pattern!r} matches no weight; they have names like {next(iter(shapes), 'none')}")
-        for name in matching:
-            _check_cut(name, shapes[name], said, axes, f"--cut {pattern!r}")
-        specs[pattern] = said
-    tensor = tuple(axis for axis in axes if axis in mesh.TENSOR and axes[axis] > 1)
-    data = tuple(axis for axis in axes if axis in DATA_AXES)
-    plan = mesh.plan_of(model)
-    others = [axis for axis in axes if axis not in (*tensor, *data)]
-    used = {axis for spec in specs.values() for entry in spec for axis in entry}
-    unknown = [axis for axis in others if axis not in used and axes[axis] > 1]
-    if unknown and data:
-        raise PlanError(
-            f"--mesh: nothing is cut over {unknown[0]!r}. Axes for data are {', '.join(sorted(DATA_AXES))}, for "
-            f"tensor parallelism {', '.join(sorted(mesh.TENSOR))}; weights are cut over any axis with --cut"
-        )
-    if tensor and not plan and not set(tensor) & used:
-        raise PlanError(
-            f"--mesh: {type(model).__name__} has no plan of its own for tensor parallelism (tp_plan), so that nothing "
-            f"is cut over {tensor[0]!r}. Say what is: --cut '*.up.weight={tensor[0]},-'"
-        )
-    if not tensor:
-        return specs
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        dim = mesh.dimension(name, len(shape), plan)
-        if dim is None or any(fnmatchcase(name, pattern) for pattern in specs):
-            continue
-        spec: list[tuple[str, ...]] = [()] * len(shape)
-        spec[dim] = tensor
-        _check_cut(name, shape, tuple(spec), axes, "the model's own plan")
-        ways = math.prod(axes[axis] for axis in data)
-        room = [d for d in range(len(shape)) if d != dim and shape[d] % ways == 0]
-        if data and room:
-            spec[max(room, key=lambda d: shape[d])] = data
-        elif data and shape[dim] % (ways * math.prod(axes[axis] for axis in tensor)) == 0:
-            spec[dim] = (*tensor, *data)
-        specs[name] = tuple(spec)
-    return specs
-
-
-def _check_cut(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Axes, whose: str) -> None:
-    if len(spec) > len(shape):
-        raise PlanError(f"{whose} has {len(spec)} dimensions, and {name} has {len(shape)}")
-    for dim, entry in enumerate(spec):
-        ways = math.prod(axes[axis] for axis in entry)
-        if shape[dim] % ways:
-            fits = max(size for size in range(1, ways + 1) if shape[dim] % size == 0)
-            raise PlanError(
-                f"{whose} cuts dimension {dim} of {name}, of shape {'x'.join(map(str, shape))}, over "
-                f"{' x '.join(f'{axis}={axes[axis]}' for axis in entry)}: {ways} does not divide {shape[dim]}. "
-                f"Write a mesh on which that is {fits}, or cut it otherwise with --cut '{name}=...'"
-            )
-
-
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-_UNITS = {
-    "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
-}  # fmt: skip
-_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(?P<unit>[kMGTP]?i?)(?:B|FLOPS?|FLOP)?(?:/s)?")
-
-
-def _number(option: str, text: str) -> float:
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None or found["unit"] not in _UNITS or float(found["number"]) == 0:
-        example = {"--memory": "80GiB", "--flops": "989T"}.get(option, "50GB/s")
-        raise PlanError(f"{option} {text!r} is no quantity. Write for instance {option} {example}")
-    return float(found["number"]) * _UNITS[found["unit"]]
-
-
-def _links(text: str, axes: mesh.Axes) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        axis, equals, rate = part.strip().rpartition("=")
-        if equals and axis not in axes:
-            raise PlanError(f"--link {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
-        found[axis] = _number("--link", rate)
-    if "" not in found and (left := [axis for axis in axes if axis not in found and axes[axis] > 1]):
-        raise PlanError(
-            f"--link {text!r} does not say {left[0]!r}. Write for instance {left[0]}=50GB/s, or one for all"
-        )
-    return found

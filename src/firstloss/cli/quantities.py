@@ -1,0 +1,38 @@
+"""Quantities on the command line: bytes, rates, rates of links."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import PlanError
+from . import mesh
+
+_UNITS = {
+    "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(?P<unit>[kMGTP]?i?)(?:B|FLOPS?|FLOP)?(?:/s)?")
+
+
+def quantity(option: str, text: str) -> float:
+    """The number that `text` says, as 80GiB or 50GB/s; `option` is named in the error."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None or found["unit"] not in _UNITS or float(found["number"]) == 0:
+        example = {"--memory": "80GiB", "--flops": "989T"}.get(option, "50GB/s")
+        raise PlanError(f"{option} {text!r} is no quantity. Write for instance {option} {example}")
+    return float(found["number"]) * _UNITS[found["unit"]]
+
+
+def link_rates(text: str, axes: mesh.Axes) -> dict[str, float]:
+    """Bytes in a second by axis, as `--link` says them; those of "" are for all other axes."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        axis, equals, rate = part.strip().rpartition("=")
+        if equals and axis not in axes:
+            raise PlanError(f"--link {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
+        found[axis] = quantity("--link", rate)
+    if "" not in found and (left := [axis for axis in axes if axis not in found and axes[axis] > 1]):
+        raise PlanError(
+            f"--link {text!r} does not say {left[0]!r}. Write for instance {left[0]}=50GB/s, or one for all"
+        )
+    return found
