@@ -29,6 +29,7 @@ setup(
         for name in ("_counter", "_fill", "_jump")
     ]
     + [
+        Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, optional=True),
         Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], optional=True),
         Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
     ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
+import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
 
+from . import aten as kernels
 from .dtypes import cast, is_complex, opmath
 from .matmul import contract
 from .registry import rule
@@ -122,6 +124,26 @@ def _product_backward(g, x, weight, windows):
     return windows.unsliced(parts), lax.reshape(of_weight, weight.shape)
 
 
+# --- By PyTorch's own kernels -----------------------------------------------------------------------------------------
+
+
+def _by_pytorch(input, weight, windows):
+    """Whether PyTorch's convolution is the faster one: in bfloat16 any; in float32 not those that are products of
+    matrices, whose results have to be copied to where XLA wants them."""
+    if not kernels.computes(input.dtype) or input.dtype != weight.dtype or input.ndim not in (3, 4, 5):
+        return False
+    if 0 in (*input.shape, *weight.shape):
+        return False
+    return input.dtype != np.float32 or (windows is None and math.prod(weight.shape[2:]) > 1)
+
+
+def _spread(space, how):
+    """The arguments of a convolution, with a number for each dimension of space."""
+    stride, padding, dilation, transposed, output_padding, groups = how
+    numbers = [each(v, space) for v in (stride, padding, dilation, output_padding)]
+    return (*numbers[:3], transposed, numbers[3], groups)
+
+
 # --- The operations ---------------------------------------------------------------------------------------------------
 
 
@@ -134,6 +156,10 @@ def _plain(x):
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_):
     x, w, how = _plain(input), _plain(weight), (stride, padding, dilation, transposed, output_padding, groups)
     windows = _as_product(x, w, *how)
+    if _by_pytorch(input, weight, windows):
+        shape = jax.eval_shape(lambda: _convolve(x, w, *how)).shape
+        bias = None if bias is None else cast(bias, input.dtype)
+        return kernels.convolution(input, weight, bias, shape, *_spread(input.ndim - 2, how))
     y = _convolve(x, w, *how) if windows is None else _product(x, w, windows)
     return y if bias is None else y + lax.reshape(cast(bias, y.dtype), (bias.size, *(1,) * (y.ndim - 2)))
 
@@ -151,7 +177,11 @@ def convolution_backward(
         x, w = lax.conj(x), lax.conj(w)
     how = (stride, padding, dilation, transposed, output_padding, groups)
     windows = _as_product(x, w, *how)
-    if windows is not None:
+    if _by_pytorch(input, weight, windows) and any(output_mask[:2]):
+        wanted = [bool(wants) for wants in output_mask[:2]]
+        how = _spread(input.ndim - 2, how)
+        of_input, of_weight = kernels.convolution_backward(cast(grad_output, input.dtype), input, weight, wanted, *how)
+    elif windows is not None:
         of_input, of_weight = _product_backward(g, x, w, windows)
     else:
         of_input = _input_gradient(g, x.shape[2:], w, *how) if output_mask[0] else None

@@ -21,6 +21,7 @@ from ..compat.torch_names import schema_of
 from ..errors import LoweringError
 from ..program.graph import Node, Ref, Value
 from ..program.program import Program
+from . import aten
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional
@@ -80,7 +81,7 @@ class Call(NamedTuple):
             assert key is not None
             operands = [*operands, key]
         try:
-            return function_of(self.kind)(*operands)
+            return function_of(self.kind, aten.usable())(*operands)
         except LoweringError as error:
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:
@@ -203,8 +204,12 @@ def view_of(ref: Ref) -> View | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def function_of(template: Template) -> Callable[..., tuple]:
-    """The jitted function of all nodes of one template, from the arrays that they read to those that they make."""
+def function_of(template: Template, by_pytorch: bool = False) -> Callable[..., tuple]:
+    """The jitted function of all nodes of one template, from the arrays that they read to those that they make.
+
+    Args:
+        by_pytorch: as `aten.usable()` says; it may call PyTorch's kernels.
+    """
     op = functional(template.op)
     rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)
     if rule is None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ... import timeline
+from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.program import constant, run_calls
 from ...lower.segments import Cut, Segment
@@ -465,7 +466,7 @@ def _lower(name: str, function: Function, edges: Edges | None) -> Any:
         return tuple(arrays[value] for value in outputs)
 
     run.__name__ = name
-    with x64():
+    with x64(), aten.within(edges is None and on_cpu()):
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
         jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
         seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)

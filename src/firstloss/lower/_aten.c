@@ -1,0 +1,514 @@
+/* Handlers of custom calls in XLA that call PyTorch's own kernels on a CPU: see aten.py.
+ *
+ * PyTorch's functions are those of the C interface that its ahead-of-time compiler's programs call
+ * (torch/csrc/inductor/aoti_torch); aten.py finds them, and hands them over. An operation is cut into shares, which XLA's
+ * own threads take; each runs PyTorch's kernel on one thread. (PyTorch would start a team of OpenMP's threads for each
+ * thread that calls it, which go on spinning for milliseconds, on the cores on which XLA goes on.)
+ *
+ * Of XLA's structures (and PyTorch's need none) those fields are declared that are used, and the fields before them, as
+ * in _unwritten.c; `tests/lower/test_aten.py` compares them with the header.
+ */
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* --- XLA's structures --- */
+
+enum { METADATA = 1 }; /* the type of the extension with which XLA asks what a handler is */
+enum { F32 = 11, BF16 = 16 };
+enum { INTERNAL = 13 };
+
+struct extension {
+    size_t size;
+    int type;
+    struct extension *next;
+};
+
+struct version {
+    size_t size;
+    struct extension *extension;
+    int major, minor;
+};
+
+struct metadata {
+    size_t size;
+    struct version version;
+};
+
+struct metadata_extension {
+    struct extension base;
+    struct metadata *metadata;
+};
+
+struct buffer {
+    size_t size;
+    struct extension *extension;
+    int dtype;
+    void *data;
+    int64_t rank;
+    int64_t *dims;
+};
+
+struct array {
+    int dtype;
+    size_t size;
+    void *data;
+};
+
+struct operands { /* of arguments and of results */
+    size_t size;
+    struct extension *extension;
+    int64_t count;
+    int *types;
+    void **buffers;
+};
+
+struct attributes {
+    size_t size;
+    struct extension *extension;
+    int64_t count;
+    int *types;
+    void **names;
+    void **values;
+};
+
+struct error_arguments {
+    size_t size;
+    struct extension *extension;
+    const char *message;
+    int code;
+};
+
+struct schedule_arguments {
+    size_t size;
+    struct extension *extension;
+    void *context;
+    void (*task)(void *);
+    void *data;
+};
+
+struct count_arguments {
+    size_t size;
+    struct extension *extension;
+    void *context;
+    int64_t *count;
+};
+
+struct api {
+    size_t size;
+    struct extension *extension;
+    struct version version;
+    const void *internal;
+    void *(*create_error)(struct error_arguments *);
+    void *(*not_called[10])(void *);
+    void *(*schedule)(struct schedule_arguments *);
+    void *(*count_threads)(struct count_arguments *);
+};
+
+struct call_frame {
+    size_t size;
+    struct extension *extension;
+    const struct api *api;
+    void *context;
+    int stage;
+    struct operands arguments;
+    struct operands results;
+    struct attributes attributes;
+};
+
+/* --- PyTorch's functions, in the order in which aten.py gives them --- */
+
+typedef void *tensor;
+
+static struct {
+    int32_t (*float32)(void);
+    int32_t (*bfloat16)(void);
+    int32_t (*cpu)(void);
+    int32_t (*from_blob)(void *, int64_t, const int64_t *, const int64_t *, int64_t, int32_t, int32_t, int32_t, tensor *);
+    int32_t (*delete)(tensor);
+    int32_t (*copy)(tensor, tensor, int32_t);
+    int32_t (*convolution)(tensor, tensor, tensor *, const int64_t *, int64_t, const int64_t *, int64_t, const int64_t *,
+                           int64_t, int32_t, const int64_t *, int64_t, int64_t, tensor *);
+    int32_t (*convolution_backward)(tensor, tensor, tensor, const int64_t **, int64_t, const int64_t *, int64_t,
+                                    const int64_t *, int64_t, const int64_t *, int64_t, int32_t, const int64_t *, int64_t,
+                                    int64_t, const int32_t *, int64_t, tensor *, tensor *, tensor *);
+    int (*get_threads)(void);
+    void (*set_threads)(int);
+    void *(*python_thread)(void); /* CPython's: the state of this thread, or NULL */
+} torch_;
+
+enum { MOST_DIMENSIONS = 8 };
+
+/* What one share has of an array: of one dimension, places `from` to `to`; dimension -1: all. */
+struct range {
+    int dimension;
+    int64_t from, to;
+};
+
+/* A tensor of a part of XLA's memory, or NULL. */
+static tensor lent(const struct buffer *buffer, struct range range) {
+    int64_t strides[MOST_DIMENSIONS], dims[MOST_DIMENSIONS], stride = 1, begin = 0;
+    tensor made = NULL;
+    if (buffer->rank > MOST_DIMENSIONS || (buffer->dtype != F32 && buffer->dtype != BF16)) {
+        return NULL;
+    }
+    for (int64_t d = buffer->rank - 1; d >= 0; d--) {
+        strides[d] = stride;
+        dims[d] = buffer->dims[d];
+        stride *= buffer->dims[d];
+        if (d == range.dimension) {
+            begin = range.from * strides[d];
+            dims[d] = range.to - range.from;
+        }
+    }
+    char *data = (char *)buffer->data + begin * (buffer->dtype == F32 ? 4 : 2);
+    int32_t dtype = buffer->dtype == F32 ? torch_.float32() : torch_.bfloat16();
+    if (torch_.from_blob(data, buffer->rank, dims, strides, 0, dtype, torch_.cpu(), 0, &made)) {
+        return NULL;
+    }
+    return made;
+}
+
+/* Copies what PyTorch has made to where XLA wants it. */
+static int keep(tensor made, const struct buffer *buffer, struct range range) {
+    tensor to = lent(buffer, range);
+    int failed = made == NULL || to == NULL || torch_.copy(to, made, 0);
+    if (to != NULL) {
+        torch_.delete(to);
+    }
+    return failed;
+}
+
+static void release(tensor *tensors, int count) {
+    for (int i = 0; i < count; i++) {
+        if (tensors[i] != NULL) {
+            torch_.delete(tensors[i]);
+        }
+    }
+}
+
+/* --- The calls --- */
+
+/* The one attribute of a convolution: transposed, groups, then of each dimension of space the stride, of each the padding,
+ * the dilation, the output's padding. */
+struct how {
+    int space;
+    int32_t transposed;
+    int64_t groups;
+    const int64_t *stride, *padding, *dilation, *output_padding;
+};
+
+static struct how how_of(const struct call_frame *frame) {
+    const struct array *array = frame->attributes.values[0];
+    const int64_t *numbers = array->data;
+    int space = (int)((array->size - 2) / 4);
+    const int64_t *rest = numbers + 2;
+    return (struct how){space, (int32_t)numbers[0], numbers[1], rest, rest + space, rest + 2 * space, rest + 3 * space};
+}
+
+/* Along what an operation is cut. Each share of a GROUPS' has some of the groups. */
+enum cut { NOT, BATCH, OUT, IN, GROUPS };
+
+struct part {
+    enum cut cut;
+    int64_t from, to;
+};
+
+enum role { INPUT, WEIGHT, BIAS, OUTPUT };
+
+/* What a part of the operation has of an array. */
+static struct range range_of(struct part part, enum role role, const struct buffer *buffer, const struct how *how) {
+    static const int dimensions[5][4] = {
+        [NOT] = {-1, -1, -1, -1},
+        [BATCH] = {0, -1, -1, 0},
+        [OUT] = {-1, 0, 0, 1},
+        [IN] = {1, 1, -1, -1},
+        [GROUPS] = {1, 0, 0, 1},
+    };
+    int d = dimensions[part.cut][role];
+    if (role == WEIGHT && how->transposed && (part.cut == OUT || part.cut == IN)) {
+        d = 1 - d;
+    }
+    int64_t each = d >= 0 && part.cut == GROUPS ? buffer->dims[d] / how->groups : 1;
+    return (struct range){d, part.from * each, part.to * each};
+}
+
+enum { LEAST_CHANNELS = 16 }; /* of a share; with fewer, PyTorch's kernels do not fill a vector */
+
+/* One cut of an operation into shares. */
+struct pieces {
+    enum cut cut;
+    int64_t length, shares;
+};
+
+/* How to cut: into as many shares as can be; by the batch, so that each share reads all of the weight, only if that is
+ * no larger than the other operand, of which each share of the channels reads all. */
+static struct pieces best_cut(int64_t batch, int64_t channels, enum cut by_channels, int light_weight,
+                              const struct how *how, int64_t threads) {
+    int64_t by_weight = how->groups == 1 ? channels / LEAST_CHANNELS : how->groups;
+    int64_t by_batch = batch < threads ? batch : threads;
+    by_weight = by_weight < threads ? by_weight : threads;
+    if (by_batch <= 1 && by_weight <= 1) {
+        return (struct pieces){NOT, 1, 1};
+    }
+    if (by_batch > by_weight || (by_batch == by_weight && light_weight)) {
+        return (struct pieces){BATCH, batch, by_batch};
+    }
+    return how->groups == 1 ? (struct pieces){by_channels, channels, by_weight}
+                            : (struct pieces){GROUPS, how->groups, by_weight};
+}
+
+static struct part part_of(struct pieces pieces, int64_t share) {
+    return (struct part){pieces.cut, pieces.length * share / pieces.shares, pieces.length * (share + 1) / pieces.shares};
+}
+
+static int64_t groups_of(struct part part, const struct how *how) {
+    return part.cut == GROUPS ? part.to - part.from : how->groups;
+}
+
+static int convolve(const struct call_frame *frame, struct how how, struct part part) {
+    static const enum role roles[3] = {INPUT, WEIGHT, BIAS};
+    tensor given[3] = {NULL, NULL, NULL}, made = NULL;
+    int failed = 0, n = how.space, count = (int)frame->arguments.count;
+    for (int i = 0; i < count; i++) {
+        const struct buffer *buffer = frame->arguments.buffers[i];
+        given[i] = lent(buffer, range_of(part, roles[i], buffer, &how));
+        failed |= given[i] == NULL;
+    }
+    const struct buffer *result = frame->results.buffers[0];
+    failed = failed ||
+             torch_.convolution(given[0], given[1], count == 3 ? &given[2] : NULL, how.stride, n, how.padding, n,
+                                how.dilation, n, how.transposed, how.output_padding, n, groups_of(part, &how), &made) ||
+             keep(made, result, range_of(part, OUTPUT, result, &how));
+    release(given, 3);
+    release(&made, 1);
+    return failed;
+}
+
+/* The gradient of the input (0) or of the weight (1), into the result number `place`. */
+static int gradient(const struct call_frame *frame, struct how how, struct part part, int of, int place) {
+    static const enum role roles[3] = {OUTPUT, INPUT, WEIGHT};
+    int32_t mask[3] = {of == 0, of == 1, 0};
+    tensor given[3] = {NULL, NULL, NULL}, made[3] = {NULL, NULL, NULL};
+    int failed = 0, n = how.space;
+    for (int i = 0; i < 3; i++) {
+        const struct buffer *buffer = frame->arguments.buffers[i];
+        given[i] = lent(buffer, range_of(part, roles[i], buffer, &how));
+        failed |= given[i] == NULL;
+    }
+    const struct buffer *result = frame->results.buffers[place];
+    failed = failed ||
+             torch_.convolution_backward(given[0], given[1], given[2], NULL, 0, how.stride, n, how.padding, n,
+                                         how.dilation, n, how.transposed, how.output_padding, n, groups_of(part, &how),
+                                         mask, 3, &made[0], &made[1], &made[2]) ||
+             keep(made[of], result, range_of(part, of == 0 ? INPUT : WEIGHT, result, &how));
+    release(given, 3);
+    release(made, 3);
+    return failed;
+}
+
+/* --- A call, in shares --- */
+
+struct call {
+    const struct call_frame *frame;
+    struct how how;
+    struct pieces pieces[2]; /* the forward pass has the first; backward they are of the input's and the weight's */
+    int forward;
+    int64_t shares;
+    int64_t needed; /* so many helpers must not all refuse */
+    atomic_long next, failed, refused;
+    int64_t done, users; /* under the lock */
+    pthread_mutex_t lock;
+    pthread_cond_t all_done;
+};
+
+static int share(const struct call *call, int64_t number) {
+    if (call->forward) {
+        return convolve(call->frame, call->how, part_of(call->pieces[0], number));
+    }
+    int64_t first = call->pieces[0].shares;
+    if (number < first) {
+        return gradient(call->frame, call->how, part_of(call->pieces[0], number), 0, 0);
+    }
+    return gradient(call->frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
+}
+
+static void leave(struct call *call) {
+    pthread_mutex_lock(&call->lock);
+    int last = --call->users == 0;
+    pthread_mutex_unlock(&call->lock);
+    if (last) {
+        pthread_mutex_destroy(&call->lock);
+        pthread_cond_destroy(&call->all_done);
+        free(call);
+    }
+}
+
+/* Takes shares until none is left. Who comes late finds none, and touches nothing but the call. */
+static void *take_shares(void *data) {
+    struct call *call = data;
+    int64_t number, mine = 0;
+    while ((number = atomic_fetch_add(&call->next, 1)) < call->shares) {
+        int before = torch_.get_threads(); /* sets it, too, the first time in a thread */
+        torch_.set_threads(1);
+        if (share(call, number)) {
+            atomic_store(&call->failed, 1);
+        }
+        torch_.set_threads(before);
+        mine++;
+    }
+    pthread_mutex_lock(&call->lock);
+    call->done += mine;
+    if (call->done == call->shares) {
+        pthread_cond_signal(&call->all_done);
+    }
+    pthread_mutex_unlock(&call->lock);
+    leave(call);
+    return NULL;
+}
+
+/* One helper less; where nobody is left, a thread of its own does it all. */
+static void refuse(struct call *call) {
+    pthread_t thread;
+    if (atomic_fetch_add(&call->refused, 1) + 1 < call->needed) {
+        leave(call);
+    } else if (pthread_create(&thread, NULL, take_shares, call) == 0) {
+        pthread_detach(thread);
+    } else {
+        take_shares(call);
+    }
+}
+
+/* A thread of Python's takes no shares: PyTorch's modes, which are the thread's own, would see the operation. */
+static void help(void *call) {
+    if (torch_.python_thread() != NULL) {
+        refuse(call);
+    } else {
+        take_shares(call);
+    }
+}
+
+/* Has all shares done, by this thread and those of XLA that are free; waits only for shares that are under way. XLA may
+ * have been called by a thread of Python's and run in it: then that waits for the others. */
+static int run(struct call *call, int64_t threads) {
+    const struct call_frame *frame = call->frame;
+    int python = torch_.python_thread() != NULL;
+    int64_t helpers = (call->shares < threads ? call->shares : threads) - !python;
+    call->users = helpers + 1 + !python;
+    call->needed = python ? helpers : INT64_MAX;
+    pthread_mutex_init(&call->lock, NULL);
+    pthread_cond_init(&call->all_done, NULL);
+    for (int64_t i = 0; i < helpers; i++) {
+        struct schedule_arguments schedule = {sizeof schedule, NULL, frame->context, help, call};
+        if (frame->api->schedule(&schedule) != NULL) {
+            refuse(call);
+        }
+    }
+    if (!python) {
+        take_shares(call);
+    }
+    pthread_mutex_lock(&call->lock);
+    while (call->done < call->shares) {
+        pthread_cond_wait(&call->all_done, &call->lock);
+    }
+    pthread_mutex_unlock(&call->lock);
+    int failed = atomic_load(&call->failed) != 0;
+    leave(call);
+    return failed;
+}
+
+static int64_t channels(const struct buffer *buffer) { return buffer->dims[1]; }
+
+static int64_t elements(const struct buffer *buffer) {
+    int64_t count = 1;
+    for (int64_t d = 0; d < buffer->rank; d++) {
+        count *= buffer->dims[d];
+    }
+    return count;
+}
+
+static struct call *new_call(const struct call_frame *frame, int64_t *threads) {
+    struct call *call = calloc(1, sizeof *call);
+    if (call != NULL) {
+        struct count_arguments count = {sizeof count, NULL, frame->context, threads};
+        *threads = 1;
+        if (frame->api->count_threads(&count) != NULL) {
+            *threads = 1;
+        }
+        call->frame = frame;
+        call->how = how_of(frame);
+    }
+    return call;
+}
+
+static int forward(const struct call_frame *frame) {
+    const struct buffer *x = frame->arguments.buffers[0], *w = frame->arguments.buffers[1];
+    const struct buffer *y = frame->results.buffers[0];
+    int64_t threads, batch = x->dims[0];
+    struct call *call = new_call(frame, &threads);
+    if (call == NULL) {
+        return 1;
+    }
+    call->forward = 1;
+    call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, threads);
+    call->shares = call->pieces[0].shares;
+    return run(call, threads);
+}
+
+/* Gives the gradient of the input, that of the weight, or both: which, is the second attribute. */
+static int backward(const struct call_frame *frame) {
+    const int64_t *wanted = ((const struct array *)frame->attributes.values[1])->data;
+    const struct buffer *g = frame->arguments.buffers[0], *x = frame->arguments.buffers[1];
+    const struct buffer *w = frame->arguments.buffers[2];
+    int64_t threads, batch = x->dims[0];
+    struct call *call = new_call(frame, &threads);
+    if (call == NULL) {
+        return 1;
+    }
+    if (wanted[0]) {
+        call->pieces[0] = best_cut(batch, channels(x), IN, elements(w) <= elements(g), &call->how, threads);
+    }
+    if (wanted[1]) { /* along its first dimension: a sum over the batch is one sum, however many threads there are */
+        int transposed = call->how.transposed;
+        call->pieces[1] = best_cut(1, channels(transposed ? x : g), transposed ? IN : OUT, 0, &call->how, threads);
+    }
+    call->shares = call->pieces[0].shares + call->pieces[1].shares;
+    return run(call, threads);
+}
+
+static void *handle(struct call_frame *frame, int (*call)(const struct call_frame *), const char *message) {
+    if (frame->extension && frame->extension->type == METADATA) {
+        struct metadata *metadata = ((struct metadata_extension *)frame->extension)->metadata;
+        metadata->version.major = 0; /* the oldest that XLA takes */
+        metadata->version.minor = 1;
+        return NULL;
+    }
+    if (!call(frame)) {
+        return NULL;
+    }
+    struct error_arguments error = {sizeof error, NULL, message, INTERNAL};
+    return frame->api->create_error(&error);
+}
+
+EXPORT void *firstloss_convolution(struct call_frame *frame) {
+    return handle(frame, forward, "PyTorch's convolution failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_convolution_backward(struct call_frame *frame) {
+    return handle(frame, backward, "PyTorch's convolution_backward failed; the line before this on stderr says why");
+}
+
+/* Called once, before any other; `functions` in the order of the structure. */
+EXPORT int firstloss_aten(void **functions, int count) {
+    if ((size_t)count * sizeof(void *) != sizeof torch_) {
+        return 1;
+    }
+    memcpy(&torch_, functions, sizeof torch_);
+    return 0;
+}

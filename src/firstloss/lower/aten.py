@@ -1,0 +1,128 @@
+"""PyTorch's own kernels in a compiled step on a CPU, where they are faster than what XLA has.
+
+XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
+layout of a weight than PyTorch's; PyTorch brings oneDNN. A custom call (`_aten.c`) gives an operation's arrays to
+PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
+neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
+
+Steps for one CPU device are lowered `within` this; no others: an array on a mesh is in parts, and a module that is
+written to a file has to run without PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax import numpy as jnp
+
+from .. import c_library
+
+_CALLS = ("firstloss_convolution", "firstloss_convolution_backward")
+_FUNCTIONS = (  # in the order of the structure in _aten.c
+    "aoti_torch_dtype_float32",
+    "aoti_torch_dtype_bfloat16",
+    "aoti_torch_device_type_cpu",
+    "aoti_torch_create_tensor_from_blob",
+    "aoti_torch_delete_tensor_object",
+    "aoti_torch_copy_",
+    "aoti_torch_cpu_convolution",
+    "aoti_torch_cpu_convolution_backward",
+    "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
+    "omp_set_num_threads",
+)
+_within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
+
+
+@contextlib.contextmanager
+def within(allowed: bool = True) -> Iterator[None]:
+    """What is lowered in it may call PyTorch's kernels, if they are there."""
+    token = _within.set(allowed and known_to_xla())
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
+def usable() -> bool:
+    """Whether what is lowered now may call PyTorch's kernels."""
+    return _within.get()
+
+
+@functools.cache
+def known_to_xla() -> bool:
+    """Whether XLA has the custom calls; it is told of them the first time."""
+    entry = (ctypes.c_void_p, (ctypes.c_void_p,))
+    set_up = (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int))
+    ours = c_library.load(__file__, "_aten", {**dict.fromkeys(_CALLS, entry), "firstloss_aten": set_up})
+    functions = _functions()
+    if ours is None or functions is None or not torch.backends.mkldnn.is_available():
+        return False
+    array = (ctypes.c_void_p * len(functions))(*functions)
+    if ours.firstloss_aten(ctypes.cast(array, ctypes.c_void_p), len(functions)):
+        return False
+    jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
+    try:
+        for name in _CALLS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(ours, name)), platform="cpu", api_version=1)
+    except Exception as error:  # another version of the interface: XLA computes
+        print(f"firstloss: convolutions on CPU devices are XLA's ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+def _functions() -> list[int] | None:
+    """The addresses of PyTorch's functions; None where one is missing."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        found = [*(getattr(library, name) for name in _FUNCTIONS), ctypes.pythonapi.PyGILState_GetThisThreadState]
+        return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
+    except (OSError, AttributeError):
+        return None
+
+
+@functools.cache
+def _bfloat16() -> bool:
+    """Whether oneDNN computes bfloat16 on this processor."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def computes(dtype: np.dtype) -> bool:
+    """Whether an operation on arrays of `dtype` may be given to PyTorch, and is fast there."""
+    if not usable() or not torch.backends.mkldnn.enabled:
+        return False
+    return dtype == np.float32 or (dtype == jnp.bfloat16 and _bfloat16())
+
+
+def _how(stride: Sequence[int], padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int) -> Any:
+    return np.array([int(transposed), groups, *stride, *padding, *dilation, *output_padding], np.int64)
+
+
+def convolution(x: Any, weight: Any, bias: Any, shape: Sequence[int], *how: Any) -> Any:
+    """`aten.convolution`: a result of `shape` and the dtype of `x`.
+
+    Args:
+        how: stride, padding, dilation (a number for each dimension of space), transposed, output_padding, groups.
+    """
+    call = jax.ffi.ffi_call(_CALLS[0], jax.ShapeDtypeStruct(shape, x.dtype))
+    return call(x, weight, *([] if bias is None else [bias]), how=_how(*how))
+
+
+def convolution_backward(grad_output: Any, x: Any, weight: Any, wanted: Sequence[bool], *how: Any) -> list[Any]:
+    """`aten.convolution_backward` for the input and the weight, those of the two that are `wanted`; else None."""
+    kinds = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a, w in zip((x, weight), wanted, strict=True) if w]
+    call = jax.ffi.ffi_call(_CALLS[1], kinds)
+    made = iter(call(grad_output, x, weight, how=_how(*how), wanted=np.array(wanted, np.int64)))
+    return [next(made) if w else None for w in wanted]

@@ -1,0 +1,266 @@
+"""PyTorch's own convolutions in compiled steps on a CPU."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax import numpy as jnp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import firstloss as fl
+from firstloss.lower import aten as kernels
+from firstloss.lower.convolution import convolution
+
+from .harness import assert_rule
+
+aten = torch.ops.aten
+SOURCE = Path(kernels.__file__).with_name("_aten.c")
+# What the handlers use of each structure, and what XLA's header calls it.
+FIELDS = [
+    ("struct extension", "type", "XLA_FFI_Extension_Base", "type"),
+    ("struct version", "major", "XLA_FFI_Api_Version", "major_version"),
+    ("struct version", "minor", "XLA_FFI_Api_Version", "minor_version"),
+    ("struct metadata", "version", "XLA_FFI_Metadata", "api_version"),
+    ("struct metadata_extension", "metadata", "XLA_FFI_Metadata_Extension", "metadata"),
+    ("struct buffer", "dtype", "XLA_FFI_Buffer", "dtype"),
+    ("struct buffer", "data", "XLA_FFI_Buffer", "data"),
+    ("struct buffer", "rank", "XLA_FFI_Buffer", "rank"),
+    ("struct buffer", "dims", "XLA_FFI_Buffer", "dims"),
+    ("struct array", "size", "XLA_FFI_Array", "size"),
+    ("struct array", "data", "XLA_FFI_Array", "data"),
+    ("struct operands", "count", "XLA_FFI_Args", "size"),
+    ("struct operands", "buffers", "XLA_FFI_Args", "args"),
+    ("struct operands", "buffers", "XLA_FFI_Rets", "rets"),
+    ("struct attributes", "values", "XLA_FFI_Attrs", "attrs"),
+    ("struct error_arguments", "message", "XLA_FFI_Error_Create_Args", "message"),
+    ("struct error_arguments", "code", "XLA_FFI_Error_Create_Args", "errc"),
+    ("struct schedule_arguments", "context", "XLA_FFI_ThreadPool_Schedule_Args", "ctx"),
+    ("struct schedule_arguments", "task", "XLA_FFI_ThreadPool_Schedule_Args", "task"),
+    ("struct schedule_arguments", "data", "XLA_FFI_ThreadPool_Schedule_Args", "data"),
+    ("struct count_arguments", "context", "XLA_FFI_ThreadPool_NumThreads_Args", "ctx"),
+    ("struct count_arguments", "count", "XLA_FFI_ThreadPool_NumThreads_Args", "num_threads"),
+    ("struct api", "create_error", "XLA_FFI_Api", "XLA_FFI_Error_Create"),
+    ("struct api", "schedule", "XLA_FFI_Api", "XLA_FFI_ThreadPool_Schedule"),
+    ("struct api", "count_threads", "XLA_FFI_Api", "XLA_FFI_ThreadPool_NumThreads"),
+    ("struct call_frame", "api", "XLA_FFI_CallFrame", "api"),
+    ("struct call_frame", "context", "XLA_FFI_CallFrame", "ctx"),
+    ("struct call_frame", "arguments", "XLA_FFI_CallFrame", "args"),
+    ("struct call_frame", "results", "XLA_FFI_CallFrame", "rets"),
+    ("struct call_frame", "attributes", "XLA_FFI_CallFrame", "attrs"),
+]
+NUMBERS = {
+    "METADATA": "XLA_FFI_Extension_Metadata",
+    "F32": "XLA_FFI_DataType_F32",
+    "BF16": "XLA_FFI_DataType_BF16",
+    "INTERNAL": "XLA_FFI_Error_Code_INTERNAL",
+}
+
+pytestmark = pytest.mark.skipif(
+    not kernels.known_to_xla(), reason="the handlers are not built (python setup.py build_ext --inplace), or not here"
+)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+def test_the_handlers_structures_are_those_of_xlas_header(tmp_path):
+    checks = [f"offsetof({ours}, {field}) == offsetof({theirs}, {name})" for ours, field, theirs, name in FIELDS]
+    checks += [f"{ours} == (int){theirs}" for ours, theirs in NUMBERS.items()]
+    lines = [f"_Static_assert({check}, {str(i)!r});".replace("'", '"') for i, check in enumerate(checks)]
+    text = "\n".join([f'#include "xla/ffi/api/c_api.h"\n#include "{SOURCE}"', *lines, ""])
+    (tmp_path / "check.c").write_text(text)
+    command = ["cc", "-std=c11", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", str(tmp_path / "check.c")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the custom calls of PyTorch's kernels that have been lowered."""
+    found = []
+    ffi_call = jax.ffi.ffi_call
+
+    def counted(name, *args, **kwargs):
+        found.extend({name} & set(kernels._CALLS))
+        return ffi_call(name, *args, **kwargs)
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", counted)
+    return found
+
+
+def geometries():
+    """Every way to cut: batches of one and of more than there are threads, few and many channels, groups."""
+    numbers = np.random.default_rng(0)
+    for space, transposed, (batch, groups, each_in, each_out) in itertools.product(
+        (1, 2, 3), (False, True), ((1, 1, 3, 5), (1, 1, 40, 48), (5, 1, 3, 33), (3, 4, 2, 3), (1, 6, 1, 2))
+    ):
+        kernel = [int(n) for n in numbers.integers(2, 4, space)]
+        stride, dilation = ([int(n) for n in numbers.integers(1, 3, space)] for _ in range(2))
+        padding = [int(n) for n in numbers.integers(0, 2, space)]
+        lengths = [int(n) for n in numbers.integers(12, 15, space)]  # too many places for a product of matrices
+        yield space, transposed, batch, groups, each_in, each_out, kernel, stride, dilation, padding, lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("geometry", list(geometries()), ids=str)
+def test_convolutions_of_every_geometry(geometry, dtype, calls):
+    space, transposed, batch, groups, each_in, each_out, kernel, stride, dilation, padding, lengths = geometry
+    torch.manual_seed(0)
+    x = torch.randn(batch, groups * each_in, *lengths).to(dtype)
+    shape = (groups * each_in, each_out) if transposed else (groups * each_out, each_in)
+    weight, bias = torch.randn(*shape, *kernel).to(dtype), torch.randn(groups * each_out).to(dtype)
+    extra = [s - 1 for s in stride] if transposed else [0] * space
+    how = (stride, padding, dilation, transposed, extra, groups)
+    with kernels.within():
+        taken = kernels.computes(np.dtype(jnp.bfloat16) if dtype == torch.bfloat16 else np.dtype("float32"))
+        for b in (None, bias):
+            assert_rule(aten.convolution.default, (x, weight, b, *how), {}, aten.convolution(x, weight, b, *how))
+        g = torch.randn_like(aten.convolution(x, weight, None, *how))
+        for mask in ([True, True, True], [False, True, False], [True, False, False]):
+            args = (g, x, weight, [bias.numel()], *how, mask)
+            expected = [e if wants else None for e, wants in zip(aten.convolution_backward(*args), mask, strict=True)]
+            assert_rule(aten.convolution_backward.default, args, {}, expected)
+    assert bool(calls) is taken, "it is not PyTorch's that was tested"
+
+
+HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def lowered(x, weight):
+    with kernels.within():
+        return jax.jit(lambda x, w: convolution(x, w, None, *HOW)).lower(x, weight)
+
+
+def compiled(x, weight):
+    return lowered(x, weight).compile()
+
+
+def operands(batch=2, channels=32, length=24):
+    torch.manual_seed(0)
+    x, weight = torch.randn(batch, 32, length, length), torch.randn(channels, 32, 3, 3)
+    return x, weight, jnp.asarray(x.numpy()), jnp.asarray(weight.numpy())
+
+
+def test_the_bits_are_the_same_each_time():
+    """Whichever threads take the shares."""
+    for batch in (1, 2, 7):
+        *_, x, weight = operands(batch)
+        run = compiled(x, weight)
+        first = np.asarray(run(x, weight))
+        assert all(np.array_equal(first, run(x, weight)) for _ in range(30))
+
+
+def test_no_mode_of_the_calling_thread_sees_it():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, weight, jax_x, jax_weight = operands()
+    run = compiled(jax_x, jax_weight)
+    with Seeing():
+        found = [np.asarray(run(jax_x, jax_weight)) for _ in range(20)]
+    assert not seen
+    expected = aten.convolution(x, weight, None, *HOW).numpy()
+    assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in found)  # sums of 288 products of about 1
+
+
+def test_pytorchs_number_of_threads_stays():
+    *_, x, weight = operands()
+    before, run = torch.get_num_threads(), compiled(x, weight)
+    for _ in range(20):
+        np.asarray(run(x, weight))
+    assert torch.get_num_threads() == before
+
+
+def test_what_pytorch_refuses_is_an_error():
+    x, weight = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 5, 3, 3))  # of 5 channels, not 3
+    call = jax.jit(lambda x, w: kernels.convolution(x, w, None, (2, 4, 8, 8), *HOW))
+    with pytest.raises(Exception, match="PyTorch's convolution failed"):
+        jax.block_until_ready(call(x, weight))
+
+
+@pytest.mark.parametrize("missing", ["function", "library"])
+def test_where_a_part_is_missing_xla_computes(missing, monkeypatch):
+    if missing == "function":
+        monkeypatch.setattr(kernels, "_FUNCTIONS", (*kernels._FUNCTIONS, "aoti_torch_that_is_not_there"))
+    else:
+        monkeypatch.setattr(kernels.c_library, "EXTENSION_SUFFIXES", [".nowhere"])
+    monkeypatch.setattr(kernels, "known_to_xla", kernels.known_to_xla.__wrapped__)
+    *_, x, weight = operands()
+    assert "stablehlo.convolution" in lowered(x, weight).as_text()
+
+
+def test_outside_of_a_step_for_one_device_xla_computes():
+    *_, x, weight = operands()
+    text = jax.jit(lambda x, w: convolution(x, w, None, *HOW)).lower(x, weight).as_text()
+    assert "stablehlo.convolution" in text
+
+
+STEP = """
+import sys, torch, firstloss as fl
+torch.manual_seed(0)
+backend = fl.backend("XLA", artifact_dir=sys.argv[1])
+with backend.device:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3))
+compiled = fl.compile(model, backend)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+@fl.trace
+def step(x):
+    loss = compiled(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+batch = torch.randn(4, 3, 16, 16)
+print([step(batch).item().hex() for _ in range(4)])
+step(batch)  # under way when the process ends
+"""
+
+
+def test_a_second_process_loads_what_the_first_compiled(tmp_path):
+    """And computes the same bits; a process ends well with a step under way."""
+    command = [sys.executable, "-c", STEP, str(tmp_path)]
+    runs = [subprocess.run(command, capture_output=True, text=True, timeout=240) for _ in range(2)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
+    assert runs[0].stdout == runs[1].stdout
+
+
+@pytest.mark.parametrize("mesh", [None, {"dp": 1}])
+def test_a_step_calls_it_on_one_device_and_never_on_a_mesh(mesh, calls, tmp_path):
+    backend = fl.backend("XLA", artifact_dir=str(tmp_path), mesh=mesh)
+
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 19, 3), torch.nn.ReLU(), torch.nn.Conv2d(19, 7, 3))
+
+    eager = build()
+    with backend.device:
+        model = build()
+    compiled_model = fl.compile(model, backend)
+
+    def step_of(called, parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def step(x):
+            loss = called(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    ours, theirs = fl.trace(step_of(compiled_model, model.parameters())), step_of(eager, eager.parameters())
+    batch = torch.randn(2, 3, 13, 13)
+    for _ in range(3):
+        assert abs(ours(batch).item() - theirs(batch).item()) < 1e-5  # losses of about 0.05, sums in another order
+    assert bool(calls) is (mesh is None)
