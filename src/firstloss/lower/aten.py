@@ -92,11 +92,9 @@ def _functions() -> list[int] | None:
 
 @functools.cache
 def _bfloat16() -> bool:
-    """Whether oneDNN computes bfloat16 on this processor."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
+    """Whether the processor has instructions for bfloat16."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older PyTorch does not say
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def computes(dtype: np.dtype) -> bool:
