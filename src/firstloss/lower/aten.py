@@ -46,7 +46,7 @@ _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 @contextlib.contextmanager
 def within(allowed: bool = True) -> Iterator[None]:
     """What is lowered in it may call PyTorch's kernels, if they are there."""
-    token = _within.set(allowed and known_to_xla())
+    token = _within.set(allowed and bool(torch.backends.mkldnn.enabled) and known_to_xla())
     try:
         yield
     finally:
@@ -93,15 +93,13 @@ def _functions() -> list[int] | None:
 @functools.cache
 def _bfloat16() -> bool:
     """Whether the processor has instructions for bfloat16."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older PyTorch does not say
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older PyTorch does not say
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def computes(dtype: np.dtype) -> bool:
     """Whether an operation on arrays of `dtype` may be given to PyTorch, and is fast there."""
-    if not usable() or not torch.backends.mkldnn.enabled:
-        return False
-    return dtype == np.float32 or (dtype == jnp.bfloat16 and _bfloat16())
+    return usable() and (dtype == np.float32 or (dtype == jnp.bfloat16 and _bfloat16()))
 
 
 def _how(stride: Sequence[int], padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int) -> Any:
