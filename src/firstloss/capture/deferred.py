@@ -13,9 +13,9 @@ import torch
 from .. import timeline
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
-from ..program.source import here, is_machinery
+from ..program.source import here, is_machinery, raised_at
 from ..uncollected import uncollected
-from . import first_use, loaders, patches, session
+from . import first_use, loaders, numbers_in_memory, patches, session
 from . import regions as _regions  # noqa: F401 - for its patches
 from . import rematerialize as _rematerialize  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
@@ -85,6 +85,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
+        _explain_memory(error)
         raise
     finally:
         session.leave()
@@ -105,6 +106,17 @@ def _explain_no_cuda(error: Exception) -> None:
         f"{where}: the constructor asks for a CUDA device, and there is none here ({reason}). What a GPU would draw "
         "depends on the GPU, so it is captured where there is one. Construct for the CPU, and move the weights where "
         "they are needed: firstloss.materialize_module(module, device='cuda')."
+    ) from error
+
+
+def _explain_memory(error: Exception) -> None:
+    """An error of ours in the place of torch's, where a function in C wants the memory of a deferred tensor."""
+    if isinstance(error, CaptureError) or not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+        return
+    raise CaptureError(
+        f"{raised_at(error)}: this line calls a function that reads or writes the memory of a tensor without telling "
+        "PyTorch's dispatcher, and a deferred tensor has none. Construct that part outside of the deferred block, or "
+        "give the function a copy with memory of its own: torch.tensor(x.tolist())."
     ) from error
 
 

@@ -92,6 +92,22 @@ def manual_seed(original: Any, seed: Any) -> torch.Generator:
     return original(seed)
 
 
+@replaces(*(f"torch._sobol_engine_{name}" for name in ("initialize_state_", "scramble_", "ff_", "draw")))
+def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As `original`, which computes straight in memory: on values of deferred tensors. All but `draw` change the first.
+
+    A traced step's tensors have no values, and an error says so.
+    """
+    if not any(type(a) is DeferredTensor for a in (first, *args)):
+        return original(first, *args, **kwargs)
+    with DisableTorchDispatch():
+        values = [Hooks.value_of(a) if type(a) is DeferredTensor else a for a in (first, *args)]
+        result = original(*values, **kwargs)
+    if result is not values[0]:
+        return result
+    return first.copy_(values[0])
+
+
 @replaces("gc.enable")
 def enable(original: Any) -> None:
     """As `gc.enable`, once the step has been traced."""

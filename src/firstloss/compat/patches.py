@@ -120,6 +120,10 @@ PATCHES = {
     "torch.tensor": Patch(TRACE, _READS),
     "torch.as_tensor": Patch(TRACE, _READS),
     "torch.tensor_split": Patch(TRACE, _READS),
+    **{
+        f"torch._sobol_engine_{name}": Patch(CAPTURE, "It computes straight in memory")
+        for name in ("initialize_state_", "scramble_", "ff_", "draw")
+    },
     "torch.linalg.matrix_rank": Patch(TRACE, "It leaves an `out` as it was"),
     **{
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
