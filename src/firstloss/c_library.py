@@ -1,4 +1,4 @@
-"""Parts compiled from C, which lie beside the modules that use them: shared libraries, called through ctypes.
+"""Parts compiled from C, which are beside the modules that use them: shared libraries, called through ctypes.
 
 All are optional: `setup.py` builds them where there is a C compiler.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL | None:
-    """The library `name` that lies beside the file `module`.
+    """The library `name` beside the file `module`.
 
     Args:
         functions: {name: (type of the result, types of the arguments)} of all that is called.

@@ -184,7 +184,7 @@ def global_batch(batch: Any) -> Any:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a weight, parts of which lie in other processes. All processes have to call it.
+    """The values of a weight, parts of which are in other processes. All processes have to call it.
 
     Any other tensor is copied.
 

@@ -62,7 +62,7 @@ def test_the_largest_part_is_chunks(size, parts):
     [
         ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
         ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
-        ([*LINEAR, "--cut", "weight=tp"], "give that as well"),
+        ([*LINEAR, "--cut", "weight=tp"], "give the mesh as well"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; they have names like weight"),

@@ -1,4 +1,4 @@
-"""Values that lie in a file, and are read when somebody needs them."""
+"""Values that are in a file, and are read when somebody needs them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class FileValue(Value):
 
 
 def is_in_file(tensor: DeferredTensor) -> bool:
-    """Whether the content of `tensor` still lies in a file, as it was loaded."""
+    """Whether the content of `tensor` is still in a file, as it was loaded."""
     return is_pending(tensor) and type(tensor._store.value) is FileValue
 
 

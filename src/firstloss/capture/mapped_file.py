@@ -44,7 +44,7 @@ class _Mapping(NamedTuple):
 
 
 class _Bytes(NamedTuple):
-    """Where a tensor's content lies in a file, and how the file was when it was met."""
+    """Where a tensor's content is in a file, and how the file was when it was met."""
 
     path: str
     offset: int
@@ -110,7 +110,7 @@ _known: list[_Mapping] = []
 
 
 def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
-    """The private mapping of a file that all of these bytes lie in."""
+    """The private mapping of a file that has all of these bytes."""
     for again in (False, True):
         if again or not _known:
             _known[:] = _mappings()

@@ -1,8 +1,8 @@
 """`weight.data = tensor` in a traced step: the weight has other memory from then on.
 
-A compiled step writes what it makes of a weight to where the weight lies. That is the same only where nobody else looks
-at the old memory, or at the new: so whoever looks at the old one is given memory of his own, with what is there now,
-and whoever looks at the new one looks at the weight's from then on.
+A compiled step writes a weight's new content to the memory of the old one. That is the same only where nobody else
+looks at the old memory, or at the new: so whoever looks at the old one is given memory of his own, with what is there
+now, and whoever looks at the new one looks at the weight's from then on.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
         made(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
-            note_memory(self._store)  # it lies elsewhere now
+            note_memory(self._store)  # it is elsewhere now
         return self
 
     def tolist(self):

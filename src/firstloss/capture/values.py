@@ -53,7 +53,7 @@ def run_for_real(call: Call) -> Any:
 
 
 def read_and_run(call: Call) -> Any:
-    """All that is deferred about the tensors is that they lie in a file: read them, for good, and compute."""
+    """All that is deferred about the tensors is that they are in a file: read them, for good, and compute."""
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return _call(call, call.args, call.kwargs)
@@ -147,7 +147,7 @@ def run_on_resident(call: Call) -> Any:
 
 
 def _takes_from_file(target: DeferredTensor, source: Any) -> bool:
-    """Whether all of a weight on a mesh is to become what lies in a file: each device then reads its part alone."""
+    """Whether all of a weight on a mesh is to become what is in a file: each device then reads its part alone."""
     if not is_pending(source) or not on_backend(target):
         return False
     new, old = source._store.value, target._store.value

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
     axes = mesh.parse(args.mesh) if args.mesh else None
     if args.cut and axes is None:
-        raise TargetError("--cut says how weights lie on a mesh: give that as well, as --mesh fsdp=64,tp=8")
+        raise TargetError("--cut says how weights are sharded: give the mesh as well, as --mesh fsdp=64,tp=8")
 
     import torch
 

@@ -18,7 +18,7 @@ from ..errors import TargetError
 Axes = dict[str, int]
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it, the outer ones first
 
-# Axes along which whole copies lie, and those along which the model's own plan cuts. All others are FSDP's.
+# Axes along which weights are replicated, and those along which the model's own plan cuts. All others are FSDP's.
 REPLICAS = frozenset({"dp_replicate", "replicate", "replica", "ddp"})
 TENSOR = frozenset({"tp", "tensor", "model"})
 

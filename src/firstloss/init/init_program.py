@@ -29,7 +29,7 @@ class InitProgram(Recipes):
     """
 
     def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
-        """Where each weight lies under a sharding, and what each device does; arguments as for `run`."""
+        """The sharding of each weight, and what each device does; arguments as for `run`."""
         require_jax("InitProgram.plan")
         from .stablehlo.plan import plan
 
@@ -72,7 +72,7 @@ class InitProgram(Recipes):
         Args:
             mesh: a `jax.sharding.Mesh`, or the sizes of its axes by name, as `{"fsdp": 8}`. None: the mesh of the
                 marks that `fl.shard` left, or one device.
-            shardings: specs by name pattern; a weight that no pattern matches lies whole on every device. None: what
+            shardings: specs by name pattern; a weight that no pattern matches is replicated. None: what
                 `fl.shard` and `fl.mark_sharding` said, or, if they said nothing, each weight's largest dimension that
                 divides is cut over all data axes.
             engine: "torch" makes the shards with PyTorch's kernels in memory that CPU devices own, bit for bit as
@@ -142,7 +142,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             f"init_program: this {type(module).__name__} has no deferred weight. Construct it with "
             "firstloss.deferred_init, and look before it is materialized."
         )
-    for name, tensor, kind in present:  # weights that lie in memory already are written down as they are
+    for name, tensor, kind in present:  # weights that are in memory already are written down as they are
         recipe = first.get(id(tensor))
         if recipe is None:
             recipe = first[id(tensor)] = Recipe(name, ref_of(tensor), kind, 0, mark=mark_of(tensor))

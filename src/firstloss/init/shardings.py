@@ -1,4 +1,4 @@
-"""Shardings: which part of each weight lies on which device of a mesh, in words and as arithmetic.
+"""Shardings: which part of each weight is on which device of a mesh, in words and as arithmetic.
 
 A spec says for each of a weight's dimensions over which axes of the mesh it is cut: a tuple of None, an axis' name, or
 several names, as JAX's `PartitionSpec` and torch_xla's `mark_sharding` have it. Nothing here imports JAX.
@@ -36,7 +36,7 @@ class Mark(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where one weight lies.
+    """The sharding of one weight.
 
     spec: for each dimension the axes that cut it. Every one divides: `jax.Array`s have equal shards only.
     moved: axes that did not divide the dimension that was asked for, and what became of them, in words.
@@ -76,7 +76,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
 
 
 def mark_alike(tensor: torch.Tensor, mark: Mark) -> None:
-    """Have `tensor`, of the shape of the weight that bears `mark`, lie as it does."""
+    """Have `tensor`, of the shape of the weight that bears `mark`, sharded as that is."""
     setattr(tensor, _ATTRIBUTE, mark)
 
 

@@ -105,7 +105,7 @@ def work_of(
     """What one device does for `segment`.
 
     Args:
-        known: where its inputs and outputs lie.
+        known: the shardings of its inputs and outputs.
         reused: outputs that are made in the memory of inputs.
         scatters: XLA has reduce-scatters there. On a CPU it has all-reduces, of which each device takes a part.
         jaxprs: of calls that are alike, from one segment to the next.
@@ -126,7 +126,7 @@ class _Array(NamedTuple):
     """An array inside a segment.
 
     Attributes:
-        place: where it lies.
+        place: its sharding.
         parts: the axes along which devices have parts of a sum; all of it is their sum.
         itemsize: of the sum, where it was made.
         node: its number among what is computed.
@@ -425,7 +425,7 @@ class _Device:
         return array
 
     def _settled(self, value: Value, array: _Array) -> _Array:
-        """What a call has made of `value`: summed and, if it leaves the segment, where it is to lie."""
+        """What a call has made of `value`: summed and, if it leaves the segment, sharded as it is to be."""
         wanted = self._placed[value]
         shape, itemsize = value.shape, value.dtype.itemsize
         if array.parts:

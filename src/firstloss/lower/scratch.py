@@ -13,7 +13,7 @@ _FUSED = RESHAPING | frozenset(
     not optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan tanh xor""".split()
 )
-# What these read lies in memory; other operations are fused with those that make what they read.
+# What these read is in memory; other operations are fused with those that make what they read.
 _OPERANDS_IN_MEMORY = frozenset({"dot_general", "conv_general_dilated", "sort", "sent"})
 # Bytes of reductions that XLA makes one of (its `--xla_gpu_all_reduce_combine_threshold_bytes`, and the CPU's).
 _COMBINED = 30 << 20
@@ -52,7 +52,7 @@ class Memory:
         return len(self.nodes) - 1
 
     def peak(self, outputs: set[int]) -> int:
-        """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may lie in
+        """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may be in
         the memory of outputs that are not there yet, but not what is received."""
         nodes = self.nodes
         kept = [node.primitive not in _FUSED for node in nodes]

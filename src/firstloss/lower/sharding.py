@@ -1,9 +1,9 @@
-"""Where what a Program computes lies on a mesh, found from where its inputs lie.
+"""The shardings of what a Program computes, found from those of its inputs.
 
 XLA's partitioner finds shardings for all of a function at once. Where a Program is cut into segments, those of the
-arrays that cross a cut have to be said before; they are found here, operation by operation: a result's dimension lies
-as the operands' dimensions from which it comes. Which these are is read from the operation's jaxpr. What is found
-decides what is sent between devices, never what is computed: inside a segment XLA does as it likes.
+arrays that cross a cut have to be said before; they are found here, operation by operation: a result's dimension is
+sharded as the operands' dimensions from which it comes. Which these are is read from the operation's jaxpr. What is
+found decides what is sent between devices, never what is computed: inside a segment XLA does as it likes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it
 
 
 class Placed(NamedTuple):
-    """Where an array lies, and whether the batch is among what it is computed from.
+    """How an array is sharded, and whether the batch is among what it is computed from.
 
-    Where a weight and an activation are both cut over one axis (FSDP), their product lies as the activation does, and
-    the weight is gathered.
+    Where a weight and an activation are both cut over one axis (FSDP), their product is sharded as the activation is,
+    and the weight is gathered.
     """
 
     spec: Spec
@@ -40,8 +40,8 @@ def propagate(
     """How to cut each array that crosses from one of `segments` to another, or leaves them.
 
     Forward, from the inputs to what is computed of them; then back from what is `wanted` and from the other operands
-    of those that read it: so a gradient, a sum over the batch, lies as its weight does. All of it twice. Segments that
-    are alike and whose arrays lie alike are looked at once.
+    of those that read it: so a gradient, a sum over the batch, is sharded as its weight is. All of it twice. Segments
+    that are alike and whose arrays are sharded alike are looked at once.
 
     Args:
         given: the inputs.
@@ -62,7 +62,7 @@ def propagate(
 
 
 def within(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> dict[Value, Placed]:
-    """Where all lies that a segment's calls read and make, given where what crosses its edges does."""
+    """The shardings of all that a segment's calls read and make, given those of its inputs and outputs."""
     found = dict(known)
     for call in segment.calls:
         _forward(call, found, axes)
@@ -80,7 +80,7 @@ def _known(found: Mapping[Value, Placed], value: Value | int) -> Placed:
 def _look(
     segment: Segment, ins: Sequence[Placed], outs: Sequence[Placed], back: bool, axes: Axes
 ) -> tuple[Placed, ...]:
-    """Where what a segment takes and gives lies: cut further than now, if what is inside says so."""
+    """The shardings of a segment's inputs and outputs: cut further than now, if what is inside says so."""
     crossing = (*segment.inputs, *segment.outputs)
     found = {v: placed for v, placed in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
     for call in segment.calls:

@@ -59,7 +59,7 @@ def file_names(count: int) -> list[str]:
 
 
 class Extent(NamedTuple):
-    """Where tensor number `which` lies: bytes [begin, end) of a file's data."""
+    """Where tensor number `which` is: bytes [begin, end) of a file's data."""
 
     which: int
     begin: int

@@ -76,7 +76,7 @@ def concrete(mesh: Any, made: ShardingPlan) -> Mesh | None:
 
 
 def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
-    """How a weight's array lies on the mesh."""
+    """The sharding of a weight's array."""
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, partition_spec(weight))
 
 

@@ -84,7 +84,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 @lru_cache(maxsize=64)
 def _allocator(kinds: tuple[Kind, ...]) -> Any:
-    """The executable whose results are these arrays, which all lie on one mesh or one device."""
+    """The executable whose results are these arrays, which are all on one mesh or one device."""
     sharding = kinds[0].sharding
     with jax.enable_x64(True):
         local = [(k.sharding.shard_shape(k.shape), k.dtype) for k in kinds]

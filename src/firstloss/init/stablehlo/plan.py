@@ -41,7 +41,7 @@ class Weight(NamedTuple):
 
 
 class ShardingPlan:
-    """Where the weights of a program lie, and what a device does for them.
+    """The shardings of a program's weights, and what a device does for them.
 
     Attributes:
         axes: the mesh's; empty without one.
@@ -104,7 +104,7 @@ class ShardingPlan:
 
 
 def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
-    """Decide where each weight of `program` lies.
+    """Decide the sharding of each weight of `program`.
 
     Args:
         mesh: see `shardings.mark_sharding`; None is the mesh of the marks, or one device.

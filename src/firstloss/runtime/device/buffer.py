@@ -83,7 +83,7 @@ class DeviceBuffer:
         pending: Future | None = None,
         sharding: NamedSharding | None = None,
     ) -> None:
-        """`sharding` says where on a mesh the content is to lie; None for the default device."""
+        """`sharding` is that of the content on a mesh; None for the default device."""
         self.value = value  # for its geometry
         self.sharding = sharding
         self._array = self.current = array

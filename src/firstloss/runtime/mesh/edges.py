@@ -17,10 +17,10 @@ from .mesh import Mesh
 
 
 class Edges:
-    """Where each array lies that goes from one segment to another.
+    """The sharding of each array that goes from one segment to another.
 
     Attributes:
-        cut: the segments; those of one number compute the same, and what they take and give lies alike.
+        cut: the segments; those of one number compute the same, and their inputs and outputs are sharded alike.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Edges:
     ) -> None:
         """
         Args:
-            given: where the inputs lie.
+            given: the shardings of the inputs.
             batch: those of them that are the batch.
-            wanted: where outputs have to lie; the others do as they come.
+            wanted: the shardings that outputs have to have; the others are as they come.
         """
         self.whole = mesh.whole
         placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in given.items()}
@@ -63,7 +63,7 @@ class Edges:
         self.cut = cut._replace(segments=segments)
 
     def of(self, value: Value | int) -> NamedSharding:
-        """Where a value lies; the number of a draw, and what the step's code holds, on every device."""
+        """The sharding of a value; the number of a draw, and what the step's code holds, are on every device."""
         return self.whole if isinstance(value, int) else self._where.get(value, self.whole)
 
     def placed(self, value: Value) -> Placed:

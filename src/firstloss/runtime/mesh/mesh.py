@@ -1,6 +1,6 @@
 """A backend's mesh: which device holds which part of each weight, of its optimizer's state and of the batch.
 
-Shardings say where things lie and nothing about what is computed: the step is traced as for one device, and XLA's
+Shardings say where arrays are and nothing about what is computed: the step is traced as for one device, and XLA's
 partitioner cuts it. So any sharding gives the same losses, up to the order in which sums are taken.
 """
 
@@ -55,10 +55,10 @@ class Mesh:
         """Whether it has devices."""
         return not isinstance(self.devices, jax.sharding.AbstractMesh)
 
-    # -- who lies where --
+    # -- shardings --
 
     def of_store(self, store: DeferredStorage) -> NamedSharding:
-        """Where a weight lies, or state: as one of its names was marked, else by the default policy.
+        """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
 
         Raises:
             ShardingError: for a mark that does not fit the tensor or this mesh.
@@ -88,7 +88,7 @@ class Mesh:
         return self._named(shardings.by_default(tuple(value.shape), self.axes))
 
     def of_batch(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a tensor of the batch lies: its first dimension is cut over the data axes, if they divide it."""
+        """The sharding of a tensor of the batch: its first dimension over the data axes, if they divide it."""
         if not shape or self._ways == 1:
             return self.whole
         if shape[0] % self._ways:
@@ -103,7 +103,7 @@ class Mesh:
         return NamedSharding(self.devices, PartitionSpec(self.data))
 
     def follow(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Let gradients and optimizer state lie where their parameters do, if these are marked."""
+        """Give gradients and optimizer state the shardings of their parameters, if these are marked."""
         optimizers = list(optimizers)
         for parameter in parameters:
             mark = shardings.mark_of(parameter)
@@ -129,7 +129,7 @@ class Mesh:
         return NamedSharding(self.devices, PartitionSpec(*(entry if entry else None for entry in spec)))
 
     def of_results(self) -> NamedSharding | None:
-        """Where results lie: None is as it comes; with several processes all of them in each, so that it can read."""
+        """The sharding of results: None is as they come; of several processes each has all of them, to read."""
         return self.whole if jax.process_count() > 1 else None
 
 
@@ -183,13 +183,13 @@ def readable(array: jax.Array) -> jax.Array:
     """An array with the values of `array` that this process can read.
 
     Raises:
-        ShardingError: if parts of it lie in other processes.
+        ShardingError: if parts of it are in other processes.
     """
     if array.is_fully_replicated:
         return array.addressable_data(0)
     if not array.is_fully_addressable:
         raise ShardingError(
-            f"parts of this tensor of shape {list(array.shape)} lie in other processes, so its values cannot be read "
+            f"parts of this tensor of shape {list(array.shape)} are in other processes, so its values cannot be read "
             "in this one alone. Call firstloss.distributed.gather(tensor) in all of them, or save it with fl.save."
         )
     return array

@@ -58,14 +58,16 @@ class Shard(NamedTuple):
 def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
     """Run the recipes of the parts that devices of this process hold; `niceness` as in `engine.run.run`."""
     planner = Planner()
-    drawn = {value: lie for value, lie in wanted.items() if _is_straight(value) and planner.can_run(value, True)}
+    drawn = {
+        value: sharding for value, sharding in wanted.items() if _is_straight(value) and planner.can_run(value, True)
+    }
     out: dict[Value, jax.Array] = {}
     # On CPU devices all at once, straight into their memory.
     for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):
         with x64():
             refs = {v: (Ref.of(v), drawn[v]) for v in values}
             out |= make_on_host(refs, niceness)
-    for chunk in _chunks({value: lie for value, lie in wanted.items() if value not in drawn}):
+    for chunk in _chunks({value: sharding for value, sharding in wanted.items() if value not in drawn}):
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
         memory = _Memory(shards, {value: wanted[value] for value in chunk})
         known = [shard for shard in shards if shard.value.known]
@@ -81,7 +83,7 @@ def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) ->
 
 
 def _is_straight(value: Value) -> bool:
-    """Whether a recipe's elements lie in their order, so that any part of it may be drawn alone."""
+    """Whether a recipe's elements are drawn in their order, so that any part of it may be drawn alone."""
     return not value.known and is_contiguous(value.shape, value.stride)
 
 

@@ -60,7 +60,7 @@ class Parts(NamedTuple):
         state: the inputs that it changes; what they become is the first of `groups`.
         read: the others.
         groups: names of outputs: new state, what the step leaves, results.
-        edges: on a mesh, where what crosses from one segment to another lies.
+        edges: on a mesh, the shardings of what crosses from one segment to another.
     """
 
     cut: Cut
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
-    """Cut a step, and find where what crosses the cuts lies."""
+    """Cut a step, and find the shardings of what crosses the cuts."""
     program, mesh = traced.program, backend.mesh
     changed, read = list(traced.owners.changed), traced.owners.read
     new, made, names = [f"new{i}" for i in range(len(changed))], traced.outputs.made, traced.results
@@ -82,7 +82,7 @@ def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
         outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
         if mesh.of_results() is not None:
             outputs |= dict.fromkeys(names, mesh.of_results())
-        wanted = {pieces.outputs[name]: lies for name, lies in outputs.items()}
+        wanted = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
         edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
         pieces = edges.cut
     return Parts(pieces, changed, read, (new, made, names), edges)

@@ -165,7 +165,7 @@ class StepPlan:
         return sorted(found.values(), key=lambda row: -row["sent"])
 
     def replicated(self) -> list[Held]:
-        """What lies in copies along some axis, the largest first."""
+        """What is replicated along some axis, the largest first."""
         return sorted((one for one in self.held if one.whole and one.role != "batch"), key=lambda one: -one.bytes)
 
     def seconds(self, flop_rate: float, links: Mapping[str, float]) -> Seconds:

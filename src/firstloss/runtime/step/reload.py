@@ -17,7 +17,7 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
     """Bring the state that `optimizer` has to the backend, and keep it there. `trace` is of the step that steps it.
 
-    From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which lie there, and copies into
+    From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which are there, and copies into
     them. Elsewhere the loaded tensors are the state from then on, as `torch.optim` has it (whoever holds them sees them
     change). Either way its groups are new ones, and the step is traced again.
     """

@@ -48,7 +48,7 @@ class Function(NamedTuple):
 class _Turn(NamedTuple):
     """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees.
 
-    What it fills lies together, so that its results are put there in one go: a step has some thousand of them.
+    What it fills is one range, so that its results are put there in one go: a step has some thousand of them.
     """
 
     function: int
@@ -72,7 +72,7 @@ class SegmentedStep:
         state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
         outputs: names of the Program's outputs, in groups as the call shall return them.
         first_loss: what computes the last group without a compiler, the first time, if that is possible.
-        edges: on a mesh, where what goes from one segment to another lies.
+        edges: on a mesh, the shardings of what goes from one segment to another.
         compiles: whether it is for more than to see that all can be lowered.
     """
 
