@@ -109,7 +109,7 @@ def sent_as_planned(part):
     return found
 
 
-# Each mesh with the layers that are compiled once; where both axes cut weights, and where only one does, every model.
+# One model on every mesh; every model where one axis cuts weights, and where two do.
 SHORT = [("deep", name) for name in MESHES]
 SHORT += [(model, name) for model in MODELS if model != "deep" for name in ("fsdp", "fsdp and tensor parallel")]
 CASES = [
