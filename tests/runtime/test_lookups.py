@@ -168,6 +168,149 @@ def test_what_is_read_past_the_look_up_is_noticed(way, by_kernels):
     assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
 
 
+OPTIMIZERS = {
+    "how much state": (lambda o, w: len(o.state), lambda o, w, i: o.state.clear()),
+    "a name in its state": (lambda o, w: o.state[w].get("tag", 1.0), lambda o, w, i: o.state[w].update(tag=2.0 + i)),
+    "a name of nobody's in its state": (lambda o, w: "tag" in o.state, lambda o, w, i: o.state.update(tag={})),
+    "its defaults": (lambda o, w: o.defaults["lr"], lambda o, w, i: o.defaults.update(lr=0.1 * i)),
+    "a name in a group": (
+        lambda o, w: o.param_groups[0].get("tag", 1),
+        lambda o, w, i: o.param_groups[0].update(tag=i),
+    ),
+    "how many groups": (
+        lambda o, w: len(o.param_groups),
+        lambda o, w, i: o.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
+    ),
+    "its rate, shown": (lambda o, w: "lr: 0.1\n" in repr(o), lambda o, w, i: o.param_groups[0].update(lr=0.01 * i)),
+    "its state as a dict": (
+        lambda o, w: o.state_dict()["param_groups"][0]["weight_decay"],
+        lambda o, w, i: o.param_groups[0].update(weight_decay=0.1 * i),
+    ),
+    "an attribute": (lambda o, w: getattr(o, "scale", 1.0), lambda o, w, i: setattr(o, "scale", i)),
+}
+
+
+@pytest.mark.parametrize("what", OPTIMIZERS)
+def test_what_is_read_of_an_optimizer_is_noticed(what, by_kernels):
+    read, change = OPTIMIZERS[what]
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean() * (1.0 + read(optimizer, model.weight))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        found = []
+        for i in range(7):
+            if i in (3, 5):
+                change(optimizer, model.weight, i)
+            found.append(step(torch.ones(2, 3)).item())
+        return found
+
+    assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_that_is_no_weights_is_refused(late, by_kernels):
+    backend = fl.backend("XLA")
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    @fl.trace
+    def step(x):
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    if late:
+        step(torch.ones(2, 3)), step(torch.ones(2, 3))
+    before = model.weight.clone()
+    optimizer.state["calls"] = 3
+    with pytest.raises(fl.errors.TraceError, match=r"test_lookups.py:\d+: state\['calls'\] of this SGD .* int"):
+        step(torch.ones(2, 3))
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_a_step_counts_in_its_own_attributes(method, by_kernels):
+    def run(backend):
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled = fl.compile(model, backend)
+
+        def count(x):
+            step.calls = getattr(step, "calls", 0) + 1
+            step.latest = compiled(x).detach().sum()
+            return step.latest * 0 + getattr(step, "scale", 1.0)
+
+        class Holder:
+            @fl.trace
+            def method(self, x):
+                return count(x)
+
+        step = fl.trace(count)
+        call = Holder().method if method else step
+        found = []
+        for i in range(6):
+            if i == 3:
+                step.scale = 5.0
+            elif i == 5:
+                del step.scale
+            found.append((call(torch.ones(2, 3)).item(), step.calls))
+        return found
+
+    eager = run(fl.backend("CPU"))
+    assert [calls for _, calls in eager] == [1, 2, 3, 4, 5, 6] and len({scale for scale, _ in eager}) == 2
+    assert run(fl.backend("XLA")) == eager
+
+
+def _other_strides(held, i):
+    held.t.data = torch.ones(4, 3) if i == 3 else torch.ones(3, 4).t()
+
+
+FACTS = {
+    "strides": (lambda held: held.t.stride(0), _other_strides),
+    "contiguity": (lambda held: held.t.is_contiguous(), _other_strides),
+    "its seed": (lambda held: torch.initial_seed() % 7, lambda held, i: torch.manual_seed(i)),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_facts_that_are_no_values(fact, by_kernels):
+    read, change = FACTS[fact]
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, held = fl.compile(model, backend), types.SimpleNamespace(t=torch.ones(3, 4).t())
+
+        @fl.trace
+        def step(x):
+            return compiled(x).sum() * 0 + read(held)
+
+        found = []
+        for i in range(6):
+            if i in (3, 5):
+                change(held, i)
+            found.append(step(torch.ones(2, 3)).item())
+        return found
+
+    eager = run(fl.backend("CPU"))
+    assert len(set(eager)) > 1
+    assert run(fl.backend("XLA")) == eager
+
+
 @pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
 def test_a_namespace_is_set_by_any_method(make, by_kernels):
     """While a step is traced as well, and what it sets to what it is counts as read."""

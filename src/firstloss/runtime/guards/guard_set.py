@@ -185,7 +185,15 @@ def _hooks(tensors: list[torch.Tensor]) -> list[Any]:
 
 def _facts(tensors: list[torch.Tensor]) -> list[tuple]:
     """What of tensors decides a step, beside their content."""
-    return [(t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype) for t in tensors]
+    return [
+        (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
+        for t in tensors
+    ]
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    strided = tensor.layout is torch.strided
+    return (tensor.stride(), tensor.storage_offset()) if strided else tensor.layout
 
 
 def _own_class(tensor: torch.Tensor) -> type:

@@ -41,12 +41,14 @@ class Outside:
         asked: the functions whose answers cannot be watched, by name.
         sets_by_string: the user's code calls `setattr` or `delattr`.
         generators: PyTorch's, by id, whose states are asked for or set, each with the state that it had.
+        initial_seed: PyTorch's own generator is asked for the seed that it was given.
     """
 
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
         self.sets_by_string = False
         self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
+        self.initial_seed = False
 
     def ran(self, codes: Iterable[types.CodeType]) -> None:
         """Note what has run that asks, and is not written in C."""
@@ -65,6 +67,9 @@ class Outside:
             self.sets_by_string |= not is_closed(name) and not is_installed(name)
             return not self.sets_by_string
         owner = function.__self__
+        if owner is torch.default_generator and function.__name__ == "initial_seed":
+            self.initial_seed |= not _is_of_runtime(frame)
+            return True
         if isinstance(owner, torch.Generator) and function.__name__ in _OF_GENERATORS:
             if id(owner) not in self.generators and owner is not torch.default_generator:
                 self.generators[id(owner)] = (owner, state_of(owner))
@@ -203,6 +208,13 @@ def _is_foreign(cls: type) -> bool:
 
 
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which nearly all of Python's own have not
+
+
+def _is_of_runtime(frame: types.FrameType | None) -> bool:
+    """Whether our own code makes a call, directly or by way of PyTorch's."""
+    while frame is not None and (frame.f_globals.get("__name__") or "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source | None]:

@@ -60,6 +60,10 @@ class Reads:
             self._values.read(
                 id(generator), functools.partial(state_of, generator), state, "the state of a generator", "Generator"
             )
+        if recording.outside.initial_seed:
+            self._values.read(
+                "seed", torch.initial_seed, snapshot.seed, "the seed of PyTorch's generator", "initial_seed"
+            )
         self._functions(recording)
         self._attributes(recording)
         guard_stores(snapshot, recording, self._executed, self._values)
@@ -143,8 +147,8 @@ class Reads:
             uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
             self._values.of_object(owner)
             if isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name):
-                if name == "param_groups" and any(not _is_closed_file(code) for code, _ in sites):
-                    self._groups(owner)
+                if any(not _is_closed_file(code) or code.co_name in _TELL_ALL for code, _ in sites):
+                    self._of_optimizer(owner, name)
                 continue
             self._values.classes.setdefault(type(owner), set()).add(name)
             table = own_attributes(owner)
@@ -187,15 +191,16 @@ class Reads:
         if table is not None and not isinstance(owner, (torch.nn.Module, torch.optim.Optimizer, type)):
             self._values.all_of(table, describe)
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Code of the user's reads the parameter groups."""
-
-        def read() -> tuple:
-            return tuple([v for g in optimizer.param_groups for k, v in g.items() if k != "params"])
-
-        before = tuple([v for g in self._snapshot.groups[id(optimizer)] for k, v in g.items() if k != "params"])
-        what = f"the parameter groups of {with_article(type(optimizer).__qualname__)}"
-        self._values.read((id(optimizer), "groups"), read, before, what, "param_groups")
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Code of the user's reads what `optimizers.py` watches, for its own purposes."""
+        kind = with_article(type(optimizer).__qualname__)
+        if name == "defaults":
+            self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
+        elif name in ("param_groups", "state"):
+            flat = _numbers if name == "param_groups" else _entries
+            before: Any = self._snapshot.groups if name == "param_groups" else self._snapshot.states
+            read = functools.partial(_read_flat, optimizer, name, flat)
+            self._values.read((id(optimizer), name), read, flat(before[id(optimizer)]), f"the {name} of {kind}", name)
 
     def _imported(self, name: str, code: types.CodeType) -> None:
         """A module that code imports, each time that it runs."""
@@ -277,6 +282,23 @@ class Reads:
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
 
 
+def _numbers(groups: Any) -> tuple:
+    """What is in parameter groups beside the weights."""
+    return tuple([v for group in groups for k, v in group.items() if k != "params"])
+
+
+def _entries(state: Any) -> tuple:
+    """What an optimizer's state holds, and for which weights."""
+    tables = [held if isinstance(held, dict) else {None: held} for held in state.values()]
+    return (*state, *(part for table in tables for entry in table.items() for part in entry))
+
+
+def _read_flat(optimizer: torch.optim.Optimizer, name: str, flat: Callable[[Any], tuple]) -> tuple:
+    return flat(getattr(optimizer, name))
+
+
+# PyTorch's methods of optimizers that give all of these.
+_TELL_ALL = {"__repr__", "state_dict", "__getstate__"}
 # Methods, in C, that look at all attributes: `copy` and `pickle` call them.
 _OF_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
 

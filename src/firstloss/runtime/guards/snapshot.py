@@ -86,6 +86,8 @@ class Snapshot:
         cached: functions behind a cache of `functools`, which may not run though the step calls them.
         unknown: by id, objects of which nobody can say whether they have changed.
         groups: by the optimizer's id, what was in its parameter groups.
+        states: likewise its state, by weight.
+        seed: of PyTorch's generator.
         module_names: what the code sets in modules that are not entered, by the id of their dict and the name: the
             module, the name and what was there.
         hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
@@ -106,6 +108,8 @@ class Snapshot:
         self.unknown: dict[int, Any] = {}
         self.types: list[tuple[Any, type]] = []
         self.groups: dict[int, list[dict[str, Any]]] = {}
+        self.states: dict[int, dict[Any, Any]] = {}
+        self.seed = torch.initial_seed()
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
@@ -225,6 +229,8 @@ class Snapshot:
         if isinstance(what, torch.optim.Optimizer):  # its state and its groups are `optimizers.py`'s
             self.optimizers.append(what)
             self.groups[id(what)] = [{**group, "params": list(group["params"])} for group in what.param_groups]
+            state = what.state.items()
+            self.states[id(what)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
             assert table is not None
             before = table_of(table)
             self.tables[id(table)] = Table(table, before, what, "attributes")

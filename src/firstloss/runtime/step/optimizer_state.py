@@ -104,9 +104,10 @@ class StateOf:
         state = optimizer.state
         self._weights = list(state)
         self._entries = list(state.values())
-        self._tables = [entries for entries in self._entries for _ in entries]
-        self._keys = [key for entries in self._entries for key in entries]
-        self._values = [value for entries in self._entries for value in entries.values()]
+        tables = [entries for entries in self._entries if isinstance(entries, dict)]  # others are refused
+        self._tables = [entries for entries in tables for _ in entries]
+        self._keys = [key for entries in tables for key in entries]
+        self._values = [value for entries in tables for value in entries.values()]
 
     def follow(self, entries: dict[str, Any], key: str, new: Any) -> None:
         """The step itself has bound an entry to another object."""

@@ -193,6 +193,13 @@ class Optimizers:
                 f"{name}.step(closure) runs forward and backward as often as it likes, which a "
                 "traced step cannot. Compute the loss first, then call step() without a closure."
             )
+        for place, entries in optimizer.state.items():
+            if not isinstance(entries, dict):
+                raise TraceError(
+                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, and no dict "
+                    "of what is kept for a weight. Keep it in the state of the first weight, as "
+                    "state[weight]['name'] = torch.tensor(...), or in an attribute of the optimizer."
+                )
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.given.update(grad._store.value for grad in grads if type(grad) is DeferredTensor)

@@ -83,8 +83,15 @@ def trace(
     return TracedStep(step, shapes, changes, check)
 
 
+_OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name", "_policy", "_shapes", "_refuse",
+        "_check", "_trials", "_cache"}  # fmt: skip
+
+
 class TracedStep:
-    """A step, and the compiled ones for the kinds of calls that it has met."""
+    """A step, and the compiled ones for the kinds of calls that it has met.
+
+    Other attributes are the function's own: its Python may count in them, as in a function that is not traced.
+    """
 
     def __init__(
         self,
@@ -97,7 +104,7 @@ class TracedStep:
         if isinstance(step, (staticmethod, classmethod)):
             step = step.__func__
         _check_step(step)
-        functools.update_wrapper(self, step)  # first: attributes of the function may be called as ours
+        functools.update_wrapper(self, step, updated=())
         self._kind = kind
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
@@ -107,6 +114,22 @@ class TracedStep:
         self._check = check
         self._trials: Trials | None = None  # of these on a backend that replays
         self._cache: StepCache | None = None  # of the compiled steps, once there is one
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the function: `step.calls`."""
+        step = self.__dict__.get("_step")
+        if step is None:  # nothing has been set yet
+            raise AttributeError(name)
+        return getattr(step, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._step, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._step, name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """In a class, a step is a method; of a class method or a static one, what that would be."""
