@@ -13,6 +13,8 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import firstloss as fl
 
@@ -272,6 +274,144 @@ def test_a_step_counts_in_its_own_attributes(method, by_kernels):
     eager = run(fl.backend("CPU"))
     assert [calls for _, calls in eager] == [1, 2, 3, 4, 5, 6] and len({scale for scale, _ in eager}) == 2
     assert run(fl.backend("XLA")) == eager
+
+
+THROUGH = {
+    "whether it trains": (lambda c: 2.0 if c.training else 1.0, lambda c, i: c.train(i == 5)),
+    "an attribute": (lambda c: c.scale, lambda c, i: setattr(c, "scale", float(i))),
+    "an attribute of a part": (lambda c: c[0].scale, lambda c, i: setattr(c[0], "scale", float(i))),
+    "one that was not there": (lambda c: getattr(c, "late", 1.0), lambda c, i: setattr(c, "late", float(i))),
+    "how many parts": (len, lambda c, i: c.append(nn.Identity())),
+    "how many weights": (
+        lambda c: sum(p.requires_grad for p in c.parameters()),
+        lambda c, i: c[0].bias.requires_grad_(i == 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("what", THROUGH)
+def test_what_is_read_through_the_compiled_model(what, by_model, by_kernels):
+    read, change = THROUGH[what]
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Sequential(nn.Linear(3, 2))
+        model.scale = model[0].scale = 1.0
+        compiled = fl.compile(model, backend)
+
+        @fl.trace
+        def step(x):
+            compiled.calls = getattr(compiled, "calls", 0) + 1
+            return compiled(x).sum() * read(compiled)
+
+        found = []
+        for i in range(7):
+            if i in (3, 5):
+                change(model if by_model else compiled, i)
+            found += [step(torch.ones(2, 3)).item(), model.calls]
+        return found
+
+    assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
+
+
+def test_numbers_of_our_schedules(by_kernels):
+    """They are baked into the step, whose Python need not read them itself."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+        schedule = fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 10)
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            return loss
+
+        found = []
+        for i in range(6):
+            if i == 3:
+                for name, value in vars(schedule).items():
+                    if isinstance(value, float):
+                        setattr(schedule, name, value * 0.5)
+            found.append(step(torch.ones(2, 3)).item())
+        return found
+
+    assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
+
+
+class Scripted(nn.Module):
+    k: float
+
+    def __init__(self):
+        super().__init__()
+        self.k = 1.0
+        self.register_buffer("b", torch.ones(()))
+
+    def forward(self, x):
+        return x * self.k + self.b
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_asked_each_time(by_kernels):
+    """Its attributes are in C++."""
+
+    def run(backend):
+        scripted = torch.jit.script(Scripted())
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled = fl.compile(model, backend)
+
+        @fl.trace
+        def step(x):
+            return scripted(compiled(x).sum() * 0)
+
+        found = []
+        for i in range(7):
+            if i in (3, 5):
+                scripted.k = scripted.k + i
+                scripted.b = torch.full((), float(i))
+            found.append(step(torch.ones(2, 3)).item())
+        return found
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))
+
+
+class Doubles(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) * 2
+
+
+WATCHERS = {
+    "Doubles": Doubles,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2),
+}
+
+
+@pytest.mark.parametrize("what", WATCHERS)
+def test_what_would_see_none_of_a_steps_operations_is_refused(what, by_kernels):
+    backend = fl.backend("XLA")
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        return compiled(x).sum()
+
+    expected = step(torch.ones(2, 3)).item()
+    with WATCHERS[what](), pytest.raises(fl.errors.TraceError, match=rf"test_lookups.py:\d+: .*{what}"):
+        step(torch.ones(2, 3))
+    with torch.autograd.graph.save_on_cpu():
+        assert step(torch.ones(2, 3)).item() == expected
 
 
 def _other_strides(held, i):

@@ -83,6 +83,15 @@ NAMES = {
         "A step under another `torch.device` is another step",
         "tracing steps",
     ),
+    "dispatch_modes_count": Name(
+        "torch._C._len_torch_dispatch_stack", "A mode of the user's would see none of a compiled step", "tracing steps"
+    ),
+    "saved_tensor_hooks": Name(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "Nor would hooks of saved tensors",
+        "tracing steps",
+        otherwise=lambda ignore_is_tracing: None,
+    ),
     "are_functorch_transforms_active": Name(
         "torch._C._are_functorch_transforms_active", "Gradients under `torch.func` are another matter", "backward()"
     ),

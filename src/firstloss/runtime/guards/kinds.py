@@ -58,6 +58,7 @@ class Kind(Enum):
     CLASS = auto()
     MODULE = auto()  # a Python module
     OPAQUE = auto()  # its content is not in attributes or items, but `contents.py` can tell whether it has changed
+    OURS = auto()  # what the user holds of this package: schedules, metrics
     INSTANCE = auto()
     UNKNOWN = auto()  # an object of C: nobody can tell whether it has changed
 
@@ -122,7 +123,10 @@ def _kind_of(cls: type) -> Kind:
     if (cls.__module__ or "").partition(".")[0] == "tokenizers":
         return Kind.OPAQUE
     if is_ours(cls.__module__) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
-        return Kind.LEAF
+        held = cls.__module__.startswith(_THE_USERS) and bool(cls.__dictoffset__) and not issubclass(cls, type)
+        return Kind.OURS if held else Kind.LEAF
+    if issubclass(cls, torch.jit.ScriptModule):  # its attributes are in C++
+        return Kind.UNKNOWN
     if issubclass(cls, threading.local):
         return Kind.INSTANCE
     if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
@@ -134,6 +138,7 @@ def _kind_of(cls: type) -> Kind:
     return Kind.LEAF
 
 
+_THE_USERS = ("firstloss.optim.", "firstloss.metrics.", "firstloss.amp.")
 _PLAIN = (Kind.LEAF, Kind.FUNCTION, Kind.TUPLE)
 
 

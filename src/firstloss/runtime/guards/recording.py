@@ -22,6 +22,8 @@ from .native import native
 from .outside import Outside
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
+# What stands for a model looks up, sets and deletes the model's attributes for whoever asks.
+_THROUGH = os.path.join(PACKAGE, "runtime", "compiled.py")
 _RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
 # nn.Module looks up its parameters and modules in its own __dict__.
 _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
@@ -153,6 +155,8 @@ def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
 
     def note(owner: Any, name: str) -> None:
         frame = getframe(depth)
+        while frame.f_code.co_filename == _THROUGH and frame.f_back is not None:
+            frame = frame.f_back
         code = frame.f_code
         if name == "__class__" or name == "__dict__" and code.co_filename.startswith(_LOOKS_INSIDE):
             return

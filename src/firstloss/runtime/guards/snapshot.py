@@ -20,6 +20,7 @@ import torch
 from ...capture.constants import owned_by_torch
 from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
+from ...optim.schedule import schedules_of
 from ..stand_in import StandIn, module_of
 from . import caches, contents
 from .bytecode import attributes_set, imports, with_inner
@@ -88,6 +89,7 @@ class Snapshot:
         groups: by the optimizer's id, what was in its parameter groups.
         states: likewise its state, by weight.
         seed: of PyTorch's generator.
+        ours: by id, objects of this package's classes, with their attributes that are plain values.
         module_names: what the code sets in modules that are not entered, by the id of their dict and the name: the
             module, the name and what was there.
         hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
@@ -110,6 +112,7 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.states: dict[int, dict[Any, Any]] = {}
         self.seed = torch.initial_seed()
+        self.ours: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
@@ -211,6 +214,10 @@ class Snapshot:
         elif kind is Kind.UNKNOWN:
             self.unknown[id(what)] = what
             return
+        elif kind is Kind.OURS:
+            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is Kind.LEAF}
+            self.ours[id(what)] = (what, plain)
+            return
         self._instance(what, todo)
 
     def _ambient(self, what: Any) -> None:
@@ -237,6 +244,7 @@ class Snapshot:
             self.seen[id(table)] = table
             todo += [v for k, v in before.items() if not apart_in_optimizers(k)]
             todo += [p for group in what.param_groups for p in group["params"]]
+            todo += schedules_of(what)
         elif table is not None:
             self._table(table, what, "attributes", todo)
         names = slots(cls)

@@ -15,6 +15,7 @@ import torch
 
 from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import MODULE_TABLES
+from ...optim.schedule import schedules_of
 from . import caches, contents
 from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
@@ -22,6 +23,7 @@ from .executed import Executed
 from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
 from .kinds import WEAK, Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, may_die
 from .objects import MISSING, class_table, definition, own_attributes
+from .same import same
 from .snapshot import SETTINGS_OF_SYS, Snapshot, Table
 from .updates import Updates
 
@@ -128,6 +130,8 @@ class Values:
                 self._of_python(vars(value))
         elif kind is Kind.OPAQUE:
             self._opaque(value, what, inside, name)
+        elif kind is Kind.OURS:
+            self._ours(value)
         elif kind is Kind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, what)
         if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and is_python_class(type(value)):
@@ -199,6 +203,14 @@ class Values:
         for item in items:
             self.value(item, what, name)
 
+    def _ours(self, value: Any) -> None:
+        """An object of this package: its plain attributes, but for those that the step changes."""
+        _, before = self._snapshot.ours.get(id(value), (value, {}))
+        table = vars(value)
+        expected = self.table(table, describe_attribute(value), None).expected
+        expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
+        expected.update(dict.fromkeys(self._executed.mentioned - table.keys(), MISSING))
+
     def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
         """Attributes that are no names in a dict: which objects they are, and what is in those."""
         held = operator.attrgetter(*names)
@@ -254,6 +266,8 @@ class Values:
             for part in MODULE_TABLES:
                 self.name(table, part, self.before(table).get(part, MISSING), describe_attribute(owner))
         elif isinstance(owner, torch.optim.Optimizer):
+            for schedule in schedules_of(owner):
+                self.value(schedule, f"a schedule of {with_article(type(owner).__qualname__)}", "")
             self.read(
                 (id(owner), "params"),
                 lambda: tuple([p for group in owner.param_groups for p in group["params"]]),

@@ -14,11 +14,16 @@ import torch
 from ... import uncollected
 from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
 from ...compat.torch_names import (
+    dispatch_modes_count,
+    get_current_dispatch_mode_stack,
     get_current_function_mode_stack,
     global_device_context,
+    saved_tensor_hooks,
     set_grad_enabled,
     settings_of_torch,
 )
+from ...errors import TraceError
+from ...program.source import here
 
 
 def _default_device() -> torch.device | None:
@@ -78,6 +83,30 @@ def modes() -> tuple:
     """What is set now; under others a step is another step."""
     regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
     return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
+
+
+def refuse_watchers(name: str) -> None:
+    """Of a call of the step `name`.
+
+    Raises:
+        TraceError: if a mode or hooks that would see the step's operations are active around it, since there are none
+            to see when it is run.
+    """
+    if dispatch_modes_count():
+        kinds = [type(mode) for mode in get_current_dispatch_mode_stack()]
+        found = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
+        if found:
+            raise TraceError(
+                f"{here()}: a {found[-1].__name__} is active around the traced step {name}. It would see none of "
+                "the step's operations, which are compiled. Use it inside of the step, or around a call on backend "
+                "'CPU'."
+            )
+    hooks = saved_tensor_hooks(True)
+    if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # which changes none
+        raise TraceError(
+            f"{here()}: saved_tensors_hooks are active around the traced step {name}. They would see none of what it "
+            "saves for its backward pass. Use them inside of the step."
+        )
 
 
 class ModesLeft:

@@ -13,6 +13,7 @@ from ...capture import session
 from ...errors import TraceError
 from ...program.program import Program
 from ..backend import current_backend
+from .modes import refuse_watchers
 from .shapes import Pad, Shapes
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class TracedStep:
         backend = current_backend()
         if session.trace is not None or not (backend.is_xla or backend.replays):
             return self._step(*args, **kwargs)  # within another step it is a part of that one
+        refuse_watchers(self._name)
         if self._cache is None:
             from .cache import StepCache
 
