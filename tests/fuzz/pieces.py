@@ -973,7 +973,7 @@ def stored(d: Draft) -> None:
         (f"{k} = None", ("random.seed({})", "random.getstate()[1][5]")),
         (f"{k} = torch.Generator()", (f"{k}.manual_seed(int({{}}))", f"{k}.get_state().sum().item()")),
         (f"{k} = None", ("$o.param_groups[0]['lr'] = {} / 50", "$o.param_groups[0]['lr']")),
-        (f"{k} = sys.getrecursionlimit()", (f"sys.setrecursionlimit({k} + int({{}}))", "sys.getrecursionlimit()")),
+        (f"{k} = 1000", (f"sys.setrecursionlimit({k} + int({{}}))", "sys.getrecursionlimit()")),
     ]
     truths = [
         (f"{k} = $m.a", (f"{k}.train({{}})", f"{k}.training")),

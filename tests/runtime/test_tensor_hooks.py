@@ -82,3 +82,36 @@ def test_a_hook_registered_once_a_weight_is_real(kind, before):
 
     (made, told), (expected, told_eagerly) = grad(True), grad(False)
     assert torch.equal(made, expected) and told == told_eagerly
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_two_hooks_keep_one_object_from_the_first_call_on(register, by_kernels):
+    """What hooks use is known before they run: the second is registered when the first has kept some."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(4, 3)
+        compiled, kept = fl.compile(model, backend), [{}, {}]
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            model.zero_grad()
+            return loss
+
+        found = []
+        for i in range(6):
+            if i in (1, 3):
+                held = kept[i // 2]
+                if register == "register_hook":
+                    model.weight.register_hook(lambda g, held=held: held.update(g=g))
+                else:
+                    model.weight.register_post_accumulate_grad_hook(lambda p, held=held: held.update(g=p.grad))
+            step(torch.ones(2, 4))
+            a, b = (held.get("g") for held in kept)
+            found.append((a is None, b is None, a is b))
+        return found
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

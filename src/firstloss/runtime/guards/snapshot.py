@@ -19,7 +19,12 @@ import torch
 
 from ...capture.constants import owned_by_torch
 from ...compat.python_names import is_python_class, lru_cache_wrapper
-from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch
+from ...compat.torch_names import (
+    PARAMETER_FLAG,
+    DisableTorchDispatch,
+    backward_hooks,
+    post_accumulate_grad_hooks,
+)
 from ...optim.schedule import schedules_of
 from ..stand_in import StandIn, module_of
 from . import caches, contents
@@ -276,6 +281,8 @@ class Snapshot:
     def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
         if (what.is_leaf or what.retains_grad) and what.grad is not None:
             todo.append(what.grad)
+        for hooks in (backward_hooks(what), post_accumulate_grad_hooks(what)) if what.requires_grad else ():
+            todo += (hooks or {}).values()
         table = what.__dict__
         if table and not table.keys() <= _OUR_ATTRIBUTES:
             self._table(table, what, "attributes", todo)
