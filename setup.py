@@ -16,6 +16,7 @@ FLAGS = [
     "-ffp-contract=off",  # its last bits depend on which operations are fused: those that it fuses itself
     "-fvisibility=hidden",
 ]
+XLA = {"depends": ["src/firstloss/lower/_ffi.h"], "optional": True}
 
 setup(
     ext_modules=[
@@ -29,8 +30,8 @@ setup(
         for name in ("_counter", "_fill", "_jump")
     ]
     + [
-        Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, optional=True),
-        Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], optional=True),
+        Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, **XLA),
+        Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
         Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
     ]
 )

@@ -21,13 +21,8 @@ from .harness import assert_rule
 
 aten = torch.ops.aten
 SOURCE = Path(kernels.__file__).with_name("_aten.c")
-# What the handlers use of each structure, and what XLA's header calls it.
+# What the handlers use of each structure, and what XLA's header calls it; of the others, test_unwritten.py.
 FIELDS = [
-    ("struct extension", "type", "XLA_FFI_Extension_Base", "type"),
-    ("struct version", "major", "XLA_FFI_Api_Version", "major_version"),
-    ("struct version", "minor", "XLA_FFI_Api_Version", "minor_version"),
-    ("struct metadata", "version", "XLA_FFI_Metadata", "api_version"),
-    ("struct metadata_extension", "metadata", "XLA_FFI_Metadata_Extension", "metadata"),
     ("struct buffer", "dtype", "XLA_FFI_Buffer", "dtype"),
     ("struct buffer", "data", "XLA_FFI_Buffer", "data"),
     ("struct buffer", "rank", "XLA_FFI_Buffer", "rank"),
@@ -55,7 +50,6 @@ FIELDS = [
     ("struct call_frame", "attributes", "XLA_FFI_CallFrame", "attrs"),
 ]
 NUMBERS = {
-    "METADATA": "XLA_FFI_Extension_Metadata",
     "F32": "XLA_FFI_DataType_F32",
     "BF16": "XLA_FFI_DataType_BF16",
     "INTERNAL": "XLA_FFI_Error_Code_INTERNAL",

@@ -5,8 +5,8 @@
  * own threads take; each runs PyTorch's kernel on one thread. (PyTorch would start a team of OpenMP's threads for each
  * thread that calls it, which go on spinning for milliseconds, on the cores on which XLA goes on.)
  *
- * Of XLA's structures (and PyTorch's need none) those fields are declared that are used, and the fields before them, as
- * in _unwritten.c; `tests/lower/test_aten.py` compares them with the header.
+ * XLA's structures are declared as in _ffi.h (PyTorch's need none); `tests/lower/test_aten.py` compares them with the
+ * header.
  */
 
 #include <pthread.h>
@@ -16,35 +16,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
+#include "_ffi.h"
 
 /* --- XLA's structures --- */
 
-enum { METADATA = 1 }; /* the type of the extension with which XLA asks what a handler is */
 enum { F32 = 11, BF16 = 16 };
 enum { INTERNAL = 13 };
-
-struct extension {
-    size_t size;
-    int type;
-    struct extension *next;
-};
-
-struct version {
-    size_t size;
-    struct extension *extension;
-    int major, minor;
-};
-
-struct metadata {
-    size_t size;
-    struct version version;
-};
-
-struct metadata_extension {
-    struct extension base;
-    struct metadata *metadata;
-};
 
 struct buffer {
     size_t size;
@@ -483,10 +460,7 @@ static int backward(const struct call_frame *frame) {
 }
 
 static void *handle(struct call_frame *frame, int (*call)(const struct call_frame *), const char *message) {
-    if (frame->extension && frame->extension->type == METADATA) {
-        struct metadata *metadata = ((struct metadata_extension *)frame->extension)->metadata;
-        metadata->version.major = 0; /* the oldest that XLA takes */
-        metadata->version.minor = 1;
+    if (is_asked_for_version(frame->extension)) {
         return NULL;
     }
     if (!call(frame)) {
