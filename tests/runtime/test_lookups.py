@@ -84,6 +84,33 @@ class Failure(Exception):
     pass
 
 
+X = torch.ones(2, 3)
+
+
+def compiled_linear(backend):
+    torch.manual_seed(0)
+    with backend.device:
+        model = nn.Linear(3, 2)
+    return fl.compile(model, backend)
+
+
+def results(step, change):
+    """Of six calls; something is changed before the fourth and the sixth."""
+    found = []
+    for i in range(6):
+        if i in (3, 5):
+            change(i)
+        found.append(step(X).item())
+    return found
+
+
+def check(run):
+    """`run(backend)` finds the same on both, and the changes make a difference."""
+    eager = run(fl.backend("CPU"))
+    assert len(set(eager)) > 1
+    assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
+
+
 def space():
     return types.SimpleNamespace(z=1.0)
 
@@ -149,25 +176,15 @@ def test_what_is_read_past_the_look_up_is_noticed(way, by_kernels):
     make, read, change = WAYS[way]
 
     def run(backend):
-        torch.manual_seed(0)
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled, held = fl.compile(model, backend), make()
+        compiled, held = compiled_linear(backend), make()
 
         @fl.trace
         def step(x):
             return compiled(x).sum() * read(held)
 
-        found = []
-        for i in range(6):
-            if i in (3, 5):
-                change(held, 1.0 + i // 2 if i == 5 else 2.0)
-            found.append(step(torch.ones(2, 3)).item())
-        return found
+        return results(step, lambda i: change(held, i - 1.0))
 
-    eager = run(fl.backend("CPU"))
-    assert len(set(eager)) > 1
-    assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
+    check(run)
 
 
 OPTIMIZERS = {
@@ -197,35 +214,26 @@ def test_what_is_read_of_an_optimizer_is_noticed(what, by_kernels):
     read, change = OPTIMIZERS[what]
 
     def run(backend):
-        torch.manual_seed(0)
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        compiled = compiled_linear(backend)
+        optimizer = torch.optim.SGD(compiled.parameters(), 0.1, momentum=0.9)
 
         @fl.trace
         def step(x):
-            loss = compiled(x).square().mean() * (1.0 + read(optimizer, model.weight))
+            loss = compiled(x).square().mean() * (1.0 + read(optimizer, compiled.weight))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss
 
-        found = []
-        for i in range(7):
-            if i in (3, 5):
-                change(optimizer, model.weight, i)
-            found.append(step(torch.ones(2, 3)).item())
-        return found
+        return results(step, lambda i: change(optimizer, compiled.weight, i))
 
-    assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
+    check(run)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_state_that_is_no_weights_is_refused(late, by_kernels):
-    backend = fl.backend("XLA")
-    with backend.device:
-        model = nn.Linear(3, 2)
-    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    compiled = compiled_linear(fl.backend("XLA"))
+    optimizer = torch.optim.SGD(compiled.parameters(), 0.1, momentum=0.9)
 
     @fl.trace
     def step(x):
@@ -235,20 +243,18 @@ def test_state_that_is_no_weights_is_refused(late, by_kernels):
         return loss
 
     if late:
-        step(torch.ones(2, 3)), step(torch.ones(2, 3))
-    before = model.weight.clone()
+        step(X), step(X)
+    before = compiled.weight.clone()
     optimizer.state["calls"] = 3
     with pytest.raises(fl.errors.TraceError, match=r"test_lookups.py:\d+: state\['calls'\] of this SGD .* int"):
-        step(torch.ones(2, 3))
-    assert torch.equal(model.weight, before)
+        step(X)
+    assert torch.equal(compiled.weight, before)
 
 
 @pytest.mark.parametrize("method", [False, True])
 def test_a_step_counts_in_its_own_attributes(method, by_kernels):
     def run(backend):
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled = fl.compile(model, backend)
+        compiled = compiled_linear(backend)
 
         def count(x):
             step.calls = getattr(step, "calls", 0) + 1
@@ -268,7 +274,7 @@ def test_a_step_counts_in_its_own_attributes(method, by_kernels):
                 step.scale = 5.0
             elif i == 5:
                 del step.scale
-            found.append((call(torch.ones(2, 3)).item(), step.calls))
+            found.append((call(X).item(), step.calls))
         return found
 
     eager = run(fl.backend("CPU"))
@@ -310,7 +316,7 @@ def test_what_is_read_through_the_compiled_model(what, by_model, by_kernels):
         for i in range(7):
             if i in (3, 5):
                 change(model if by_model else compiled, i)
-            found += [step(torch.ones(2, 3)).item(), model.calls]
+            found += [step(X).item(), model.calls]
         return found
 
     assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
@@ -320,10 +326,8 @@ def test_numbers_of_our_schedules(by_kernels):
     """They are baked into the step, whose Python need not read them itself."""
 
     def run(backend):
-        torch.manual_seed(0)
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+        compiled = compiled_linear(backend)
+        optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
         schedule = fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 10)
 
         @fl.trace
@@ -335,16 +339,14 @@ def test_numbers_of_our_schedules(by_kernels):
             schedule.step()
             return loss
 
-        found = []
-        for i in range(6):
-            if i == 3:
-                for name, value in vars(schedule).items():
-                    if isinstance(value, float):
-                        setattr(schedule, name, value * 0.5)
-            found.append(step(torch.ones(2, 3)).item())
-        return found
+        def halve(i):
+            for name, value in vars(schedule).items():
+                if isinstance(value, float):
+                    setattr(schedule, name, value * 0.5)
 
-    assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
+        return results(step, halve)
+
+    check(run)
 
 
 class Scripted(nn.Module):
@@ -364,24 +366,19 @@ def test_a_scripted_module_is_asked_each_time(by_kernels):
     """Its attributes are in C++."""
 
     def run(backend):
-        scripted = torch.jit.script(Scripted())
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled = fl.compile(model, backend)
+        scripted, compiled = torch.jit.script(Scripted()), compiled_linear(backend)
 
         @fl.trace
         def step(x):
             return scripted(compiled(x).sum() * 0)
 
-        found = []
-        for i in range(7):
-            if i in (3, 5):
-                scripted.k = scripted.k + i
-                scripted.b = torch.full((), float(i))
-            found.append(step(torch.ones(2, 3)).item())
-        return found
+        def change(i):
+            scripted.k = scripted.k + i
+            scripted.b = torch.full((), float(i))
 
-    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))
+        return results(step, change)
+
+    check(run)
 
 
 class Doubles(TorchDispatchMode):
@@ -398,20 +395,17 @@ WATCHERS = {
 
 @pytest.mark.parametrize("what", WATCHERS)
 def test_what_would_see_none_of_a_steps_operations_is_refused(what, by_kernels):
-    backend = fl.backend("XLA")
-    with backend.device:
-        model = nn.Linear(3, 2)
-    compiled = fl.compile(model, backend)
+    compiled = compiled_linear(fl.backend("XLA"))
 
     @fl.trace
     def step(x):
         return compiled(x).sum()
 
-    expected = step(torch.ones(2, 3)).item()
+    expected = step(X).item()
     with WATCHERS[what](), pytest.raises(fl.errors.TraceError, match=rf"test_lookups.py:\d+: .*{what}"):
-        step(torch.ones(2, 3))
+        step(X)
     with torch.autograd.graph.save_on_cpu():
-        assert step(torch.ones(2, 3)).item() == expected
+        assert step(X).item() == expected
 
 
 def _other_strides(held, i):
@@ -430,25 +424,15 @@ def test_facts_that_are_no_values(fact, by_kernels):
     read, change = FACTS[fact]
 
     def run(backend):
-        torch.manual_seed(0)
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled, held = fl.compile(model, backend), types.SimpleNamespace(t=torch.ones(3, 4).t())
+        compiled, held = compiled_linear(backend), types.SimpleNamespace(t=torch.ones(3, 4).t())
 
         @fl.trace
         def step(x):
             return compiled(x).sum() * 0 + read(held)
 
-        found = []
-        for i in range(6):
-            if i in (3, 5):
-                change(held, i)
-            found.append(step(torch.ones(2, 3)).item())
-        return found
+        return results(step, lambda i: change(held, i))
 
-    eager = run(fl.backend("CPU"))
-    assert len(set(eager)) > 1
-    assert run(fl.backend("XLA")) == eager
+    check(run)
 
 
 @pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
@@ -456,9 +440,7 @@ def test_a_namespace_is_set_by_any_method(make, by_kernels):
     """While a step is traced as well, and what it sets to what it is counts as read."""
 
     def run(backend):
-        with backend.device:
-            model = nn.Linear(3, 2)
-        compiled, held = fl.compile(model, backend), make()
+        compiled, held = compiled_linear(backend), make()
 
         @fl.trace
         def step(x):
@@ -470,7 +452,7 @@ def test_a_namespace_is_set_by_any_method(make, by_kernels):
         for i in range(6):
             if i in (3, 5):
                 held.z = held.n = 0.0
-            step(torch.ones(2, 3))
+            step(X)
             found.append((held.z, held.n))
         return found
 
@@ -480,10 +462,7 @@ def test_a_namespace_is_set_by_any_method(make, by_kernels):
 def test_a_configuration_of_transformers_that_renames_its_attributes(by_kernels):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8)
-    backend = fl.backend("XLA")
-    with backend.device:
-        model = nn.Linear(3, 2)
-    compiled = fl.compile(model, backend)
+    compiled = compiled_linear(fl.backend("XLA"))
 
     @fl.trace
     def step(x):
@@ -492,5 +471,5 @@ def test_a_configuration_of_transformers_that_renames_its_attributes(by_kernels)
     found = []
     for i in range(5):
         config.n_embd = 8 + i // 2
-        found.append(step(torch.ones(2, 3))[0, 0].item())
+        found.append(step(X)[0, 0].item())
     assert found == [8, 8, 9, 9, 10]
