@@ -103,3 +103,42 @@ def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypat
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
             else:
                 assert x == y and type(x) is type(y)
+
+
+@pytest.mark.parametrize("cleared", ["never", "between", "now and then"])
+@pytest.mark.parametrize("freezes", ["the step", "others", "in turns"])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_gradients_of_what_the_step_itself_unfreezes(freezes, cleared, by_kernels) -> None:
+    """It wanted none, and had none, when the step was traced."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(4, 3)
+        compiled, kept, calls = fl.compile(model, backend), {}, [0]
+        model.weight.requires_grad_(False)
+
+        @fl.trace
+        def step(x):
+            calls[0] += 1
+            model.weight.requires_grad_(freezes != "in turns" or calls[0] % 2 == 0)
+            loss = compiled(x).square().mean()
+            loss.backward()
+            kept["gradient"] = model.weight.grad
+            if freezes == "the step":
+                model.weight.requires_grad_(False)
+            return loss
+
+        found = []
+        for i in range(8):
+            step(torch.full((2, 4), float(i)))
+            gradient = model.weight.grad
+            found.append((None if gradient is None else gradient.clone(), kept["gradient"] is gradient))
+            if freezes == "others":
+                model.weight.requires_grad_(False)
+            if cleared == "between" or cleared == "now and then" and i % 3:
+                model.weight.grad = None
+        return found
+
+    for ours, theirs in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
+        torch.testing.assert_close(ours, theirs)
