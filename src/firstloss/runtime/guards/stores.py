@@ -47,7 +47,7 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
     attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
     if executed.stores_past_classes or recording.outside.sets_by_string:
         for known in attributes:
-            if executed.stores_past_classes or not _is_noted(type(known.owner)):
+            if executed.stores_past_classes or not _stores_are_noted(type(known.owner)):
                 stores.table(known)
         for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
             stores.attribute(slotted.owner, None)
@@ -57,7 +57,8 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
             stores.name(known.table, name, describe_attribute(known.owner))
 
 
-def _is_noted(cls: type) -> bool:
+def _stores_are_noted(cls: type) -> bool:
+    """Whether all that is set of its objects' attributes is noted."""
     return can_be_instrumented(cls) and cls is not types.SimpleNamespace
 
 

@@ -140,7 +140,7 @@ class Values:
             self.classes.setdefault(type(value), set())
         if isinstance(value, BaseException):
             self._in_c(value, ("args",), what, name)
-        if kind is Kind.INSTANCE and not _is_noted(type(value)):
+        if kind is Kind.INSTANCE and not _reads_are_noted(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
@@ -341,7 +341,7 @@ class Values:
         self.table(table, describe_attribute(base), None).expected.update(found)
 
 
-def _is_noted(cls: type) -> bool:
+def _reads_are_noted(cls: type) -> bool:
     """Whether all that is read of its objects' attributes is noted; what a `SimpleNamespace` does in C is of that class
     alone."""
     return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
