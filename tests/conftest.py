@@ -5,6 +5,7 @@ the time. So they share one folder of compiled executables, and XLA lowers as it
 in the quickest way. A test that is about either says so by a marker, and `make sweep` compiles all of them as users do.
 """
 
+import gc
 import os
 import sys
 
@@ -93,6 +94,25 @@ def quick_compiles(request, compile_cache, monkeypatch):
 def pytest_collection_modifyitems(items):
     """Tests that start processes are the longest: they come first, so that no core waits for one in the end."""
     items.sort(key=lambda item: not {"forked", "subprocess"} & vars(item.module).keys())
+
+
+def freeze() -> None:
+    """What is there now is looked through at no collection, nor by a step that looks for who holds its tensors.
+
+    Both go through all of Python's objects: with what the tests of a process have left, half of its time.
+    """
+    if not AS_USERS:
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish():
+    freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.module is not item.module:
+        freeze()
 
 
 @pytest.fixture

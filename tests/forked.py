@@ -204,7 +204,7 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-def _imports() -> None:
+def import_all() -> None:
     """What nearly all processes import. None of it may start a thread, or ask for a device."""
     import importlib
 
@@ -218,7 +218,7 @@ def _imports() -> None:
 
 def main() -> None:
     """Serve, and in each process that was forked, do what it was forked for."""
-    _imports()
+    import_all()
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # a child that collected what has been imported, at its end at the latest, would copy all of it

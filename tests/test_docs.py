@@ -139,9 +139,29 @@ def test_a_how_to_is_one_line_that_a_test_runs(page):
         assert os.path.exists(os.path.join(ROOT, "examples", f"{named}.py")) and named in tests, named
 
 
+def messages():
+    """(error or warning, a piece of what it says) as the page of troubleshooting quotes them."""
+    text = re.sub(r"\s+", " ", read("docs/troubleshooting.md"))
+    return [
+        (name, piece.strip(" ."))
+        for name, said in re.findall(r"`(\w+(?:Error|Warning)): ([^`]*)`", text)
+        for piece in re.split(r"\.\.\.|\bModel\b", said)
+        if piece.strip(" .")
+    ]
+
+
+@pytest.mark.parametrize("name, piece", messages())
+def test_what_troubleshooting_quotes_is_said(name, piece):
+    assert hasattr(fl.errors, name)
+    source = ""
+    for folder, _, names in os.walk(os.path.join(ROOT, "src")):
+        source += "".join(read(os.path.join(folder, each)) for each in names if each.endswith(".py"))
+    assert piece in re.sub(r'"\s+f?"', "", re.sub(r"\{[^{}]*\}", "", source)), f"{name}: no code says {piece!r}"
+
+
 def test_the_trainers_hooks_are_all_named():
     from firstloss.trainer import Callback
 
-    page = read("docs/trainer.md")
+    page = read("docs/reference/trainer.md")
     for name in vars(Callback):
         assert not name.startswith("on_") or f"`{name}`" in page, name

@@ -185,6 +185,18 @@ def test_the_files_that_the_page_names_are_there():
     assert {name for name in named if not any((place / name).exists() for place in places)} == set()
 
 
+@pytest.mark.parametrize("name", ["trainer", "cli"])
+def test_what_is_built_on_the_public_api_names_what_else_it_knows(name):
+    """By its row of the table: the files past the public API that it imports, and no other."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    knows = re.search(rf"^\| `{name}/` \|[^|]*\| the public API; ([^|]*) \|$", text, re.MULTILINE)
+    named = {file.removesuffix(".py").replace("/", ".") for file in re.findall(r"`([\w/]+\.py)`", knows[1])}
+    known = {to for module in modules() if room(module) == name for to in graph(types=True)[module]}
+    private = {to for to in known if to.count(".") and room(to) in {"runtime", "init", "capture", "program", "lower"}}
+    private |= {to for to in known if to.startswith("utils.data.")}
+    assert private == named
+
+
 def test_no_imports_go_round():
     assert circles() == []
 

@@ -226,24 +226,25 @@ assert shown.pop().isfinite() and len(seen) == 1
 <sample>
 assert len(told) == 1, told
 """,
-    "docs/trainer.md": MODEL
+    "docs/how-to/traced-step.md": READY + "compiled = model\n<sample>\nassert step(batch).item() < loss.item()",
+    "docs/how-to/trainer.md": MODEL
     + """
 train_loader, val_loader = ([(torch.randn(4, 8), torch.randn(4, 8))] * n for n in (40, 2))
 <sample>
 assert trainer.state.step or trainer.state.stopped
-from firstloss.trainer import Callback, Logging
-<sample>
-plateau = Plateau()
-trainer = Trainer(model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-                  loop=TrainingLoop(max_epochs=2), callbacks=[plateau])
-trainer.fit(train_loader, val_loader)
-assert plateau.state_dict()["best"] > 0
 import tests.conftest  # torchvision, which timm needs, beside a CPU build of torch
 import timm
 <sample>
 fl.deferred_init(WithLoss)
 import torchmetrics
 <sample>
+from firstloss.trainer import Callback
+<sample>
+plateau = Plateau()
+trainer = Trainer(model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                  loop=TrainingLoop(max_epochs=2), callbacks=[plateau])
+trainer.fit(train_loader, val_loader)
+assert plateau.state_dict()["best"] > 0
 <sample>
 trainer = Trainer(model_dir="other", model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
                   loop=TrainingLoop(max_epochs=2), callbacks=[SaveSamples()])
@@ -268,13 +269,13 @@ def test_all_pages_are_run():
 
 @pytest.mark.timeout(600)
 def test_samples_run():
-    """One process imports torch, and forks a fresh one for each page. (One test: by page each worker would do it.)"""
+    """One process imports what they need, and forks one for each page. (One test: by page each worker would do it.)"""
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == SCRIPTS.keys()
     if importlib.util.find_spec("timm") is None:
-        del found["docs/trainer.md"]
+        del found["docs/how-to/trainer.md"]
     assert not any(found.values()), "\n".join(f"{page}: {wrong}" for page, wrong in found.items() if wrong)
 
 
@@ -310,10 +311,17 @@ def in_fork(page):
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
+    import gc
+    import importlib
 
-    import firstloss.trainer  # noqa: F401
+    from tests import forked
 
+    forked.import_all()
+    for name in ("transformers", "torch.distributed.fsdp", "torchmetrics"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each fork would copy all of it
     pages = sys.argv[1:] or SCRIPTS
     out = {page: in_fork(page) for page in pages}
     print(json.dumps(out))

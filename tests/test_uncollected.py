@@ -5,7 +5,17 @@ import weakref
 
 import pytest
 
+import firstloss.uncollected
 from firstloss.uncollected import Paused, is_wanted, uncollected, want
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen(monkeypatch):
+    """As for users: what conftest.py has frozen is so again afterwards."""
+    gc.unfreeze()
+    monkeypatch.setattr(firstloss.uncollected, "_others_freeze", False)
+    yield
+    gc.freeze()
 
 
 class Cycle:

@@ -111,6 +111,10 @@ class BackendError(FirstlossError, ValueError):
     """An unknown backend, or one that this machine cannot give."""
 
 
+class ProcessLostError(FirstlossError, RuntimeError):
+    """Another of the processes that train together has ended, or cannot be reached any more."""
+
+
 class SettingError(FirstlossError, AttributeError):
     """Something was set that does not exist, and so would have been ignored."""
 

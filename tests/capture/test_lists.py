@@ -49,12 +49,15 @@ def test_of_deferred_and_real_tensors(edit, outside):
         edit(made[0], b)
         return [*made, b]
 
-    results = []
+    results, counts = [], []
     for how in (lambda fn: fn(), fl.deferred_init):
         torch.manual_seed(3)
         made = how(build)
         made = changed(made) if outside else made
+        counts.append([t._version for t in made])
         results.append(([fl.materialize_tensor(t).clone() for t in made], torch.get_rng_state()))
     assert torch.equal(results[0][1], results[1][1])
+    if not outside:  # where the edit itself makes the tensor real, its count begins there
+        assert counts[0] == counts[1], "autograd knows by them what was edited since"
     for expected, got in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(expected, got)

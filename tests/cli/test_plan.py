@@ -68,6 +68,18 @@ def test_json_and_numbers(capsys):
     sent = sum(row["sent"] for row in found["sent"])
     assert found["seconds"]["links"] == {"fsdp": pytest.approx(sent / 2e9)}
     assert found["seconds"]["compute"] == pytest.approx(found["flops"] / 1e12)
+    assert found["seconds"]["memory"] == 0
+
+
+def test_the_bandwidth_of_memory(capsys):
+    arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s"]
+    without = plan(capsys, *PERCEPTRON, *arguments)
+    found = plan(capsys, *PERCEPTRON, *arguments, "--hbm", "1GB/s")
+    assert found["seconds"]["memory"] == pytest.approx(found["memory_bytes"] / 1e9)
+    assert found["seconds"]["links"] == without["seconds"]["links"]
+    assert found["seconds"]["apart"] > without["seconds"]["apart"] + found["seconds"]["memory"] / 2
+    assert cli.main([*PERCEPTRON, *arguments, "--hbm", "1GB/s"]) == 0
+    assert "by its operations" in capsys.readouterr().out
 
 
 def test_arguments_by_name_and_another_optimizer(capsys):
@@ -138,6 +150,8 @@ def test_a_picture(tmp_path, llama, capsys):
             "is no quantity. Write for instance --memory 80",
         ),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--flops", "0"], "is no quantity. Write for instance --flops 989T"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "0"], "is no quantity. Write for instance --hbm 3.35TB/s"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "3TB/s"], "with --flops and --link; write these, too"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--link", "tp=1GB/s"], "names an axis 'tp'; the mesh has fsdp"),
         (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "does not say 'fsdp'"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--picture", "plan.png"], "the picture is SVG"),

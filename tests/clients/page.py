@@ -40,7 +40,8 @@ would write for the backend is put into PyTorch's classes from outside, for the 
   the tensors that the test gives an optimizer. Hooks, `state_dict`, copies, pickles, backward passes, optimizer steps,
   parametrizations: all that the test does, it does to weights on the backend, as between two steps.
 - **steps traced**: so, and each `optimizer.step()` is a step under `@fl.trace`. `optimizer.step(closure)` becomes what
-  [the rules](traced-steps.md#what-is-refused) say to write: a step that calls the closure, and then `optimizer.step()`.
+  [the table](how-to/traced-step.md#what-to-write-instead) says to write: a step that calls the closure, and then
+  `optimizer.step()`.
 - **traced whole**: the test, from its first line to its last, is one step under `@fl.trace`, and is called twice (once,
   where eager PyTorch does not pass it twice). Hooks are registered, fire and are removed while it is traced.
   Comparisons of tensors are made by `fl.step_closure`, when the step has been run.

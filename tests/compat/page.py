@@ -27,7 +27,7 @@ change; those at the ends of the range the core: capture, the engine, guards and
 
 REPLACED = """Importing Firstloss replaces nothing. The rows that begin with the first deferred tensor
 stay, since such a tensor may be met anywhere from then on; the others end with the captures or the trace that they are
-for, and what somebody else has put in their place meanwhile is left alone. Each calls the original where no deferred
+for, and what other code has put in their place meanwhile is left alone. Each calls the original where no deferred
 tensor is concerned.
 """
 

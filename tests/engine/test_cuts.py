@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firstloss.engine.cuts import MIN_PIECE, cover, row_blocks, span
+from firstloss.engine.cuts import MIN_PIECE, cover, row_blocks
+from firstloss.program.graph import span
 
 
 @given(st.data(), st.integers(16, 5000), st.sampled_from([1, 8, 16]), st.sampled_from([16, 64, 256]))

@@ -44,10 +44,9 @@ def main() -> int:
 
 
 def _campaign(options: argparse.Namespace) -> int:
-    module = importlib.import_module(f".{options.kind}", __package__)
     start = time.time()
     found: list[tuple[int, str, Outcome]] = []
-    for seed, source, outcome in check_all(options.kind, _seeds(options.seeds), module.generate, options.jobs):
+    for seed, source, outcome in check_all(options.kind, _seeds(options.seeds), options.jobs):
         found.append((seed, source, outcome))
         if outcome.failed and not options.quiet:
             print(f"seed {seed}: {outcome.kind}: {outcome.what} {outcome.where}", flush=True)

@@ -86,7 +86,7 @@ _EDITS = [
     "{t}.add_({t})", "{t}.clamp_(-0.5, 0.5)", "{t}.copy_(torch.randn({t}.shape))", "{t}.copy_({u})", "{t}.add_({u}, alpha={x})",
     "{t}[0] = {x}", "{t}[1:] = {t}[:-1].clone()", "{t}[..., 0] = {t}[..., -1]", "{t}[{t} > 0] = {x}", "{t} += 1", "{t} *= {t}",
     "{t}.masked_fill_({t} > 0.5, {x})", "{t}.erfinv_()", "{t}.neg_()", "{t}.abs_()", "{t}.exponential_()", "{t}.random_(0, 9)",
-    "{t}.bernoulli_(0.4)", "{t}.fill_diagonal_({x})", "{t}.t_()", "{t}.unsqueeze_(0)", "{t}.squeeze_()", "{t}.resize_(2, 2)",
+    "{t}.bernoulli_(0.4)", "{t}.fill_diagonal_({x})", "{t}.t_()", "{t}.unsqueeze_(0)", "{t}.squeeze_()", "n = {t}.numel(); {t}.resize_(2, 2).view(-1)[n:].fill_({x})",
     "{t}.index_fill_(0, torch.tensor([0]), {x})", "{t}.scatter_(0, torch.zeros(1, *{t}.shape[1:], dtype=torch.long), {x})",
     "{t}.data = torch.randn({t}.shape)", "{t}.data.mul_({x})", "{t}.set_({u})", "{t}.requires_grad_(False)", "{t}.tag = 'it'",
     "{t}.cumsum_(0)", "torch.add({t}, {u}, out={t})", "torch.mul({t}, {x}, out={t})", "torch.randn({t}.shape, out={t})",
@@ -161,6 +161,9 @@ _AFTER_ONLY = [
 ]  # fmt: skip
 
 
+_MOST_ELEMENTS = 1 << 16  # of a tensor, or its decompositions take minutes
+
+
 class _Draft:
     """A program in the making, and what its variables hold when it is run."""
 
@@ -176,16 +179,25 @@ class _Draft:
     def names(self, fits: Callable[[Any], bool]) -> list[str]:
         return [name for name, held in self.scope.items() if name not in self.hidden and fits(held)]
 
-    def fill(self, template: str) -> str | None:
-        """`template` with its places filled in, or None where there is nothing to fill them with."""
+    def fill(self, template: str, edits: bool = False) -> str | None:
+        """`template` with its places filled in, or None where there is nothing to fill them with.
+
+        Args:
+            edits: `{t}` is edited in place.
+        """
         tensors, modules = self.names(_is_tensor), self.names(lambda held: isinstance(held, torch.nn.Module))
+        # Of these, in eager PyTorch too, an array shows memory that was freed, and growing what is shared ends Python.
+        before = "\n".join(self.lines)
+        for first, then in (("asarray", "share_memory"), ("asarray", "resize_"), ("share_memory", "resize_")):
+            if first in before and then in template:
+                return None
         needs = {"t": tensors, "u": tensors, "m": modules, "o": modules}
         if any(f"{{{place}}}" in template and not pool for place, pool in needs.items()):
             return None
         rng = self.rng
         self.count += 1
         return template.format(
-            t=rng.choice(tensors or [""]), u=rng.choice(tensors or [""]), m=rng.choice(modules or [""]),
+            t=rng.choice([name for name in tensors if not (edits and _overlaps(self.scope[name]))] or [""]), u=rng.choice(tensors or [""]), m=rng.choice(modules or [""]),
             o=rng.choice(modules or [""]), v=f"v{self.count}", s=rng.choice(_SHAPES), d=rng.choice(_FLOATS),
             x=rng.choice([-1.5, 0.0, 0.25, 2.0, 3]), p=rng.choice([0.1, 0.5, 1.0]), n=rng.randrange(1, 24),
         )  # fmt: skip
@@ -202,6 +214,10 @@ class _Draft:
                 self.scope.clear()
                 self.scope.update(before)
                 return
+        if any(_is_tensor(held) and held.numel() > _MOST_ELEMENTS for held in self.scope.values()):
+            self.scope.clear()
+            self.scope.update(before)
+            return
         self.lines.append(text)
 
     def statement(self) -> None:
@@ -220,11 +236,18 @@ class _Draft:
             text = text and f"v{self.count} = {text}"
         else:
             text = self.fill(
-                rng.choice({"edit": _EDITS, "read": _READS, "stream": _STREAM, "module": _ON_MODULES}[kind])
+                rng.choice({"edit": _EDITS, "read": _READS, "stream": _STREAM, "module": _ON_MODULES}[kind]),
+                edits=kind == "edit",
             )
         if text and rng.random() < (0.6 if kind == "edit" else 0.1):
             text = f"{rng.choice(_WRAPS)}\n{_indented(text)}"
         self.add(text)
+
+
+def _overlaps(held: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory: what an operation in place makes of those is not defined."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(held.shape, held.stride(), strict=True))
+    return held.layout == torch.strided and 0 < reach < held.numel()
 
 
 def _is_tensor(held: Any) -> bool:

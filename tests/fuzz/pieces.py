@@ -649,6 +649,31 @@ def tensors_outside(d: Draft) -> None:
         d.at(d.rng.choice(edits))
 
 
+def other_memory(d: Draft) -> None:
+    """Kept tensors that come to share memory, or to have another shape, between two steps or in one."""
+    k = place(d, "torch.zeros(3)").get
+    q = d.pick(place(d, "torch.arange(3.0)").get, "$m.z.bias")
+    d.setup.append("lent = torch.arange(3.0) / 6")
+    _outside(d, "lent")
+    write = d.pick(f"{k}.add_(out.detach().mean(0))", f"{k}.mul_(0.5)", f"{k}[0] += 1.0", f"{k}.sub_(out.detach()[0])")
+    d.mid.append(f"with torch.no_grad():\n    {write}")
+    d.mid.append(f"loss = loss + 0.1 * ({k}.sum() + 2 * {q}.detach().sum()){d.pick('', ' * lent.sum()')}")
+    between = (
+        f"{k}.data = {q}.data",
+        f"{k}.data = {q}.detach()",
+        f"{k}.data = {k}.data * 2",
+        f"{k}.data = lent",
+        f"{k}.data = lent[:3].clone()",
+        f"{k}.set_({q}.detach())",
+        f"{k}.resize_(2, 2).zero_()\n{k}.resize_(3)",
+        f"torch.utils.swap_tensors({k}, lent)",
+        f"{k}.untyped_storage().resize_(64)",
+        f"{k}.untyped_storage().fill_(0)",
+    )
+    for _ in range(d.pick(1, 1, 2)):
+        d.at(d.rng.choice(between).replace("$m", "m"))
+
+
 def drawn(d: Draft) -> None:
     """Random numbers of Python's or NumPy's, which are drawn at each step (or refused)."""
     d.mid.append(
@@ -1176,6 +1201,7 @@ PIECES = (
     + [grown] * 4
     + [looked_up] * 6
     + [tensors_outside] * 5
+    + [other_memory] * 2
     + [leaf] * 2
     + [second_gradient]
     + [weights_in_step] * 3

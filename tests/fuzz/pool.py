@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,6 +35,13 @@ class Worker:
 
     def check(self, source: str) -> Outcome:
         """What became of `source`; the process is started anew when it is needed."""
+        return self.ask(source)[1]
+
+    def ask(self, given: str | int) -> tuple[str, Outcome]:
+        """A program, which is given or that of a seed, and what became of it.
+
+        Programs are made in the process, too: what they are made of is run there, and PyTorch may crash.
+        """
         if self._checked >= _RENEWED_AFTER:
             self.close()
         if self._process is None:
@@ -52,20 +59,22 @@ class Worker:
         timer.start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(source) + "\n")
+            process.stdin.write(json.dumps(given) + "\n")
             process.stdin.flush()
-            answer = process.stdout.readline()
+            made, answer = process.stdout.readline(), process.stdout.readline()
         except OSError:
-            answer = ""
+            made = answer = ""
         finally:
             timer.cancel()
         if not answer:
             status = process.wait()
             self._process = None
+            if not made:
+                return "", Outcome("discarded", f"PyTorch ended the process, with status {status}, while it was made")
             if hung.is_set():
-                return Outcome(HUNG, f"no end within {self._seconds:g} s")
-            return Outcome(CRASHED, f"the process ended with status {status}: {self._last_words()}")
-        return Outcome(**json.loads(answer))
+                return json.loads(made), Outcome(HUNG, f"no end within {self._seconds:g} s")
+            return json.loads(made), Outcome(CRASHED, f"the process ended with status {status}: {self._last_words()}")
+        return json.loads(made), Outcome(**json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -97,7 +106,7 @@ class Worker:
         )
 
 
-def check_all(kind: str, seeds: Iterable[int], generate: Callable[[int], str], jobs: int) -> Iterator[tuple]:
+def check_all(kind: str, seeds: Iterable[int], jobs: int) -> Iterator[tuple]:
     """`(seed, source, Outcome)` of each seed's program, as they come."""
     todo: queue.SimpleQueue = queue.SimpleQueue()
     done: queue.SimpleQueue = queue.SimpleQueue()
@@ -112,8 +121,7 @@ def check_all(kind: str, seeds: Iterable[int], generate: Callable[[int], str], j
                     seed = todo.get_nowait()
                 except queue.Empty:
                     return
-                source = generate(seed)
-                done.put((seed, source, worker.check(source)))
+                done.put((seed, *worker.ask(seed)))
         except BaseException as error:
             done.put(error)
         finally:
@@ -145,8 +153,12 @@ def _serve(kind: str) -> None:
         instead_of_compiling()
     gc.freeze()  # what is there now is looked through at no collection
     for line in sys.stdin:
+        given = json.loads(line)
+        source = module.generate(given) if isinstance(given, int) else given
+        answers.write(json.dumps(source) + "\n")
+        answers.flush()
         try:
-            outcome = module.check(json.loads(line))
+            outcome = module.check(source)
         except Exception as error:  # of the checker itself
             outcome = Outcome("foreign", f"{type(error).__name__} of the checker: {error}"[:300])
         answers.write(json.dumps(asdict(outcome)) + "\n")

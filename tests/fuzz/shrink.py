@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from collections.abc import Callable, Iterator
+
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of a syntax tree once for all threads, and ends in errors
 
 
 def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
@@ -29,7 +32,11 @@ def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
         before = source
         for attempt in (_with_fewer_steps, _without_blocks, _without_statements, _unwrapped):
             i = 0
-            while i < len(candidates := list(attempt(source))) and left[0] > 0:
+            while left[0] > 0:
+                with _PARSING:
+                    candidates = list(attempt(source))
+                if i >= len(candidates):
+                    break
                 if holds(candidates[i]):
                     source = candidates[i]  # the next candidate has taken the i-th place, more or less
                 else:

@@ -5,7 +5,6 @@ import collections
 import pytest
 
 from tests.fuzz.pool import check_all
-from tests.fuzz.steps import generate
 
 EACH = 50
 # Few programs may be refused (a value read in the step). Of 1,000 it is 1 to 2%; as few as here scatter.
@@ -13,7 +12,7 @@ REFUSED = 0.1
 
 
 def outcomes(seeds):
-    found = list(check_all("steps", seeds, generate, 1))
+    found = list(check_all("steps", seeds, 1))
     assert not [f"seed {seed}: {outcome.what}" for seed, _, outcome in found if outcome.failed]
     assert not [seed for seed, _, outcome in found if outcome.kind == "refused" and not outcome.where]
     return found

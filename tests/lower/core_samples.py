@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.testing._internal.common_dtype import _dispatch_dtypes
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from tests.op_db import OpInfo, SampleInput
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+import firstloss.runtime.step.closures  # noqa: F401  (says what a step does with assertions)
 from firstloss.capture import recorder
 from firstloss.capture.recorder import DeferredTensor
 from firstloss.capture.step import StepTrace
@@ -26,6 +26,7 @@ from firstloss.lower import program as lowering
 from firstloss.lower.functional import functional
 from firstloss.program.graph import Ref, Value
 from firstloss.program.program import Program
+from tests.op_db import op_db
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 VARIANTS = 6  # samples of the in-place and of the out variant

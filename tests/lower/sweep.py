@@ -20,8 +20,9 @@ from collections.abc import Iterator
 
 import jax
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.op_db import op_db
 
 from .harness import Recorder, check, is_checked, is_strided
 

@@ -2,8 +2,6 @@
 
 import itertools
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import firstloss as fl
 from firstloss.lower import aten as kernels
 from firstloss.lower.convolution import convolution
+from tests import forked
 
 from .harness import assert_rule
+from .xla_header import assert_declared
 
 aten = torch.ops.aten
 SOURCE = Path(kernels.__file__).with_name("_aten.c")
@@ -62,14 +62,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
 def test_the_handlers_structures_are_those_of_xlas_header(tmp_path):
-    checks = [f"offsetof({ours}, {field}) == offsetof({theirs}, {name})" for ours, field, theirs, name in FIELDS]
-    checks += [f"{ours} == (int){theirs}" for ours, theirs in NUMBERS.items()]
-    lines = [f"_Static_assert({check}, {str(i)!r});".replace("'", '"') for i, check in enumerate(checks)]
-    text = "\n".join([f'#include "xla/ffi/api/c_api.h"\n#include "{SOURCE}"', *lines, ""])
-    (tmp_path / "check.c").write_text(text)
-    command = ["cc", "-std=c11", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", str(tmp_path / "check.c")]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    assert_declared(SOURCE, FIELDS, NUMBERS, tmp_path)
 
 
 @pytest.fixture
@@ -222,8 +215,7 @@ step(batch)  # under way when the process ends
 
 def test_a_second_process_loads_what_the_first_compiled(tmp_path):
     """And computes the same bits; a process ends well with a step under way."""
-    command = [sys.executable, "-c", STEP, str(tmp_path)]
-    runs = [subprocess.run(command, capture_output=True, text=True, timeout=240) for _ in range(2)]
+    runs = [forked.run(["-c", STEP, str(tmp_path)], capture_output=True, timeout=240) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
     assert runs[0].stdout == runs[1].stdout
 

@@ -303,6 +303,22 @@ def test_what_is_no_mesh(tmp_path):
         fl.backend("CPU", mesh={"fsdp": 8}, artifact_dir=tmp_path)
 
 
+@pytest.mark.parametrize("mesh", [None, {"dp": 8}, {"fsdp": 4}])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_step_on_another_mesh_than_the_current_backends(mesh, trained, tmp_path):
+    run = Run(tmp_path, {"fsdp": 8})
+    if trained:
+        run.train(0, 1)
+    fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path)
+    has = "none" if mesh is None else f"one of {mesh}"
+    with pytest.raises(BackendError) as error:
+        run.train(1, 2)
+    assert f"the model's weights are on a mesh of {{'fsdp': 8}}, and the current backend has {has}" in str(error.value)
+    assert __file__ in str(error.value)
+    fl.backend(run.backend)
+    assert np.isfinite(run.train(1, 2)).all()
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -88,15 +88,15 @@ def training_step(compiled, optimizer, clip=False):
 
 
 class DeepRun:
-    def __init__(self, folder, mesh=None, specs=None, clip=False, first_loss="eager"):
+    def __init__(self, folder, mesh=None, specs=None, clip=False, first_loss="eager", dtype=None, lr=1e-3):
         torch.manual_seed(0)
         self.backend = fl.backend("XLA", mesh=mesh, artifact_dir=folder, first_loss=first_loss)
         with self.backend.device:
-            self.model = Deep()
+            self.model = Deep().to(dtype)
         if specs:
             fl.shard(self.model, specs, mesh)
         compiled = fl.compile(self.model, self.backend)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.step = training_step(compiled, self.optimizer, clip)
 
     def train(self, steps):
@@ -139,20 +139,32 @@ def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatc
     run = DeepRun(tmp_path, *DEEP[name])
     losses = run.train(20)
     assert losses == pytest.approx(deep_losses, rel=OVER_20)
-    turns, functions = run.executable._turns, run.executable.executables
-    assert len(turns) > len(functions) and len(functions) <= 8
+    calls, functions = run.executable._calls, run.executable.executables
+    assert len(calls) > len(functions) and len(functions) <= 8
     where = {n: array_of(t).sharding for n, t in run.model.named_parameters()}
     for parameter in run.model.parameters():
         moments = [array_of(s) for s in run.optimizer.state[parameter].values() if s.shape == parameter.shape]
         assert [m.sharding for m in moments] == [array_of(parameter).sharding] * 2
-    apart = sent(run.executable._compiled._futures[turn.function].result() for turn in turns)
+    apart = sent(run.executable._compiled._futures[call.function].result() for call in calls)
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole = DeepRun(tmp_path, *DEEP[name])
     whole.train(2)
     assert where == {n: array_of(t).sharding for n, t in whole.model.named_parameters()}
-    assert len(whole.executable._turns) == 1
+    assert len(whole.executable._calls) == 1
     together = sent(whole.executable.executables)
-    assert sum(apart.values()) <= 1.05 * sum(together.values()), (apart, together)
+    # The embedding, to which the head is tied, is gathered by two segments: 1.3% of what so small a model sends.
+    assert sum(apart.values()) <= 1.02 * sum(together.values()), (apart, together)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp and tensor parallel"])
+def test_what_differs_from_one_device_is_rounding(name, cut_early, tmp_path):
+    """In float64 nothing of it is left, at a rate of learning that carries rounding on: a mesh computes the same."""
+    one, mesh = (
+        DeepRun(tmp_path, *where, dtype=torch.float64, lr=1e-2).train(20) for where in ((None, None), DEEP[name])
+    )
+    assert one[-1] < 0.9 * one[0]
+    # float64's rounding is 2e-9 of float32's, which comes to some 1e-5 at this rate. Measured: up to 2e-15.
+    assert mesh == pytest.approx(one, rel=1e-13)
 
 
 def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, monkeypatch, tmp_path):
@@ -160,7 +172,7 @@ def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, mon
         monkeypatch.setattr(Deep.__init__, "__defaults__", (layers,))
         run = DeepRun(tmp_path, {"fsdp": 8})
         run.train(1)
-        return len({turn.function for turn in run.executable._turns})
+        return len({call.function for call in run.executable._calls})
 
     assert functions(10) == functions(5)
 
@@ -180,7 +192,7 @@ def test_many_steps_at_once(cut, monkeypatch, tmp_path):
     """Nobody reads a loss, so that steps are dispatched ahead: XLA's CPU client hangs if all of them are begun."""
     monkeypatch.setattr(segments, "_SAVED", 100 if cut else 1 << 30)
     run = DeepRun(tmp_path, {"fsdp": 8})
-    tokens = torch.randint(0, 128, (16, 12))
+    tokens = torch.randint(0, 128, (32, 16))  # as above, where it has been compiled
     losses = [run.step(tokens)[0] for _ in range(40)]
     assert losses[-1].item() < losses[0].item()
 

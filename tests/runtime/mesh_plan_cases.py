@@ -24,9 +24,10 @@ MESHES = {
     "data parallel and fsdp": {"dp": 2, "fsdp": 4},
     "data parallel": {"dp": 8},
 }
-# The attention's weights are left to FSDP: queries, keys and values are one matrix, which tensor parallelism would cut
-# across all three, and how XLA moves their parts between devices then is its own affair.
+# The attention's weights are left to FSDP.
 MEGATRON = {"*.up.weight": ("tp", "fsdp"), "*.up.bias": ("tp",), "*.down.weight": ("fsdp", "tp")}
+# Queries, keys and values are one matrix, which is cut across all three: their parts move between devices.
+ACROSS = {**MEGATRON, "*.qkv.weight": ("tp", "fsdp"), "*.out.weight": ("fsdp", "tp")}
 PROJECTIONS = {f"*.{name}_proj.weight": ("tp", "fsdp") for name in ("q", "k", "v", "gate", "up")}
 PROJECTIONS |= {f"*.{name}_proj.weight": ("fsdp", "tp") for name in ("o", "down")}
 
@@ -44,6 +45,7 @@ def checkpointed_llama():
 
 MODELS = {
     "deep": (functools.partial(Deep, 8), MEGATRON),
+    "deep, cut across": (functools.partial(Deep, 8), ACROSS),
     "llama": (llama, PROJECTIONS),
     "checkpointed llama": (checkpointed_llama, PROJECTIONS),
     "llama in one segment": (llama, PROJECTIONS),
@@ -55,7 +57,7 @@ class Training:
 
     def __init__(self, folder, model, mesh, there=True):
         specs = {"*": ()} if mesh.keys() == {"dp"} else MODELS[model][1] if "tp" in mesh else None
-        make, self.vocabulary = MODELS[model][0], 128 if model == "deep" else 512
+        make, self.vocabulary = MODELS[model][0], 512 if "llama" in model else 128
         axes = mesh if there else jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
         torch.manual_seed(0)
         self.backend = fl.backend("XLA", mesh=axes, artifact_dir=folder, validate_only=not there, first_loss="compiled")
@@ -76,7 +78,7 @@ class Training:
             array_of(parameter).block_until_ready()
         executable = self.step._cache.latest.executable
         executable.compile_all()
-        functions = {turn.function for turn in executable._turns}
+        functions = {call.function for call in executable._calls}
         return {n: executable._compiled._futures[n].result() for n in functions}, executable
 
     def arrays(self):
@@ -109,13 +111,17 @@ def sent_as_planned(part):
     return found
 
 
-# One model on every mesh; every model where one axis cuts weights, and where two do.
-SHORT = [("deep", name) for name in MESHES]
-SHORT += [(model, name) for model in MODELS if model != "deep" for name in ("fsdp", "fsdp and tensor parallel")]
+# One model on every mesh, and each of the others where one axis cuts weights, or where two do.
+SHORT = [("deep", name) for name in MESHES] + [
+    ("llama", "fsdp and tensor parallel"),
+    ("checkpointed llama", "fsdp"),
+    ("llama in one segment", "fsdp"),
+]
 CASES = [
     pytest.param((model, name), id=f"{model}-{name}", marks=() if (model, name) in SHORT else pytest.mark.sweep)
     for model in MODELS
     for name in MESHES
+    if model != "deep, cut across" or name == "fsdp and tensor parallel"  # elsewhere it is as "deep"
 ]
 
 
@@ -130,7 +136,7 @@ def run(request, tmp_path_factory):
         functions, executable = training.run()
         elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
         abstract = elsewhere.step.plan(elsewhere.tokens)
-    gives = {number: len(function.gives) for number, function in executable._functions.items()}
+    gives = {number: len(function.result_order) for number, function in executable._functions.items()}
     return plan, training.arrays(), functions, gives, abstract, (model, name)
 
 
@@ -181,6 +187,14 @@ def test_floating_point_operations_are_those_of_the_executables(run):
     real = sum(part.turns * functions[part.function].cost_analysis()["flops"] for part in plan.parts)
     # XLA counts some elementwise operations as more than one, and does not compute what nobody reads.
     assert plan.flops == pytest.approx(real, rel=0.02)
+
+
+def test_bytes_read_and_written_are_near_those_of_the_executables(run):
+    """XLA counts what collectives read and write, too, and on a CPU it fuses some products with what makes their
+    operands. Measured: 0.72 to 1.31 of XLA's."""
+    plan, _, functions, *_ = run
+    real = sum(part.turns * functions[part.function].cost_analysis()["bytes accessed"] for part in plan.parts)
+    assert 0.7 * real < plan.memory_bytes < 1.35 * real
 
 
 def test_the_peak_is_that_of_the_executables(run):

@@ -272,3 +272,25 @@ def test_an_argument_resized_in_a_step_is_refused(change, compiled):
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     with pytest.raises(fl.errors.CheckpointMissingError, match=str(tmp_path)):
         fl.load(tmp_path)
+
+
+# -- weights edited between the forward and the backward pass --
+
+EDITED = {
+    "each": lambda weights: [weight.mul_(0.9) for weight in weights],
+    "in a list": lambda weights: torch._foreach_mul_(weights, 0.9),
+    "by others": lambda weights: torch._foreach_add_(weights, [weight.clone() for weight in weights]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED)
+def test_weights_edited_before_the_backward_pass(edit, compiled):
+    def step(x):
+        loss = (compiled(x).tanh() @ compiled.model.weight).sum()
+        with torch.no_grad():
+            EDITED[edit](list(compiled.model.parameters()))
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fl.trace(step)(X)

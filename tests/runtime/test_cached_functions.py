@@ -8,6 +8,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = pytest.mark.usefixtures("by_kernels")
+
 
 class Settings:
     def __init__(self, scale):

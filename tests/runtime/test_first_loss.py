@@ -1,8 +1,5 @@
 """The first loss comes from PyTorch's own kernels, before anything is compiled; the training does not notice."""
 
-import subprocess
-import sys
-
 import jax
 import pytest
 import torch
@@ -11,6 +8,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError
 from firstloss.runtime.step import first_loss, segmented
+from tests import forked
 
 
 class Block(nn.Module):
@@ -271,7 +269,7 @@ def step(x):
     optimizer.zero_grad()
     return loss
 for _ in range(3):
-    loss = step(torch.randn(2048, 1024))
+    loss = step(torch.randn(1024, 1024))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(["-c", script], capture_output=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

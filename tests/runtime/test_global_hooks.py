@@ -10,6 +10,8 @@ from torch.optim import optimizer as optimizers
 
 import firstloss as fl
 
+pytestmark = pytest.mark.usefixtures("by_kernels")
+
 KINDS = {
     "forward pre": (modules.register_module_forward_pre_hook, lambda mod, args: tuple(a * 1.5 for a in args)),
     "forward": (modules.register_module_forward_hook, lambda mod, args, out: out * 0.5),

@@ -11,6 +11,8 @@ from torch import nn
 
 import firstloss as fl
 
+pytestmark = pytest.mark.usefixtures("by_kernels")
+
 
 class Setting:
     def __init__(self, value: float) -> None:

@@ -16,8 +16,9 @@ from tests import forked
 @pytest.mark.parametrize("cases", ["mesh_cases.py", "mesh_deep_cases.py", "mesh_plan_cases.py"])
 def test_eight_devices_in_one_process(cases, request):
     cases = os.path.join(os.path.dirname(__file__), cases)
+    without = [part for plugin in ("cacheprovider", "unraisableexception") for part in ("-p", f"no:{plugin}")]
     done = forked.run(
-        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", request.config.option.markexpr, cases],
+        ["-m", "pytest", "-qx", *without, "-m", request.config.option.markexpr, cases],
         cwd=os.path.dirname(os.path.dirname(os.path.dirname(cases))),
         capture_output=True,
         timeout=560,
@@ -30,6 +31,12 @@ def start(folder, port, rank, script="mesh_ranks.py", *more):
     return forked.start([here, str(folder), str(port), str(rank), *map(str, more)], stdout=PIPE, stderr=PIPE)
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def result(process):
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err[-4000:]
@@ -37,9 +44,7 @@ def result(process):
 
 
 def test_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [start(tmp_path, port, rank) for rank in range(2)]
     found = [result(process) for process in ranks]
     one = result(start(tmp_path, 0, 0))
@@ -61,9 +66,7 @@ def test_two_processes(tmp_path):
 @pytest.mark.timeout(600)
 def test_four_processes_with_loaders_of_their_own(tmp_path):
     """Each reads its rows, from where its loader was: together they train as one process on all of them does."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [start(tmp_path, port, rank, "loading_ranks.py", 4) for rank in range(4)]
     found = [result(process) for process in ranks]
     one = result(start(tmp_path, 0, 0, "loading_ranks.py", 4))
@@ -73,3 +76,32 @@ def test_four_processes_with_loaders_of_their_own(tmp_path):
     assert flat[0] == pytest.approx(flat[1], rel=2e-5, abs=1e-4)
     assert found[0]["resumed"] == found[0]["losses"][7:]
     assert found[0]["whole"] == found[0]["losses"]
+
+
+@pytest.mark.timeout(600)
+def test_a_deep_model_goes_on_with_other_counts_of_processes_and_devices(tmp_path):
+    """Two processes save, four go on, save, and two go on; one process with 8 devices saves, 4 and 16 go on. Alike
+    layers are one function, which one process compiles, for all."""
+
+    def together(count, devices, source, begin, save_at):
+        port, options = free_port(), (count, devices, source, begin, save_at)
+        ranks = [start(tmp_path, port, rank, "deep_ranks.py", *options) for rank in range(count)]
+        return [result(process) for process in ranks]
+
+    two = together(2, 2, "new", 0, 3)
+    four = together(4, 1, "by 2 at 3", 3, 4)
+    again = together(2, 2, "by 4 at 4", 4, 5)
+    alone = result(start(tmp_path, 0, 0, "deep_ranks.py", 2, 16, "by 2 at 3", 0, 3))
+    expected = alone.pop("one")
+    found = {"2": (two, 0), "4, of 2": (four, 3), "2, of 4": (again, 4)}
+    for name, (ranks, begin) in found.items():
+        assert all(mine["losses"] == ranks[0]["losses"] for mine in ranks), name
+        alone[name] = [None] * begin + ranks[0]["losses"]
+        assert all(mine["calls"] > mine["functions"] for mine in ranks), name
+        assert [mine["compiled"] for mine in ranks[1:]] == [0] * (len(ranks) - 1), name
+    assert two[0]["compiled"] == two[0]["functions"] and four[0]["compiled"] == four[0]["functions"]
+    assert again[0]["compiled"] == 0  # as two processes have kept them
+    for name, losses in alone.items():  # and norms of gradients
+        for theirs, mine in zip(reversed(expected), reversed(losses), strict=False):
+            # The order of sums is another one on a mesh. Measured: up to 1e-6.
+            assert mine is None or mine == pytest.approx(theirs, rel=1e-5), name

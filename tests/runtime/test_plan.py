@@ -192,6 +192,48 @@ def test_seconds_by_hand(tmp_path):
     assert named.links["fsdp"] == pytest.approx(1e3 * took.links["fsdp"])
 
 
+W = 512
+F32 = 4
+# What a step of one argument x of W x W computes: bytes read and written, operations.
+TRAFFIC = {
+    "product": (lambda x: x @ x.sin().cos(), F32 * (2 * W * W + 2 * W * W + W * W)),  # x; x again, sin(x); x @ that
+    "fused, one after the other": (lambda x: ((x * 2 + 1).relu() - x).exp(), F32 * 2 * W * W),
+    "fused with a sum": (lambda x: (x * x).sum(1), F32 * (W * W + W)),
+    "part": (lambda x: x[:10] * 2, F32 * 2 * 10 * W),
+    "four parts": (lambda x: sum(part.exp() for part in x.chunk(4)), F32 * (W * W + W * W // 4)),
+    "repeated": (lambda x: x[0].expand(W, W) + 1, F32 * (W + W * W)),
+    "looked up": (lambda x: torch.nn.functional.embedding(torch.arange(20), x), F32 * 2 * 20 * W),
+}
+
+
+BY_ROWS = ("fused, one after the other", "fused with a sum")  # cut over the devices, so is all that is read
+
+
+@pytest.mark.parametrize("name, ways", [*((name, 1) for name in TRAFFIC), *((name, 8) for name in BY_ROWS)])
+def test_bytes_read_and_written_by_hand(name, ways, tmp_path):
+    compute, expected = TRAFFIC[name]
+    mesh = AbstractMesh((ways,), ("dp",))
+    backend = fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path, validate_only=True)
+    with backend.device:
+        model = nn.Linear(1, 1)
+    fl.compile(model, backend)
+    plan = fl.trace(compute).plan(torch.zeros(W, W))
+    assert plan.memory_bytes == expected // ways
+    assert plan.seconds(1e30, {"": 1e30}, 1e9).memory == plan.memory_bytes / 1e9
+
+
+def test_a_step_takes_as_long_as_each_kernels_slower_side(tmp_path):
+    plan = planned(tmp_path, lambda: Perceptron([512, 512]), {"fsdp": 8}, torch.zeros(64, 512))
+    (part,) = plan.parts
+    free = plan.seconds(1e9, {"": 1e30})
+    assert free.memory == 0 and free.computing == [plan.flops / 1e9]
+    slow = plan.seconds(1e30, {"": 1e30}, 1e9)
+    assert slow.overlapped == pytest.approx(slow.memory) and slow.memory == plan.memory_bytes / 1e9
+    both = plan.seconds(1e9, {"": 1e30}, 1e9)
+    assert max(free.overlapped, slow.overlapped) <= both.overlapped <= free.overlapped + slow.overlapped
+    assert both.computing == [pytest.approx(sum(max(one.flops, one.bytes) for one in part.work.kernels) / 1e9)]
+
+
 def test_a_mesh_that_is_not_there_runs_nothing(tmp_path):
     mesh = AbstractMesh((8,), ("fsdp",))
     with pytest.raises(BackendError, match="has no devices to run on. Pass validate_only=True"):

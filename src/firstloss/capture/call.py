@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..compat.torch_names import OpOverload, schema_of
-from .tensor import DeferredTensor, UninitializedTensorMixin
+from .tensor import DeferredTensor
 from .traits import Traits
 
 Tensor = torch.Tensor
@@ -75,6 +76,15 @@ class Call:
             elif arg is not None:
                 out.append(arg)
         return out
+
+    @property
+    def is_foreach(self) -> bool:
+        """Whether it does the same to each tensor of a list."""
+        return (
+            bool(self.args)
+            and type(self.args[0]) in (list, tuple)
+            and schema_of(self.op).name.startswith("aten::_foreach_")
+        )
 
     def argument(self, where: int | str) -> Any:
         """The argument at a position or of a keyword; None if it was not given."""

@@ -8,8 +8,10 @@ from ..compat.torch_names import DisableTorchDispatch, version_of
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
+from .exported_memory import store_at
+from .geometry import Geometry, geometry_of
 from .mapped_file import in_file
-from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, store_at
+from .tensor import DeferredStorage, DeferredTensor
 
 Tensor = torch.Tensor
 
@@ -79,6 +81,7 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
         if found is not None:  # memory of a weight, by way of numpy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
+            session.trace.met_in_memory.add(found[0])
             return found[0]
         return session.trace.adopt_real(tensor)
     return DeferredStorage(constant(tensor))

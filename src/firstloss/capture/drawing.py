@@ -12,13 +12,14 @@ from ..engine.rejection import Rejection
 from ..errors import CaptureError
 from ..program.graph import Draw, Node, is_contiguous
 from ..program.kinds import has_counter_rule
+from ..program.random_overload import with_generator
 from ..rng import draws
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.deferred_stream import DeferredOffsetStream
 from ..rng.stream import Position, Stream
 from . import cuda_draw, session
 from .call import Call
-from .tensor import Geometry
+from .geometry import Geometry
 
 
 def draws_at_all(call: Call) -> bool:
@@ -58,6 +59,8 @@ def _record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> boo
     if call.op.namespace == "firstloss":
         _record_rejection(node, generator, stream, position)
         return True
+    if with_generator(call.op) is None:  # it would have to be made with the global generator, later
+        return False
     drawn = draws.draw(
         call.traits.random or "",
         dtype_name(dtype),

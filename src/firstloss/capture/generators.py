@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..errors import CaptureError
+from ..program.source import here
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 
@@ -78,7 +80,10 @@ class Generators:
         number = _ticket(state)
         if number is not None:
             return self._tickets[number]
-        stream = POLICIES[self.policy](state.numpy())
+        try:
+            stream = POLICIES[self.policy](state.numpy())
+        except ValueError as error:
+            raise CaptureError(f"{here()}: {error}. Give it one that a generator has said, by get_state().") from None
         self._began[id(stream)] = stream, self._set_state(generator, state)
         return stream, stream.start
 

@@ -15,8 +15,10 @@ import torch
 from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
 from ..program.source import here
+from .geometry import Geometry, geometry_of
+from .other_storage import look_at
 from .session import Tracing
-from .tensor import DeferredStorage, DeferredTensor, Geometry, geometry_of, is_pending, look_at
+from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 
 class Viewer(NamedTuple):

@@ -1,7 +1,7 @@
 """What PyTorch's Python does without telling the dispatcher, taught about deferred tensors.
 
 The replacements do nothing but call the original where no deferred tensor and no open context is concerned; when they
-are in place says the table of `compat/patches.py`. (`Tensor.data` is in `tensor.py`.)
+are in place says the table of `compat/patches.py`. (`Tensor.data` is in `other_storage.py`.)
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
     are_functorch_transforms_active,
+    base_of,
     buffers_of,
     parameters_of,
+    swap_tensor_impl,
 )
 from ..errors import CaptureError, TraceError
 from ..program.source import here
 from . import session
 from .distributed import parts_of
 from .generators import is_ticket
+from .geometry import geometry_of
 from .lost_history import is_returned
 from .mapped_file import left_in_file
-from .tensor import DeferredTensor, Hooks, geometry_of, is_pending, mine, on_backend, reseat
+from .other_storage import is_state, reseat
+from .tensor import DeferredTensor, Hooks, is_pending, mine, on_backend
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -142,15 +146,38 @@ def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype:
 
 @replaces("torch.utils.swap_tensors")
 def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
-    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference: those of storages are put aside."""
-    _forget(t1)
-    _forget(t2)
-    try:
+    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference, or that another tensor holds.
+
+    Storages refer weakly to their deferred tensors, and a view of a view holds the first one where that is deferred.
+    """
+    if session.trace is not None and (is_state(t1) or is_state(t2)):
+        raise TraceError(
+            f"{here()}: torch.utils.swap_tensors exchanges tensors that outlive the step, which a compiled step cannot "
+            "do. Exchange their contents: a, b = first.clone(), second.clone(); first.copy_(b); second.copy_(a)."
+        )
+    if DeferredTensor not in (type(t1), type(t2)):
         original(t1, t2)
-    finally:
-        for tensor in (t1, t2):
-            if type(tensor) is DeferredTensor:
-                tensor._store.tensors.append(weakref.ref(tensor))
+        return
+    if on_backend(t1) or on_backend(t2):
+        session.reseated += 1  # compiled steps know them as they were
+    for tensor in (t1, t2):
+        # A graph that leads to it would give the other its gradient.
+        if tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None:
+            with torch.enable_grad():
+                torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_gradient)
+    t1.__class__, t2.__class__ = type(t2), type(t1)
+    t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+    swap_tensor_impl(t1, t2)
+    for tensor in (t1, t2):
+        if type(tensor) is DeferredTensor:
+            tensor._store.tensors.append(weakref.ref(tensor))
+
+
+def _refuse_gradient(gradients: Any) -> None:
+    raise CaptureError(
+        "a gradient has come to a tensor that torch.utils.swap_tensors has exchanged for another one since it was "
+        "used. Compute gradients before tensors are swapped (as Module.to may do), or use them again afterwards."
+    )
 
 
 @replaces("torch.autograd.backward")
@@ -184,11 +211,6 @@ _NO_GRAPH = (
     "What a traced step returns has no graph, since its Python has run only while it was traced: call loss.backward() "
     "in the step itself, and return the loss."
 )
-
-
-def _forget(tensor: Any) -> None:
-    if type(tensor) is DeferredTensor:
-        tensor._store.tensors = [ref for ref in tensor._store.tensors if ref() is not tensor]
 
 
 @replaces(*[f"torch.linalg.{name}" for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm")])

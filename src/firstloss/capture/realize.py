@@ -17,7 +17,8 @@ from ..program.source import here
 from .distributed import parts_of
 from .first_use import close_door
 from .lost_history import without_history
-from .tensor import DeferredStorage, DeferredTensor, become, is_pending
+from .other_storage import become
+from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 # Made on the host before it is moved or converted.
 _BATCH_BYTES = 1 << 30
@@ -151,11 +152,13 @@ def _turn_real(
     if device is not None or (dtype is not None and buffer.is_floating_point()):
         buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
     tensors = store.alive()
-    views = _history(tensors) if buffer.dtype == store.value.dtype else []
+    computed = [tensor for tensor in tensors if _has_history(tensor)]
+    views = _views_of_weights(computed, tensors) if buffer.dtype == store.value.dtype else []
     later = {id(view) for view, _ in views}
+    with_history = {id(tensor) for tensor in computed}
     for tensor in tensors:
         if id(tensor) not in later:
-            _make_real(tensor, buffer, store.value)
+            _make_real(tensor, buffer, store.value, id(tensor) in with_history)
     for view, weight in views:
         _view_of_weight(view, weight)
 
@@ -187,11 +190,10 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
         return ref.view(buffer) if not ref.whole else buffer
 
 
-def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> None:
+def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value, is_computed: bool) -> None:
     """Make `tensor`, the Python object, a real view of `buffer`."""
     real = _view(buffer, tensor, value)
     if is_parameter(tensor):
-        is_computed = _has_history(tensor)
         lost = without_history(real.detach(), _line(value)) if is_computed else None
         real = torch.nn.Parameter(real.detach(), tensor.requires_grad and not is_computed)
         if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
@@ -199,7 +201,7 @@ def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value) -> No
                 real.copy_(lost)
     else:
         real = real.detach()
-        if _has_history(tensor):
+        if is_computed:
             real = without_history(real, _line(value))
     become(tensor, real)
 
@@ -209,23 +211,24 @@ def _line(value: Value) -> str:
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
+    """Whether autograd says that it was computed. To be asked once: after an error it says no."""
     try:
         return tensor.grad_fn is not None
-    except RuntimeError:  # a view made in no_grad mode of what was edited since: torch wants nobody to use it
-        return False
+    except RuntimeError as error:
+        # A view made in no_grad mode of what was edited since: torch wants nobody to use it. Or a view of a weight
+        # that was edited and then frozen: eager PyTorch keeps a history, and cannot for a tensor without memory.
+        return "INTERNAL ASSERT" in str(error)
 
 
-def _history(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
-    """The tensors that are views of a weight to autograd too, each with the weight."""
+def _views_of_weights(
+    computed: list[DeferredTensor], tensors: list[DeferredTensor]
+) -> list[tuple[DeferredTensor, torch.Tensor]]:
+    """Of what was computed, the views, to autograd too, of a weight among `tensors`, each with the weight."""
     own = {id(t) for t in tensors}
     return [
         (t, base)
-        for t in tensors
-        if _has_history(t)
-        and (base := base_of(t)) is not None
-        and id(base) in own
-        and base.is_leaf
-        and base.requires_grad
+        for t in computed
+        if (base := base_of(t)) is not None and id(base) in own and base.is_leaf and base.requires_grad
     ]
 
 

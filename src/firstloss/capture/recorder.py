@@ -22,13 +22,14 @@ from .call import Call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
+from .geometry import contiguous_stride
 from .known import run_on_known
 from .mapped_file import in_file
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
-from .special import SPECIAL, contiguous_stride, resize
+from .special import SPECIAL, resize
 from .states import Traced, state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
 from .traits import traits
@@ -76,6 +77,8 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     if how.replacement is not None:
         return _instead_of_lazy_view(op, how.replacement, args, kwargs)
     call = Call(op, how, args, kwargs)
+    if how.writes and call.is_foreach:  # PyTorch counts an edit of each where it edits them one by one, above this
+        torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
     if op.namespace in distributed.COLLECTIVES and call.deferred and (session.depth or session.trace is not None):
         distributed.refuse(op)
     if session.trace is None:
@@ -219,7 +222,8 @@ def _in_turn(call: Call, targets: list[Tensor]) -> Any:
         return [arg[i]] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
 
     for i in range(count):
-        dispatch(call.op, tuple(nth(a, i) for a in call.args), {k: nth(v, i) for k, v in call.kwargs.items()})
+        arguments = tuple(nth(a, i) for a in call.args), {k: nth(v, i) for k, v in call.kwargs.items()}
+        _record(Call(call.op, call.traits, *arguments))
     returns = call.traits.returns
     return call.args[0] if returns and returns[0] is not None else None
 

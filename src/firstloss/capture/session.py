@@ -40,6 +40,8 @@ class Tracing:
     latest: Value | None = None  # what the last recorded operation made
     made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
 
+    met_in_memory: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
+
     new_memory: NewMemory
 
     def adopt(self, store: Storage) -> None: ...
@@ -55,6 +57,13 @@ class Tracing:
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
+
+    def lays_out(self, tensor: torch.Tensor) -> None: ...
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def edits_storage(self, storage: torch.UntypedStorage) -> None: ...
 
     def refuse_read(self, op: OpOverload) -> None: ...
 
@@ -96,6 +105,7 @@ constants: dict[int, tuple[torch.Tensor, int, Value]]
 # Tensors of mapped files that parameters were made of: by their address, the tensor and what stands for its memory.
 left_in_files: dict[int, tuple[torch.Tensor, Storage]]
 reseated = 0  # how often a tensor that lives on a backend was given other memory
+traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the one under way
 seedings = 0  # how often torch.manual_seed has been called
 generators = Generators()
 tracing = threading.RLock()  # of the thread that traces a step: functions of the process are replaced meanwhile

@@ -13,11 +13,12 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of, suggest_memory_format
 from ..errors import CaptureError
+from ..program.graph import span
 from ..program.source import here
 from . import session
 from .call import Call
+from .geometry import Geometry, geometry_of
 from .scalars import is_symbolic, stand_in
-from .tensor import Geometry, geometry_of
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,7 @@ def _like(place: int) -> Callable[[tuple], list[Geometry]]:
     """One result, shaped as the argument at `place`."""
 
     def geometry(args: tuple) -> list[Geometry]:
-        like = torch.empty_like(_as_meta(args[place]), memory_format=torch.contiguous_format)
+        like = torch.empty_like(as_meta(args[place]), memory_format=torch.contiguous_format)
         return [geometry_of(like)]
 
     return geometry
@@ -111,7 +112,7 @@ _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
 def _norm_in_eval(args: tuple) -> list[Geometry]:
     """The result, and statistics of the batch, of which a CPU's kernel makes none."""
     nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
-    x = _as_meta(args[0])
+    x = as_meta(args[0])
     out = torch.empty_like(x, memory_format=suggest_memory_format(x))
     return [geometry_of(out), geometry_of(nothing), geometry_of(nothing)]
 
@@ -164,7 +165,7 @@ def _ask(call: Call) -> Outcome:
             return Outcome(told, None)
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
-    geometry = _of_list(call) if schema_of(call.op).name.startswith("aten::_foreach_") else _on_meta(call)
+    geometry = _of_list(call) if call.is_foreach else _on_meta(call)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
     if result is not None and (result.is_floating_point or result.is_complex):
@@ -193,8 +194,8 @@ def _kind(arg: Any) -> Any:
 
 
 def _on_meta(call: Call) -> list[Any]:
-    args = [_as_meta(a) for a in call.args]
-    kwargs = {k: _as_meta(v) for k, v in call.kwargs.items()}
+    args = [as_meta(a) for a in call.args]
+    kwargs = {k: as_meta(v) for k, v in call.kwargs.items()}
     has_device = any(a.name == "device" for a in schema_of(call.op).arguments)
     if has_device and (not (call.deferred or call.real) or kwargs.get("device") is not None):
         kwargs["device"] = torch.device("meta")
@@ -238,15 +239,14 @@ def is_unusual(tensor: Tensor) -> bool:
     return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
-def _as_meta(arg: Any) -> Any:
+def as_meta(arg: Any) -> Any:
+    """An argument with its tensors on the meta device, each with its shape, strides and offset, and no generators."""
     if isinstance(arg, Tensor):
-        extent = arg.storage_offset() + 1
-        for size, stride in zip(arg.shape, arg.stride(), strict=True):
-            extent += (size - 1) * stride if size else 0
-        base = torch.empty(max(extent, 0), dtype=arg.dtype, device="meta")
+        reach = arg.storage_offset() + span(arg.shape, arg.stride())
+        base = torch.empty(reach, dtype=arg.dtype, device="meta")
         return base.as_strided(arg.shape, arg.stride(), arg.storage_offset())
     if type(arg) in (list, tuple):
-        return type(arg)(_as_meta(a) for a in arg)
+        return type(arg)(as_meta(a) for a in arg)
     if isinstance(arg, torch.Generator):
         return None
     if isinstance(arg, torch.device):

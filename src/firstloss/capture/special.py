@@ -8,16 +8,20 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
-from ..program.graph import dense_count
+from ..errors import CaptureError
+from ..program.graph import dense_count, span
+from ..program.source import here
 from . import session
 from .call import Call
 from .constants import constant_tensor, edits, owned_by_torch
 from .file_value import is_in_file
+from .geometry import contiguous_stride, geometry_of
 from .known import known
+from .other_storage import become, reseat, share_memory
 from .scalars import number_of
-from .shapes import infer
+from .shapes import as_meta, infer
 from .states import state_of
-from .tensor import DeferredTensor, Hooks, become, geometry_of, is_pending, on_backend, reseat, share_memory
+from .tensor import DeferredTensor, Hooks, is_pending, mine, on_backend
 from .traits import traits
 from .validations import validated
 from .values import run_for_real, value_of
@@ -121,8 +125,11 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return _keep_recipe(args[0], kwargs)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
         return run_for_real(call)
-    ((size, stride, _, dtype),) = infer(call).geometry
     fill = _LIKE[op](args)
+    if fill is not None and fill[0] is aten.normal_.default and not args[0].numel():
+        fill = None  # nothing to draw, not even of a dtype that cannot be drawn, as PyTorch sees it
+        call = Call(aten.empty_like.default, traits(aten.empty_like.default), args, kwargs)
+    ((size, stride, _, dtype),) = infer(call).geometry
     options = {"dtype": dtype, "device": call.device()}
     out = Hooks.dispatch(aten.empty_strided.default, (size, stride), options)
     if fill is not None:
@@ -173,6 +180,11 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     made = Hooks.dispatch(_INTO_OUT[op], args, {"dtype": out.dtype, "device": out.device})
     if out.shape != made.shape and type(out) is DeferredTensor:
         resize(out, tuple(made.shape))
+    if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise CaptureError(
+            f"{here()}: {op} writes to a tensor of shape {list(out.shape)} that shows one element in several places "
+            "(expand). Write to a clone of it."
+        )
     Hooks.dispatch(aten.copy_.default, (out, made), {})
     return out
 
@@ -198,6 +210,13 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 # -- operations that give a tensor another geometry or another storage -----------------------------------------------
 
 
+def _on_real(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    if session.trace is not None:
+        session.trace.lays_out(args[0])
+    with DisableTorchDispatch():
+        return op(*args, **kwargs)
+
+
 def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`t_`, `squeeze_` and their like: the same storage, shown otherwise."""
     tensor = args[0]
@@ -206,20 +225,21 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         (geometry,) = infer(call).geometry
         reseat(tensor, tensor._store, geometry)
         return tensor
-    with DisableTorchDispatch():
-        return op(*args, **kwargs)
+    return _on_real(op, args, kwargs)
 
 
 def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`a.set_(b)`: `a` shows what `b` shows, in the same memory."""
     tensor, source, *geometry = args
+    if type(source) is DeferredTensor and type(tensor) is not DeferredTensor and session.trace is None:
+        source = mine(source)  # autograd goes on with the real tensor, and may give it a history
+        args = (tensor, source, *geometry)
     if type(source) is not DeferredTensor and type(tensor) is not DeferredTensor:
-        with DisableTorchDispatch():
-            return op(*args, **kwargs)
+        return _on_real(op, args, kwargs)
     if type(source) is not DeferredTensor:
         resident = session.trace is None and on_backend(tensor)
         by_storage = op is aten.set_.source_Storage  # C++ may hold that tensor
-        if session.trace is None and not resident and not by_storage and tensor.is_leaf:
+        if session.trace is None and not resident and not by_storage:
             with DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)
@@ -238,9 +258,9 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`a.set_(storage, ...)`: a real storage, since a deferred tensor has none to give."""
     tensor = args[0]
+    if type(tensor) is not DeferredTensor:
+        return _on_real(op, args, kwargs)
     with DisableTorchDispatch():
-        if type(tensor) is not DeferredTensor:
-            return op(*args, **kwargs)
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         op(real, *args[1:], **kwargs)
         if session.trace is None and is_pending(tensor) and op is aten.set_.source_Storage_storage_offset:
@@ -250,49 +270,59 @@ def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
-    """Give `tensor` another size: on its own storage where that is large enough, else on a new one."""
-    stride = contiguous_stride(size)
-    value = tensor._store.value
-    count = 1
-    for n in size:
-        count *= n
-    if dense_count(value.shape, value.stride) == value.numel and tensor.storage_offset() + count <= value.numel:
-        reseat(tensor, tensor._store, (size, stride, int(tensor.storage_offset()), tensor.dtype))
+    """Give `tensor` another size, row by row, as `Tensor.resize_` does."""
+    show_more(tensor, size, contiguous_stride(size))
+
+
+def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Have `tensor` show `size` elements from where it begins: its storage grows where that is too small.
+
+    As PyTorch's, a storage that grows stays one storage: whatever else looks at it goes on to do so.
+    """
+    store, offset = tensor._store, int(tensor.storage_offset())
+    value, geometry = store.value, (size, stride, offset, tensor.dtype)
+    reach = (offset + span(size, stride)) * tensor.itemsize
+    if dense_count(value.shape, value.stride) == value.numel and reach <= value.numel * value.dtype.itemsize:
+        reseat(tensor, store, geometry)
         return
-    if session.trace is None and on_backend(tensor):  # its memory is there, and is to be so again
-        with torch.no_grad(), DisableTorchDispatch():
-            real = Hooks.value_of(tensor).detach().clone().resize_(size)
-        constant = Hooks.constant_tensor(real)
-        reseat(tensor, constant._store, geometry_of(constant))
-        return
-    old = tensor.flatten() if tensor.is_contiguous() else None
+    resident = session.trace is None and on_backend(tensor)  # its memory is there, and is to be so again
+    count = max(span(value.shape, value.stride), -(-reach // value.dtype.itemsize))
+    whole = DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
     with torch.no_grad():
-        new = Hooks.dispatch(
-            aten.empty_strided.default, (size, stride), {"dtype": tensor.dtype, "device": value.device}
-        )
-        if old is not None and old.numel():
-            Hooks.dispatch(aten.copy_.default, (new.view(-1)[: old.numel()], old), {})
-    reseat(tensor, new._store, (size, stride, 0, tensor.dtype))
+        if resident:
+            real = mine(whole)
+            with DisableTorchDispatch():
+                if real.is_contiguous():  # a real tensor that has the same memory sees it grow
+                    real = real.detach().view(-1).resize_(count)
+                else:
+                    dense, real = real, torch.empty(count, dtype=value.dtype)
+                    real.as_strided(value.shape, value.stride).copy_(dense)
+            flat = Hooks.to_backend(real)
+        else:
+            kind = {"dtype": value.dtype, "device": value.device}
+            flat = Hooks.dispatch(aten.empty_strided.default, ((count,), (1,)), kind)
+            if value.numel:
+                Hooks.dispatch(aten.copy_.default, (flat.as_strided(value.shape, value.stride), whole), {})
+    # In a step, what outlives it keeps its memory: the tensor that was to grow has been given another.
+    others = store.alive() if session.trace is None or store.trace is session.trace else []
+    for other in others:
+        if other is not tensor and other is not whole:
+            reseat(other, flat._store, geometry_of(other))
+    reseat(tensor, flat._store, geometry)
+    if resident:  # nobody looks at it any more
+        store.resident.leave_memory()
 
 
 def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    tensor = args[0]
-    if type(tensor) is DeferredTensor:
-        size = tuple(args[1].shape if isinstance(args[1], Tensor) else args[1])
-        if tuple(tensor.shape) != size:
-            resize(tensor, size)
-        return tensor
+    tensor, *others = args
+    if type(tensor) is not DeferredTensor:
+        return _on_real(op, args, kwargs)
     with DisableTorchDispatch():
-        return op(*args, **kwargs)
-
-
-def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of `size`."""
-    stride, step = [], 1
-    for n in reversed(size):
-        stride.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(stride))
+        shown = as_meta(tensor)  # says what becomes of strides
+        op(shown, *(as_meta(a) if isinstance(a, Tensor) else a for a in others), **kwargs)
+    if (shown.shape, shown.stride()) != (tensor.shape, tensor.stride()):
+        show_more(tensor, tuple(shown.shape), shown.stride())
+    return tensor
 
 
 SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {

@@ -33,10 +33,12 @@ from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
+from .exported_memory import is_lent
+from .geometry import Geometry, contiguous_stride, geometry_of, is_dense
 from .new_memory import NewMemory
+from .other_storage import look_at, share_memory
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
-from .tensor import geometry_of
 from .values_read import ValueRead
 
 
@@ -61,6 +63,7 @@ class StepTrace(recorder._Tracing):
         made: the storages of what the step's operations have made.
         new_memory: the weights that the step gives other memory.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
+        why_not: why no compiled step can do what the step did, if so.
     """
 
     def __init__(self) -> None:
@@ -79,6 +82,10 @@ class StepTrace(recorder._Tracing):
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
+        self.why_not: str | None = None
+        self._laid_out: list[tuple[torch.Tensor, Any, Geometry | None]] = []  # tensors, and how they looked at what
+        self.met_in_memory = weakref.WeakSet()
+        session.traces.add(self)
         self.new_memory: NewMemory = NewMemory(self)
 
     # -- what the recorder asks for --
@@ -146,9 +153,59 @@ class StepTrace(recorder._Tracing):
         """Whether `store`, which the step has taken up, was there before it, or stands for what was."""
         return store.first in self.inputs or any(store is before for before, _, _ in self._before)
 
-    def shares(self, key: int) -> bool:
-        """Whether a real tensor from outside lies in that storage."""
-        return key in self._real
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a real tensor from outside lies in the storage of `tensor`."""
+        return storage_key(tensor) in self._real
+
+    def lays_out(self, tensor: torch.Tensor) -> None:
+        """The step is about to give a tensor that outlives it another shape or storage (`resize_`, `t_`, `set_`,
+        `tensor.data = ...` of another shape), which is done to the tensor itself, while the step is traced."""
+        if self.why_not is None:
+            self.why_not = f"{here()} gives a tensor of shape {list(tensor.shape)} another shape or storage"
+        if type(tensor) is DeferredTensor:
+            self._laid_out.append((tensor, tensor._store, geometry_of(tensor)))
+            return
+        with DisableTorchDispatch(), torch.no_grad():
+            as_it_lies = tensor.detach()
+        self._laid_out.append((tensor, as_it_lies, None))
+        key = storage_key(tensor)
+        known = self._real.get(key)
+        if known is not None and known[1].value is not known[1].first:
+            raise TraceError(
+                f"{here()}: the step has edited a tensor from outside, of shape {list(tensor.shape)}, and gives it "
+                "another shape or storage now (resize_, t_, set_, .data = ...). Do that first, or make a new tensor: "
+                "kept = kept.t()."
+            )
+        if known is not None and known[0] is tensor:
+            self._real[key] = as_it_lies, known[1]
+            self.inputs[known[1].first] = as_it_lies
+
+    def edits_storage(self, storage: torch.UntypedStorage) -> None:
+        """The step is about to write to a storage, to resize or to move it, past all tensors.
+
+        Raises:
+            TraceError: if the step has met a tensor that has it.
+        """
+        address = storage.data_ptr() if storage.device.type == "cpu" else 0
+        if address and (address in self._real or is_lent(address)):
+            raise TraceError(
+                f"{here()}: the step edits, resizes or moves the storage of a tensor that it uses, which a compiled "
+                "step cannot do. Edit the tensor, or give the name a new one."
+            )
+        if self.why_not is None and storage.nbytes():
+            self.why_not = f"{here()} edits a storage"
+
+    def lay_back(self) -> None:
+        """What `lays_out` was told of is undone."""
+        for tensor, before, geometry in reversed(self._laid_out):
+            if geometry is not None:
+                look_at(tensor, before, geometry)
+            elif type(tensor) is DeferredTensor:
+                share_memory(tensor, before)
+            else:
+                with DisableTorchDispatch():
+                    tensor.data = before
+        self._laid_out.clear()
 
     def laid_out_anew(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
@@ -176,7 +233,7 @@ class StepTrace(recorder._Tracing):
             may_change: what the step writes to it is among `changes`.
         """
         shape = tuple(tensor.shape)
-        stride = tensor.stride() if is_dense(tensor) else dense_stride(shape)
+        stride = tensor.stride() if is_dense(tensor) else contiguous_stride(shape)
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
         store = DeferredStorage(value)
         store.trace = self
@@ -351,24 +408,6 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
             )
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of the dimensions."""
-    if tensor.layout != torch.strided:
-        return False
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    shape = tuple([tensor.shape[d] for d in order if tensor.shape[d] != 1])
-    return tuple([tensor.stride(d) for d in order if tensor.shape[d] != 1]) == dense_stride(shape)
-
-
-def dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major tensor."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:

@@ -24,9 +24,19 @@ def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of storages that writes memory, or moves it, by tensors."""
     if not session.depth and session.trace is None:
         return original(self, *args, **kwargs)
+    if session.trace is not None:
+        session.trace.edits_storage(self)
     session.constants.clear()  # no tensor's count of edits tells of this one
     with DisableTorchDispatch():
         return original(self, *args, **kwargs)
+
+
+@replaces("torch.UntypedStorage.resize_")
+def resize(original: Any, self: Any, *args: Any) -> Any:
+    """As `torch.UntypedStorage.resize_`, which tells no tensor."""
+    if session.trace is not None:
+        session.trace.edits_storage(self)
+    return original(self, *args)
 
 
 @replaces("torch.UntypedStorage.__getitem__")

@@ -6,39 +6,30 @@ ties and views need nothing more.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..compat import patches
-from ..compat.patches import original, replaces
 from ..compat.torch_names import (
-    HOOK_TABLES,
     PARAMETER_FLAG,
     DisableTorchDispatch,
     disabled_torch_function,
     is_parameter,
     make_wrapper_subclass,
-    swap_tensor_impl,
     throw_on_mutable_data_ptr,
 )
-from ..errors import CaptureError, ElsewhereError, TraceError
+from ..errors import ElsewhereError, TraceError
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import distributed, session
+from .exported_memory import note_memory
+from .geometry import geometry_of
 
 Tensor = torch.Tensor
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]  # size, stride, offset, dtype
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """How `tensor` looks at its storage."""
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
 
 class Hooks:
@@ -93,6 +84,29 @@ class DeferredStorage:
 
 def _store_of(tensor: Any) -> DeferredStorage | None:
     return tensor._store if type(tensor) is DeferredTensor else None
+
+
+_requires_grad: Any = Tensor.requires_grad
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view of a weight made without gradients, edited since: PyTorch asks nobody to use it
+        return False
+
+
+def make_views_real(weight: DeferredTensor) -> None:
+    """Make a weight, which is to be frozen or to look elsewhere, and its views, if autograd knows of some.
+
+    Where a view has been edited PyTorch works out anew, when somebody asks, what it was computed from: of tensors
+    without memory by computing it again, which gives nothing where the weight wants no gradients by then.
+    """
+    if session.trace is not None or on_backend(weight) or len(weight._store.tensors) < 2 or not weight.requires_grad:
+        return
+    with torch.enable_grad():
+        if any(not is_leaf(tensor) for tensor in weight._store.alive() if tensor is not weight):
+            Hooks.materialize_stores([weight._store])
 
 
 class DeferredTensor(Tensor):
@@ -170,7 +184,7 @@ class DeferredTensor(Tensor):
         out: Any
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf:  # as torch.Tensor says it; torch's own modules rely on it
+        if not self.is_leaf and not is_parameter(self):  # as torch.Tensor says it; torch's own modules rely on it
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
                 "moment."
@@ -213,6 +227,19 @@ class DeferredTensor(Tensor):
     def as_subclass(self, cls):
         """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
         return mine(self).as_subclass(cls)
+
+    def requires_grad_(self, requires_grad=True):
+        """As `torch.Tensor.requires_grad_`."""
+        if not requires_grad:
+            make_views_real(self)
+        return Tensor.requires_grad_(self, requires_grad)
+
+    def _freeze_or_not(self, requires_grad):
+        if not requires_grad:
+            make_views_real(self)
+        _requires_grad.__set__(self, requires_grad)
+
+    requires_grad = property(_requires_grad.__get__, _freeze_or_not)
 
     def register_hook(self, hook):
         """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
@@ -366,201 +393,3 @@ def _array(tensor: DeferredTensor, dtype: Any, copy: bool | None) -> Any:
             raise ValueError(f"this tensor of {tensor.dtype} cannot be an array of {dtype} without a copy.")
         return array.astype(dtype)
     return array.copy() if copy else array
-
-
-# Memory that was handed out: the addresses where it begins, in order, and the DeferredStorage whose content is there.
-# A real tensor on it, made by way of numpy or DLPack, is one more view of that storage.
-_begins: list[int] = []
-_storages_at: dict[int, weakref.ref[DeferredStorage]] = {}
-
-
-def note_memory(store: DeferredStorage) -> None:
-    """The content of `store` lives in memory that was handed out."""
-    begin, _ = store.resident.extent()
-    known = _storages_at.get(begin)
-    if known is not None and known() is store:
-        return
-    for old in [old for old, ref in _storages_at.items() if ref() is None or ref() is store]:
-        del _storages_at[old]
-        _begins.remove(old)
-    if begin not in _storages_at:
-        bisect.insort(_begins, begin)
-    _storages_at[begin] = weakref.ref(store)
-
-
-def store_at(tensor: Tensor) -> tuple[DeferredStorage, Geometry] | None:
-    """The storage on a backend whose content lives in the memory of the real `tensor`, and the tensor's geometry in it.
-
-    Raises:
-        TraceError: in a step, if that is a part of the tensor's memory only.
-    """
-    if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
-        return None
-    address = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    behind = address + (last + 1) * tensor.itemsize
-    for place in range(bisect.bisect_right(_begins, address) - 1, len(_begins)):
-        if place < 0 or (store := _lent_at(_begins[place])) is None:
-            continue
-        begin, end = store.resident.extent()
-        if begin >= behind:
-            return None
-        if begin <= address and behind <= end and (address - begin) % tensor.itemsize == 0:
-            if session.trace is not None:
-                store = session.trace.new_memory.now_of(store)
-            return store, (tuple(tensor.shape), tensor.stride(), (address - begin) // tensor.itemsize, tensor.dtype)
-        if address < end and session.trace is not None:
-            raise TraceError(
-                f"{here()}: this tensor of shape {list(tensor.shape)} and a weight share a part of their memory, which "
-                "a step cannot follow. Use views of the weight in the step, or a clone of the tensor."
-            )
-    return None
-
-
-def _lent_at(begin: int) -> DeferredStorage | None:
-    """The DeferredStorage whose content lives in memory that begins there."""
-    store = _storages_at[begin]()
-    if store is None or store.resident is None or not store.resident.lent or store.resident.extent()[0] != begin:
-        return None
-    return store
-
-
-def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Let a deferred tensor look at `store` from now on."""
-    _set_data(tensor, DeferredTensor.wrap(store, *geometry))
-    tensor._store = store
-    store.tensors.append(weakref.ref(tensor))
-
-
-def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
-    if type(tensor) is DeferredTensor:
-        if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
-            session.reseated += 1
-        look_at(tensor, store, geometry)
-        return
-    new = DeferredTensor.wrap(store, *geometry)
-    kind = type(tensor)
-    if isinstance(tensor, UninitializedTensorMixin):
-        kind = tensor.cls_to_become
-    if kind is not Tensor and kind is not torch.nn.Parameter:
-        raise CaptureError(
-            f"{here()}: a real {kind.__name__} cannot be given the memory of a deferred tensor. Call "
-            "firstloss.materialize_tensor on the deferred one first."
-        )
-    become(tensor, new)
-    if kind is torch.nn.Parameter:
-        setattr(tensor, PARAMETER_FLAG, True)
-    store.tensors.append(weakref.ref(tensor))
-
-
-def share_memory(tensor: Tensor, real: Tensor) -> None:
-    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory."""
-    with DisableTorchDispatch(), torch.no_grad():
-        shown: Tensor = real.detach()
-        if is_parameter(tensor):
-            shown = torch.nn.Parameter(shown, tensor.requires_grad)
-        become(tensor, shown)
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    try:
-        return tensor.is_leaf
-    except RuntimeError:  # a view of a weight made without gradients, edited since: PyTorch asks nobody to use it
-        return False
-
-
-def become(tensor: Tensor, other: Tensor) -> None:
-    """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
-    leaf = _is_leaf(tensor)
-    requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
-    hooks = hook_tables(tensor) if leaf else {}
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", PARAMETER_FLAG)}
-    if requires_grad and not other.requires_grad:
-        other.requires_grad_(True)
-    if grad is not None:
-        tensor.grad = None
-    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_store", PARAMETER_FLAG)}
-    tensor.__class__ = type(other)
-    tensor.__dict__.clear()
-    tensor.__dict__.update({**other.__dict__, **attributes})
-    swap_tensor_impl(tensor, other)
-    # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
-    other.__class__ = was
-    other.__dict__.clear()
-    other.__dict__.update(had)
-    if was is DeferredTensor:
-        had["_store"].tensors.append(weakref.ref(other))
-    if grad is not None:
-        tensor.grad = Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad
-    put_hook_tables(tensor, hooks)
-
-
-def hook_tables(tensor: Tensor) -> dict[str, Any]:
-    """The tables of the hooks of `tensor`, by attribute; empty ones too: hooks are put into them later."""
-    return {name: table for name in HOOK_TABLES if (table := getattr(tensor, name)) is not None}
-
-
-def put_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
-    """Have autograd run the hooks in `tables`, now and when they change: `tensor` is another below its Python object,
-    where `register_hook` makes a table known only when it makes one."""
-    for name, table in tables.items():
-        setattr(tensor, name, table)
-
-
-# -- Tensor.data -----------------------------------------------------------------------------------------------------
-# PyTorch assigns `.data` without telling the dispatcher, and gives a real tensor the null pointer of a deferred one.
-
-_data: Any = original("torch.Tensor.data")
-_set_data = _data.__set__
-
-
-def _is_state(tensor: Tensor) -> bool:
-    """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
-    if type(tensor) is not DeferredTensor:
-        return session.trace is not None
-    store = tensor._store
-    if store.resident is not None or session.trace is None:
-        return store.resident is not None
-    return store.trace is not session.trace or session.trace.is_from_outside(store)
-
-
-def _assign_data(self: Tensor, other: Any) -> None:
-    if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
-        if session.trace is not None:
-            session.trace.new_memory.refuse(self, "is memory from outside of the step")
-        _set_data(self, other)
-        return
-    alike = self.shape == other.shape and self.dtype == other.dtype
-    if session.trace is None and on_backend(self):
-        if type(other) is DeferredTensor and other._store is self._store and geometry_of(other) == geometry_of(self):
-            return
-        # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
-        alone = alike and self._ref().whole and all(t is self for t in self._store.alive())
-        lent = type(other) is not DeferredTensor and store_at(other) is not None  # then others hold it as well
-        if alone and not lent and self._store.resident.exchange(other):
-            note_memory(self._store)
-            return
-        if type(other) is not DeferredTensor:
-            other = Hooks.to_backend(other)
-    elif _is_state(self) and alike:
-        session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
-        return
-    if type(other) is not DeferredTensor:
-        if session.trace is None and type(other) in (Tensor, torch.nn.Parameter) and self.is_leaf:
-            share_memory(self, other)
-            return
-        other = Hooks.constant_tensor(other)
-    reseat(self, other._store, geometry_of(other))
-
-
-def _get_data(self: Tensor) -> Tensor:
-    if session.trace is not None and type(self) in (Tensor, torch.nn.Parameter):
-        return self.detach()  # which PyTorch does without telling the dispatcher
-    return _data.__get__(self)
-
-
-@replaces("torch.Tensor.data")
-def data(original: Any) -> property:
-    """As `torch.Tensor.data`."""
-    return property(_get_data, _assign_data, doc=original.__doc__)

@@ -14,11 +14,14 @@ from ..program.source import here
 from . import session
 from .call import Call
 from .constants import constant, constant_tensor
+from .exported_memory import note_memory
 from .file_value import FileValue
+from .geometry import geometry_of
 from .known import known
+from .other_storage import reseat
 from .shapes import infer, is_unusual
 from .states import OnBackend, state_of
-from .tensor import DeferredTensor, Hooks, geometry_of, is_pending, note_memory, on_backend, reseat
+from .tensor import DeferredTensor, Hooks, is_pending, on_backend
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

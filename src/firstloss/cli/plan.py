@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import tempfile
 import time
 import warnings
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="BYTES", help="say whether it fits in so much, as 80GiB")
     parser.add_argument("--flops", metavar="RATE", help="a device's floating-point operations in a second, as 989T")
     parser.add_argument(
+        "--hbm", metavar="RATE", help="what a device reads and writes in its memory in a second, as 3.35TB/s"
+    )
+    parser.add_argument(
         "--link",
         metavar="[AXIS=]RATE",
         help="what a device sends in a second, as 50GB/s; by axis, as fsdp=50GB/s,tp=450GB/s",
@@ -85,6 +89,9 @@ def _run(args: argparse.Namespace) -> int:
     axes = mesh.parse(args.mesh)
     memory = None if args.memory is None else quantity("--memory", args.memory)
     rate = None if args.flops is None else quantity("--flops", args.flops)
+    hbm = None if args.hbm is None else quantity("--hbm", args.hbm)
+    if hbm is not None and (rate is None or args.link is None):
+        raise PlanError("--hbm says how long a step takes with --flops and --link; write these, too")
     links = None if args.link is None else link_rates(args.link, axes)
     if args.picture is not None and not args.picture.endswith(".svg"):
         raise PlanError(f"--picture {args.picture}: the picture is SVG. Give it such a name, as plan.svg")
@@ -92,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with _backend(axes):
         plan = _planned(wanted, axes, batch, args)
-    seconds = plan.seconds(rate, links) if rate is not None and links is not None else None
+    seconds = plan.seconds(rate, links, hbm or math.inf) if rate is not None and links is not None else None
     took = time.perf_counter() - began
     found = {"target": wanted.text, "batch": args.batch, "optimizer": args.optimizer, **plan.to_dict()}
     found |= {"memory": memory, "fits": None if memory is None else plan.peak_bytes <= memory, "plan_seconds": took}

@@ -76,7 +76,7 @@ def _draw_work(axis, plan: StepPlan, seconds: Seconds | None) -> None:
     sending = [part.turns * part_sent(plan, part, _KINDS) for part in plan.parts]
     if rates:
         assert seconds is not None
-        compute = [flops / plan.flops * seconds.compute for flops in compute]
+        compute = [part.turns * took for part, took in zip(plan.parts, seconds.computing, strict=True)]
         sending = [part.turns * took for part, took in zip(plan.parts, seconds.sending, strict=True)]
     for i in range(len(plan.parts)):
         for values, shift, colour, form in (

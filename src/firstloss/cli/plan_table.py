@@ -41,9 +41,14 @@ def show(plan: StepPlan, seconds: Seconds | None, memory: float | None) -> None:
     console.print(f"{_amount(plan.flops)}FLOP, of which {products}FLOP in matrix products", soft_wrap=True)
     if seconds is not None:
         links = ", ".join(f"{took(s)} along {axes}" for axes, s in seconds.links.items()) or "nothing sent"
+        computing = sum(part.turns * busy for part, busy in zip(plan.parts, seconds.computing, strict=True))
+        in_memory = ""
+        if seconds.memory:
+            size = output.size(plan.memory_bytes)
+            in_memory = f" ({took(seconds.compute)} by its operations, {took(seconds.memory)} for {size} in memory)"
         console.print(
             f"at least {took(seconds.overlapped)} a step, if communication goes beside computation, "
-            f"{took(seconds.apart)} if not: {took(seconds.compute)} of computation, {links}",
+            f"{took(seconds.apart)} if not: {took(computing)} of computation{in_memory}, {links}",
             soft_wrap=True,
         )
 

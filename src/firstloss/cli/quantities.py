@@ -18,7 +18,7 @@ def quantity(option: str, text: str) -> float:
     """The number that `text` says, as 80GiB or 50GB/s; `option` is named in the error."""
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found["unit"] not in _UNITS or float(found["number"]) == 0:
-        example = {"--memory": "80GiB", "--flops": "989T"}.get(option, "50GB/s")
+        example = {"--memory": "80GiB", "--flops": "989T", "--hbm": "3.35TB/s"}.get(option, "50GB/s")
         raise PlanError(f"{option} {text!r} is no quantity. Write for instance {option} {example}")
     return float(found["number"]) * _UNITS[found["unit"]]
 

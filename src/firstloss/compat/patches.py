@@ -104,6 +104,7 @@ PATCHES = {
     "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy"),
     "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above"),
     # -- steps --
+    "torch.UntypedStorage.resize_": Patch(TRACE, "No tensor tells of it"),
     "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take the paths that have no branches on values"),
     "torch._higher_order_ops.cond.CondOp.__call__": Patch(TRACE, "Captured as a region, not compiled by Dynamo"),
     "torch._higher_order_ops.while_loop.WhileLoopOp.__call__": Patch(TRACE, "As above"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..program.graph import span
+
 MIN_PIECE = 16  # elements in the smallest piece that a random fill can be split into (`rng.draws.MIN_PIECE`)
 # From this many words between two rows on, jumping is cheaper than drawing them.
 _JUMP_WORTH = 1 << 20
@@ -75,13 +77,6 @@ def cut_dimension(size: Sequence[int], boxes: Sequence[Box]) -> int | None:
             return None
         at += box.size[dim]
     return dim if at == size[dim] else None
-
-
-def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first to the last that a geometry touches; 0 for an empty one."""
-    if 0 in size:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def _cut_blocks(begin: list[int], size: list[int], stride: Sequence[int], limit: int) -> Iterator[Block]:

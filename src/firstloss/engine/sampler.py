@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..compat.torch_names import overload_name, schema_of
+from ..errors import MaterializeError
+from ..program.random_overload import with_generator
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
@@ -156,15 +157,12 @@ def fill_with(name: str, target: torch.Tensor, first: float, second: float, gene
 
 
 def call_with(op: Any, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator) -> Any:
-    """Call a random operation with `generator` instead of its own or the global one."""
-    if any(a.name == "generator" for a in schema_of(op).arguments):
-        return op(*args, **{**kwargs, "generator": generator})
-    # This overload has no generator argument (torch.rand and others): another one has, and draws the same.
-    twin = getattr(op.overloadpacket, "generator", None)
-    if twin is not None and overload_name(op) == "default":
-        return twin(*args, **{**kwargs, "generator": generator})
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.set_state(generator.get_state())
-        result = op(*args, **kwargs)
-        generator.set_state(torch.default_generator.get_state())
-    return result
+    """Call a random operation with `generator` instead of its own or the global one.
+
+    Raises:
+        MaterializeError: if it can draw from the global generator only, which other threads draw from as well.
+    """
+    overload = with_generator(op)
+    if overload is None:
+        raise MaterializeError(f"{op} can draw from PyTorch's global generator only, and not from a place in a stream")
+    return overload(*args, **{**kwargs, "generator": generator})

@@ -16,7 +16,7 @@ from ..program.graph import Node, Ref, Value
 
 
 class Turn(NamedTuple):
-    """A node, or a part of one, and the Values that nobody reads behind it."""
+    """A node, or a part of one, and the Values that no later node reads."""
 
     node: Node
     frees: tuple[Value, ...]

@@ -33,8 +33,9 @@ class Plan:
 
     Attributes:
         nodes: in order.
-        turns: the same, with what is read for the last time by each.
-        constants: known Values, that nobody writes to; written: those that somebody does.
+        schedule: the same, with what is read for the last time by each.
+        constants: known Values that no node writes to.
+        written: known Values that some node writes to.
         obstacles: why it cannot be replayed in place, in words; empty if it can.
     """
 
@@ -54,7 +55,7 @@ class Plan:
         known = {value for value in read | writes if value.known and value not in given}
         self.written, self.constants = known & writes, known - writes
         frees = _last_reads(self.nodes, self.outputs.values(), given | known)
-        self.turns = schedule(self.nodes, frees, _LIST_BYTES)
+        self.schedule = schedule(self.nodes, frees, _LIST_BYTES)
         self.obstacles = [
             *self._elsewhere(given - plain, device),
             *self._numbers_read(),
@@ -200,27 +201,27 @@ class Replayed:
         self.failed: str | None = None
         self.tried = False  # whether it has been rehearsed
         self._calls = 0
-        self._given: dict[Value, torch.Tensor] = {}  # what stays where it is from call to call
+        self._static_inputs: dict[Value, torch.Tensor] = {}
         self._constants: dict[Value, torch.Tensor] = {}
         self._graph: Any = None
-        self._static: dict[str, torch.Tensor] = {}
+        self._static_outputs: dict[str, torch.Tensor] = {}
         self._recorded: tuple = ()
 
     def __call__(
         self,
-        homes: Mapping[Value, torch.Tensor],
+        in_place: Mapping[Value, torch.Tensor],
         batch: Mapping[Value, torch.Tensor],
         numbers: Mapping[Value, Callable[[], float]],
     ) -> dict[str, torch.Tensor]:
         """Run the step; returns its outputs, in memory that is the caller's.
 
         Args:
-            homes: weights and state, which are changed in place, and tensors from outside.
+            in_place: weights and state, which the step changes where they are, and tensors from outside.
             batch: what each call brings.
             numbers: what each call reads.
         """
         with torch.no_grad(), DisableTorchDispatch():
-            given = self._all(homes, batch, numbers)
+            given = self._inputs(in_place, batch, numbers)
             address = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in given.values())
             if self._is_gpu and self._calls and self.failed is None and self._recorded != address:
                 self._record(given, address)
@@ -228,7 +229,7 @@ class Replayed:
             if self._graph is not None and self._recorded == address:
                 self.how = "graph"
                 self._graph.replay()
-                return {name: tensor.clone() for name, tensor in self._static.items()}
+                return {name: tensor.clone() for name, tensor in self._static_outputs.items()}
             self.how = "replay"
             return self._execute(given)
 
@@ -238,7 +239,7 @@ class Replayed:
 
     def rehearse(
         self,
-        homes: Mapping[Value, torch.Tensor],
+        in_place: Mapping[Value, torch.Tensor],
         batch: Mapping[Value, torch.Tensor],
         numbers: Mapping[Value, Callable[[], float]],
     ) -> dict[str, torch.Tensor]:
@@ -247,9 +248,9 @@ class Replayed:
         self.tried = True
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), DisableTorchDispatch(), torch.random.fork_rng(devices=devices):
-            given = self._all(homes, batch, numbers)
+            given = self._inputs(in_place, batch, numbers)
             kernels, copied, spent = self._begin(given), 0, set(given)
-            for node, frees in self._plan.turns:
+            for node, frees in self._plan.schedule:
                 for ref in node.writes:
                     if ref.value in spent:
                         copied += ref.value.nbytes
@@ -264,17 +265,17 @@ class Replayed:
             self._calls += 1
             return {name: ref.view(kernels.buffers[ref.value]).clone() for name, ref in found.items()}
 
-    def _all(
+    def _inputs(
         self,
-        homes: Mapping[Value, torch.Tensor],
+        in_place: Mapping[Value, torch.Tensor],
         batch: Mapping[Value, torch.Tensor],
         numbers: Mapping[Value, Callable[[], float]],
     ) -> dict[Value, torch.Tensor]:
-        given = dict(homes)
+        given = dict(in_place)
         for value, tensor in batch.items():
-            given[value] = self._stays(value).copy_(tensor, non_blocking=True)
+            given[value] = self._static_input(value).copy_(tensor, non_blocking=True)
         for value, read in numbers.items():
-            given[value] = self._stays(value).fill_(read())
+            given[value] = self._static_input(value).fill_(read())
         if not self._constants:
             for value in (*self._plan.constants, *self._plan.written):
                 self._constants[value] = value.content().detach().clone()
@@ -287,28 +288,28 @@ class Replayed:
             kernels.buffers[value] = content.clone() if value in self._plan.written else content
         return kernels
 
-    def _stays(self, value: Value) -> torch.Tensor:
+    def _static_input(self, value: Value) -> torch.Tensor:
         """Memory that the recorded kernels read an argument from."""
-        memory = self._given.get(value)
+        memory = self._static_inputs.get(value)
         if memory is None:
             memory = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
-            self._given[value] = memory
+            self._static_inputs[value] = memory
         return memory
 
     def _execute(self, given: Mapping[Value, torch.Tensor]) -> dict[str, torch.Tensor]:
         kernels = self._begin(given)
-        for node, frees in self._plan.turns:
+        for node, frees in self._plan.schedule:
             kernels.run((node,))
             kernels.free(frees)
         ours = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
         moved = []
         for value, new in self._state.items():
-            home, made = given[value], kernels.buffer(new.value)
-            if made.data_ptr() != home.data_ptr() or made.stride() != home.stride():
+            target, made = given[value], kernels.buffer(new.value)
+            if made.data_ptr() != target.data_ptr() or made.stride() != target.stride():
                 shown = new.view(made)
-                moved.append((home, shown.clone() if made.untyped_storage().data_ptr() in ours else shown))
-        for home, made in moved:
-            home.copy_(made)
+                moved.append((target, shown.clone() if made.untyped_storage().data_ptr() in ours else shown))
+        for target, made in moved:
+            target.copy_(made)
         outputs = {}
         for name, ref in self._plan.outputs.items():
             made = ref.view(kernels.buffer(ref.value))
@@ -318,16 +319,16 @@ class Replayed:
 
     def _record(self, given: Mapping[Value, torch.Tensor], address: tuple) -> None:
         """Record the kernels, which runs none of them. What cannot be recorded is replayed."""
-        self._graph, self._static, self._recorded = None, {}, ()
+        self._graph, self._static_outputs, self._recorded = None, {}, ()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._static = self._execute(given)
+                self._static_outputs = self._execute(given)
         except Exception as error:  # an operation that waits for the device, or is not for graphs
             self.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._static = {}
+            self._static_outputs = {}
             torch.cuda.synchronize(self._device)
             return
         self._graph, self._recorded = graph, address

@@ -19,7 +19,7 @@ import numpy as np
 from ..program.graph import Value
 from .jaxprs import interpret, jaxpr_of
 from .program import Call
-from .scratch import RESHAPING, Memory
+from .scratch import RESHAPING, Kernel, Memory
 from .segments import Segment
 from .sharding import Axes, Placed, Spec, within
 from .sharding_rules import ShardingRule, rule_of_equation
@@ -77,17 +77,30 @@ class Work:
         other_flops: those of all else, one an element.
         sent: the collectives, in order.
         scratch: the most bytes of memory at a time for what is neither an input nor an output.
+        kernels: what it computes in one go each, and what of memory that reads and writes.
     """
 
     matmul_flops: float = 0.0
     other_flops: float = 0.0
     sent: list[Sent] = field(default_factory=list)
     scratch: int = 0
+    kernels: list[Kernel] = field(default_factory=list)
 
     @property
     def flops(self) -> float:
         """All of them."""
         return self.matmul_flops + self.other_flops
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it reads and writes in memory, but for what collectives do."""
+        return sum(kernel.bytes for kernel in self.kernels)
+
+    def seconds(self, flop_rate: float, memory_rate: float = math.inf) -> float:
+        """How long it computes at least: each kernel by what it computes or by what it reads and writes, whichever
+        takes longer."""
+        by_kernels = sum(max(one.flops / flop_rate, one.bytes / memory_rate) for one in self.kernels)
+        return max(self.flops / flop_rate, by_kernels)
 
 
 Jaxprs = dict[Hashable, Any]
@@ -182,6 +195,7 @@ class _Device:
         outputs = {arrays[value].node for value in self._segment.outputs if value not in reused}
         self._memory.given |= {arrays[value].node for value in self._segment.outputs if value in reused}
         self._work.scratch = self._memory.peak(outputs)
+        self._work.kernels = self._memory.kernels(outputs)
         return self._work
 
     # -- arrays --
@@ -230,10 +244,14 @@ class _Device:
             operands, parts = self._lookup(eqn, operands, shapes, rule, cuts)
         if name in ("slice", "dynamic_slice"):
             operands = [self._sliced(eqn, operands[0], rule, cuts), *operands[1:]]
+        if name == "slice":
+            self._exchange(eqn, operands[0], rule, cuts)
         operands = [
             self._moved(operand, atom.aval, tuple(cuts.get(number, ()) for number in dims))
             for operand, atom, dims in zip(operands, eqn.invars, rule.operands, strict=True)
         ]
+        if name == "concatenate":
+            self._join(eqn, operands, rule, cuts)
         of_results = {number for dims in rule.results for number in dims}
         gone = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
         of_batch = any(operand.place.of_batch for operand in operands)
@@ -255,7 +273,8 @@ class _Device:
                 )
                 result = result._replace(base=operands[0], along=along)
             results.append(result)
-        self._count(eqn, shapes, made, rule, cuts)
+        if results:
+            self._memory.flops[results[0].node] = self._count(eqn, shapes, made, rule, cuts)
         return results
 
     def _cuts(
@@ -340,21 +359,27 @@ class _Device:
         made: Sequence[tuple[int, ...]],
         rule: ShardingRule,
         cuts: Mapping[int, tuple[str, ...]],
-    ) -> None:
+    ) -> float:
+        """Floating-point operations of an operation; added to the segment's."""
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             steps = math.prod(shapes[0][place] for place in contracted)
             dims = {*rule.operands[0], *rule.operands[1]}
-            self._work.matmul_flops += 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
+            flops = 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
         elif name == "conv_general_dilated":
             kernel = math.prod(shapes[1]) // max(shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]], 1)
             dims = {*rule.operands[0], *rule.operands[1], *rule.results[0]}
-            self._work.matmul_flops += 2.0 * math.prod(made[0]) * kernel / self._share(dims, cuts)
-        elif name not in _FREE:
+            flops = 2.0 * math.prod(made[0]) * kernel / self._share(dims, cuts)
+        else:
             which, dims_of = (shapes, rule.operands) if name in _REDUCTIONS else (made, rule.results)
-            if which:
-                self._work.other_flops += math.prod(which[0]) / self._share(set(dims_of[0]), cuts)
+            flops = 0.0
+            if which and name not in _FREE:
+                flops = math.prod(which[0]) / self._share(set(dims_of[0]), cuts)
+            self._work.other_flops += flops
+            return flops
+        self._work.matmul_flops += flops
+        return flops
 
     def _share(self, dims: set[int], cuts: Mapping[int, tuple[str, ...]]) -> int:
         return math.prod(_ways(cuts.get(number, ()), self._axes) for number in dims)
@@ -423,6 +448,50 @@ class _Device:
             self._send("collective-permute", lost, nbytes, array.root)
             return array._replace(place=Placed(spec, array.place.of_batch))
         return array
+
+    def _exchange(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> None:
+        """A slice along a dimension that stays cut, as a matrix of queries, keys and values that is cut across all
+        three: each device gets from its neighbours what of its part of the slice they have."""
+        shape = list(eqn.invars[0].aval.shape)
+        spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
+        starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(shape)
+        for dim, cut in enumerate(spec):
+            size, kept = shape[dim], eqn.outvars[0].aval.shape[dim]
+            if not cut or size == kept:
+                continue
+            ways = _ways(cut, self._axes)
+            left = right = 0
+            for i in range(ways):
+                first = starts[dim] + i * (kept // ways) * strides[dim]
+                last = starts[dim] + ((i + 1) * (kept // ways) - 1) * strides[dim]
+                left = max(left, i * (size // ways) - first)
+                right = max(right, last + 1 - (i + 1) * (size // ways))
+            for halo in (left, right):
+                if halo > 0:
+                    received = (*shape[:dim], halo * ways, *shape[dim + 1 :])
+                    nbytes = local_bytes(received, _itemsize(eqn.invars[0].aval), spec, self._axes)
+                    self._send("collective-permute", cut, nbytes, array.root)
+
+    def _join(
+        self, eqn: Any, operands: Sequence[_Array], rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]
+    ) -> None:
+        """A concatenation along a dimension that is cut: it is made where another one is cut instead, if one can be."""
+        dim = eqn.params["dimension"]
+        spec = tuple(cuts.get(number, ()) for number in rule.results[0])
+        result, cut = eqn.outvars[0].aval, spec[dim]
+        if not cut:
+            return
+        ways = _ways(cut, self._axes)
+        others = [(size, axes) for d, (size, axes) in enumerate(zip(result.shape, spec, strict=True)) if d != dim]
+        apart = any(size % (_ways(axes, self._axes) * ways) == 0 for size, axes in others)
+        for atom, operand in zip(eqn.invars, operands, strict=True):
+            nbytes = local_bytes(atom.aval.shape, _itemsize(atom.aval), spec, self._axes)
+            if apart:
+                self._send("all-to-all", cut, nbytes, operand.root)
+            else:
+                self._send("all-gather", cut, nbytes * ways, operand.root)
+        if apart:
+            self._send("all-to-all", cut, local_bytes(result.shape, _itemsize(result), spec, self._axes), None)
 
     def _settled(self, value: Value, array: _Array) -> _Array:
         """What a call has made of `value`: summed and, if it leaves the segment, sharded as it is to be."""

@@ -1,4 +1,5 @@
-"""How much scratch memory a segment needs at a time, by how XLA fuses its operations and orders them."""
+"""How much scratch memory a segment needs at a time, and how much of memory it reads and writes, by how XLA fuses its
+operations and orders them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ _FUSED = RESHAPING | frozenset(
 )
 # What these read is in memory; other operations are fused with those that make what they read.
 _OPERANDS_IN_MEMORY = frozenset({"dot_general", "conv_general_dilated", "sort", "sent"})
+# These read as much of an array as they give.
+_PARTS = frozenset({"slice", "dynamic_slice", "gather"})
 # Bytes of reductions that XLA makes one of (its `--xla_gpu_all_reduce_combine_threshold_bytes`, and the CPU's).
 _COMBINED = 30 << 20
 
@@ -35,16 +38,30 @@ class Node(NamedTuple):
     reduced: tuple[str, ...] | None = None
 
 
+class Kernel(NamedTuple):
+    """What is computed in one go: an operation, with those that are fused with it.
+
+    Attributes:
+        flops: of the operation, which makes what is written.
+        bytes: that it reads and writes in memory, on one device.
+    """
+
+    flops: float
+    bytes: int
+
+
 class Memory:
     """What a segment computes, in the order of its operations.
 
     Attributes:
         given: the numbers of nodes that are no scratch memory.
+        flops: floating-point operations of a node, by its number.
     """
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.given: set[int] = set()
+        self.flops: dict[int, float] = {}
 
     def add(self, primitive: str, nbytes: int, reads: tuple[int, ...], reduced: tuple[str, ...] | None = None) -> int:
         """Add a node, and return its number."""
@@ -55,22 +72,10 @@ class Memory:
         """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may be in
         the memory of outputs that are not there yet, but not what is received."""
         nodes = self.nodes
-        kept = [node.primitive not in _FUSED for node in nodes]
-        for node in nodes:
-            if node.primitive in _OPERANDS_IN_MEMORY:
-                for read in node.reads:
-                    kept[read] = True
-        for n in (*outputs, *self.given):
-            kept[n] = True
-        sources: list[frozenset[int]] = []  # the kept ones that each is computed from
-        for node in nodes:
-            found: set[int] = set()
-            for read in node.reads:
-                found |= {read} if kept[read] else sources[read]
-            sources.append(frozenset(found))
+        kept, reads = self._fused(outputs)
         order, together = self._order()
         order = [n for n in order if kept[n]]
-        last = {source: together.get(n, n) for n in order for source in sources[n]}
+        last = {source: together.get(n, n) for n in order for source in reads[n]}
         ends: dict[int, list[int]] = {}
         for source, n in last.items():
             ends.setdefault(n, []).append(source)
@@ -94,6 +99,36 @@ class Memory:
                 else:
                     computed -= nodes[source].bytes
         return most
+
+    def kernels(self, outputs: set[int]) -> list[Kernel]:
+        """What is computed in one go each, and what each reads and writes in memory. Not what is sent."""
+        kept, reads = self._fused(outputs)
+        return [
+            Kernel(self.flops.get(n, 0.0), sum(reads[n].values()) + node.bytes)
+            for n, node in enumerate(self.nodes)
+            if kept[n] and node.primitive not in ("input", "sent")
+        ]
+
+    def _fused(self, outputs: set[int]) -> tuple[list[bool], list[dict[int, int]]]:
+        """Whether each node's result is in memory, and how many bytes each reads of those that are."""
+        nodes = self.nodes
+        kept = [node.primitive not in _FUSED for node in nodes]
+        for node in nodes:
+            if node.primitive in _OPERANDS_IN_MEMORY:
+                for read in node.reads:
+                    kept[read] = True
+        for n in (*outputs, *self.given):
+            kept[n] = True
+        reads: list[dict[int, int]] = []
+        for node in nodes:
+            found: dict[int, int] = {}
+            for read in node.reads:
+                for source, nbytes in {read: nodes[read].bytes}.items() if kept[read] else reads[read].items():
+                    found[source] = min(found.get(source, 0) + nbytes, nodes[source].bytes)  # parts are others
+            if node.primitive in _PARTS:
+                found = {source: min(nbytes, node.bytes) for source, nbytes in found.items()}
+            reads.append(found)
+        return kept, reads
 
     def _order(self) -> tuple[list[int], dict[int, int]]:
         """The nodes in the order in which XLA runs them: reductions along the same axes, up to some size, are one

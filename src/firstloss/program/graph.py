@@ -156,6 +156,13 @@ def dense_count(size: Sequence[int], stride: Sequence[int]) -> int | None:
     return expected
 
 
+def span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last that a geometry touches; 0 for an empty one."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+
+
 class Truncation(Protocol):
     """Bounds inside which an operation draws by rejection: what later rounds make of its first one.
 

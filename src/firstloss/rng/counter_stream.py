@@ -1,7 +1,7 @@
 """The stream of the counter policy: draws lie side by side in it, each with room for all the words it might want.
 
 Draw k begins at word k 2^48, and its word w (see `counter`) is at k 2^48 + w. So a position says which draw and which
-element, and whoever cuts a fill into pieces counts words as in any other stream.
+element, and a fill that is cut into pieces counts words as in any other stream.
 """
 
 from __future__ import annotations

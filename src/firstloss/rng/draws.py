@@ -3,7 +3,7 @@
 Facts about PyTorch's CPU kernels (ATen/native/cpu/DistributionTemplates.h), found by experiment; the experiments are
 `tests/rng/test_draws.py`. They have been run on torch 2.11, 2.12, 2.13 and 2.15, and are what finds a difference in
 another version. A rule is stated only where the words drawn follow from operation, dtype and size. Where they depend
-on values (rejection, as in gamma, Poisson and binomial samples) or nobody has proved them, the answer is None: run the
+on values (rejection, as in gamma, Poisson and binomial samples) or have not been proved, the answer is None: run the
 operation to find out.
 
 Three kinds of kernel:
@@ -79,7 +79,7 @@ def draw(
     if op == "log_normal":
         return _pairs(numel, spare) if dtype in _UNIFORM_WORDS else None
     if op == "randperm":
-        # Below 2^32 / 20 elements an index is one word. Beyond, nobody has tried.
+        # Below 2^32 / 20 elements an index is one word. Beyond that it has not been tested.
         return WordsDrawn(max(0, numel - 1)) if numel < (1 << 32) // 20 else None
     if op == "native_dropout" and op_args.get("train") is False:
         return WordsDrawn(0)

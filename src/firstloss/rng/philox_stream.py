@@ -25,5 +25,5 @@ class PhiloxStream(Stream):
         return np.array([self.seed, position.words], dtype="<u8").view(np.uint8)
 
     def words_at(self, begin: int, count: int) -> Words:
-        """Not to be had: which words an offset has depends on the thread."""
+        """Not available: which words an offset has depends on the thread."""
         raise NotImplementedError("a CUDA stream has words for each thread: see firstloss.rng.cuda_layout")

@@ -13,6 +13,7 @@ from ..amp.precision import autocast, mixed_precision
 from ..capture import session
 from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
+from ..program.source import here
 from .backend import Backend, current_backend
 from .stand_in import StandIn, module_of
 
@@ -40,10 +41,28 @@ class CompiledModel(StandIn):
         self.__dict__.update(_model=model, _backend=backend, __wrapped__=model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if session.trace is not None and mixed_precision():
-            with autocast():
-                return self._model(*args, **kwargs)
+        if session.trace is not None:
+            self._check_mesh()
+            if mixed_precision():
+                with autocast():
+                    return self._model(*args, **kwargs)
         return self._model(*args, **kwargs)
+
+    def _check_mesh(self) -> None:
+        """
+        Raises:
+            BackendError: if the weights are on a mesh, and the step that is traced is to be one for other devices.
+        """
+        mesh, backend = self._backend.mesh, current_backend()
+        if mesh is None or backend.mesh is not None and backend.mesh.devices == mesh.devices:
+            return
+        theirs = None if backend.mesh is None else backend.mesh.axes
+        has = "none" if theirs is None else f"one of {theirs}" + ", of other devices" * (theirs == mesh.axes)
+        raise BackendError(
+            f"{here()}: the model's weights are on a mesh of {mesh.axes}, and the current backend has {has}. The "
+            "backend that was made last is the current one: make the model's own current again before its step is "
+            "called, firstloss.backend(that_backend)."
+        )
 
     # -- the model's attributes --
 

@@ -59,7 +59,7 @@ def backend(
         validate_only: the same, but steps are traced and lowered, and not even compiled.
         first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
             PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
-            compiled behind it. "compiled": the compiled step computes that, too. The training is the same.
+            compiled in the background. "compiled": the compiled step computes that, too. The training is the same.
 
     Returns:
         The backend, which is the current one now.

@@ -1,4 +1,4 @@
-"""What stands for a module, so that whoever walks through objects comes to the module itself."""
+"""Proxies of a module, by which code that walks through objects comes to the module itself."""
 
 from __future__ import annotations
 

@@ -23,14 +23,15 @@ from .callback import Callback, Callbacks
 from .checkpoint import Checkpoint, CheckpointFolder
 from .interrupts import Interrupts
 from .loggers import default_loggers
-from .logging import Logging, Rates, learning_rates
+from .logging import Logging
 from .loops import TrainingLoop, ValidationLoop
-from .pending import Pending, Started
+from .pending import Started
 from .precision import Precision
 from .randomness import kept_random_state, seed_everything
+from .reporting import Reporter
 from .run_folder import RunFolder
 from .state import State
-from .step import Steps, counts, logged_in_step, on_device
+from .step import Steps, on_device
 from .validation import Averages, quietly_compiled_anew
 
 Path = str | os.PathLike[str]
@@ -133,11 +134,8 @@ class Trainer:
         self.val_dataloader: Iterable[Any] | None = None
         self.steps: Steps | None = None
         self._interrupts = Interrupts("")
-        self._rates = Rates()
-        self._pending = Pending(self._on_values, self.folder.last_good)
+        self._reporter = Reporter(self)
         self._saved = -1  # the step of the last checkpoint written
-        self._seen_a_loss = False
-        self._numbers: dict[str, float] | None = None  # of the step that is being started
         self.callbacks("setup", self)
 
     @property
@@ -148,7 +146,7 @@ class Trainer:
     @property
     def is_log_step(self) -> bool:
         """Whether the numbers of the step under way, or done last, go to the loggers."""
-        return self._logged(self.state.step + (self._numbers is not None))
+        return self._reporter.logs_now
 
     def get_callbacks(self, callback_type: type) -> Iterator[Any]:
         """The callbacks and loggers of a class.
@@ -318,7 +316,7 @@ class Trainer:
             Its path.
         """
         path = self.folder.at(self.state.step)
-        self._pending.settle()
+        self._reporter.settle()
         checkpoints.check_finite(self)
         state = checkpoints.collect(self)
         self.callbacks("on_save_start", self, state)
@@ -358,18 +356,7 @@ class Trainer:
         Raises:
             TrainerError: for what is no number.
         """
-        for name, value in metrics.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise TrainerError(f"log_metrics({name}=...) takes a number, not a tensor of {list(value.shape)}.")
-        in_step = logged_in_step.get()
-        if in_step is not None:
-            numbers = {name: torch.as_tensor(value).detach().reshape(()) for name, value in metrics.items()}
-            in_step.update(numbers)
-        elif self._numbers is not None:
-            if self.is_log_step:
-                self._numbers.update({name: float(value) for name, value in metrics.items()})
-        else:
-            self.log(**{name: float(value) for name, value in metrics.items()})
+        self._reporter.log(metrics)
 
     # -- before training --
 
@@ -409,8 +396,7 @@ class Trainer:
         os.makedirs(self.model_dir, exist_ok=True)
         fl.backend(self.backend)
         self.precision.choose()
-        self._began = fl.timeline.current().now()
-        self._pending = Pending(self._on_values, self.folder.last_good, self._look)
+        self._reporter.begin()
         self._interrupts = Interrupts(promise)
         logging.getLogger("firstloss").setLevel(self.logging.log_level)
         with suppress(_Interrupted), self._interrupts:
@@ -463,11 +449,8 @@ class Trainer:
             self.callbacks("on_train_batch_start", self, self.model, batch, index - 1)
             numbers: dict[str, float] = {}
             if last:
-                self._numbers = numbers
-                self.callbacks("on_step_start", self)
-                if self._logged(self.state.step + 1):
-                    numbers.update(learning_rates(self.optimizer))
-                self._numbers = None
+                with self._reporter.starting(numbers):
+                    self.callbacks("on_step_start", self)
             name = "update" if last else "accumulate"
             timed = name in self.steps.compiled
             outputs = self._run(name, batch)
@@ -484,36 +467,7 @@ class Trainer:
                         self.callbacks("on_after_scheduler_step", *around)
                 self.callbacks("on_step_end", self)
             if self.backend.is_e2e_execution:
-                self._pending.add(started)
-
-    def _look(self, started: Started, values: dict[str, float]) -> None:
-        """The numbers of a batch have come, and may be none."""
-        self.callbacks("on_values", self, values, started.step)
-
-    def _on_values(self, started: Started, values: dict[str, float]) -> None:
-        """The numbers of a batch have come, a little after it was started."""
-        if not self._seen_a_loss:
-            self._first_loss(values["loss"])
-        samples, tokens = counts(started.batch)
-        self.state.samples += samples
-        self.state.tokens += tokens
-        if started.timed:
-            self._rates.add(int(started.updates), samples, tokens)
-        else:
-            self._rates.restart()
-        if started.updates and self._logged(started.step):
-            shown = {name: value for name, value in values.items() if not name.startswith("_")}
-            metrics = {**shown, **started.numbers, **self._rates.take()}
-            self.callbacks("on_metrics", self, metrics, started.step)
-
-    def _first_loss(self, loss: float) -> None:
-        self._seen_a_loss = True
-        clock = fl.timeline.current()
-        if clock.first_loss is None:  # an eager backend does not mark it
-            clock.mark(fl.timeline.FIRST_LOSS)
-        first = clock.first_loss or 0.0
-        # Of another Trainer in the same process the first loss may have come long ago.
-        self.callbacks("on_first_loss", self, loss, first if first > self._began else clock.now())
+                self._reporter.add(started)
 
     def _after(self, validate: bool, save: bool) -> None:
         """What is due between two steps; and the end, if a signal asks for it."""
@@ -522,7 +476,7 @@ class Trainer:
             self.state.validated = self.state.step
             save |= self.checkpoint.is_best(metrics, self.state)
         # With several processes it takes them all to find out whether one got a signal: not at every step.
-        if self.processes.count == 1 or self._logged(self.state.step):
+        if self.processes.count == 1 or self._reporter.logs(self.state.step):
             self._check_interrupt()
         if save and self._saved != self.state.step and self.backend.is_e2e_execution:
             self.save()
@@ -532,7 +486,7 @@ class Trainer:
     def _validate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
         """One pass over each loader in eval mode. It leaves no trace: training goes on as if it had not been."""
         assert self.model is not None
-        self._pending.settle()
+        self._reporter.settle()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         metrics: dict[str, float] = {}
@@ -549,7 +503,7 @@ class Trainer:
                 module.training = training
         if metrics:
             self.callbacks("on_metrics", self, metrics, self.state.step)
-        self._rates.restart()
+        self._reporter.restart_rates()
         return metrics
 
     def _evaluate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
@@ -591,9 +545,6 @@ class Trainer:
         if not self.backend.is_e2e_execution and self.state.step:
             return True  # it is compiled
         return bool(self.state.stopped) or loop.ends_at(self.state.step, self.state.epoch)
-
-    def _logged(self, step: int) -> bool:
-        return step == 1 or step % self.logging.log_steps == 0
 
     def _unless_interrupted(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """`batches`; but a signal to all processes ends a loader's workers at once, and that is no error of theirs."""

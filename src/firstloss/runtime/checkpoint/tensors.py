@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...capture.file_value import FileValue, file_tensor
-from ...capture.step import dense_stride
+from ...capture.geometry import contiguous_stride
 from ...errors import CheckpointError
 from .file import TensorFile
 
@@ -77,7 +77,7 @@ class Tensors:
         read = functools.partial(_read, saved)
         label = f"{name} in {saved.boxes[0].file.path}"
         read_box = functools.partial(_read_box, saved)
-        return file_tensor(FileValue(saved.shape, dense_stride(saved.shape), saved.dtype, read, label, read_box))
+        return file_tensor(FileValue(saved.shape, contiguous_stride(saved.shape), saved.dtype, read, label, read_box))
 
 
 def _read(saved: _StoredTensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ... import timeline
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import buffers_of, parameters_of, storage_use_count
 
-# A tensor is moved only while nobody else holds its memory: later writes there would be lost.
+# A tensor is moved only while nothing else shares its memory: later writes there would be lost.
 _OWN_HOLDERS = 2  # the tensor, and the storage handle that counts
 
 
@@ -47,7 +47,7 @@ class _WeightMover:
         self._module: Any = lambda: None  # the one that is registering weights
         # Weights by module and name: `torch.utils.swap_tensors` refuses tensors that have weak references.
         self._here: list[_Registration] = []  # its weights
-        self._shared: list[_Registration] = []  # of earlier modules, with memory that somebody else held
+        self._shared: list[_Registration] = []  # of earlier modules, whose memory was shared
 
     def registered(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """Called when `module` registers `tensor` as a parameter or buffer."""

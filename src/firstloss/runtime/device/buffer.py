@@ -21,6 +21,7 @@ from ...program.graph import Value, is_contiguous
 from ..jaxlib import empty, lend, on_cpu, to_device, to_host
 from ..mesh import mesh
 from ..mesh import placement as mesh_placement
+from ..mesh.peers import lost
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .lazy import LazyArray
@@ -252,8 +253,10 @@ class DeviceBuffer:
             array = self.array()
             try:
                 return use(array)
-            except (RuntimeError, ValueError):
+            except (RuntimeError, ValueError) as error:
                 if not array.is_deleted() or self.array() is array:
+                    if (told := lost(error)) is not error:
+                        raise told from error
                     raise
 
     def later(self) -> LazyArray | None:
@@ -284,13 +287,13 @@ class DeviceBuffer:
     def lose(self, error: BaseException) -> None:
         """The device failed after the array had been donated: there is no content until it is written again."""
 
-        def lost() -> jax.Array:
+        def gone() -> jax.Array:
             raise StateLostError(
                 "the device failed in the middle of a step, when it had been given the memory of weights and "
                 "optimizer state, so there are none any more. Load a checkpoint (load_state_dict), or start again."
             ) from error
 
-        self.set(LazyArray(lost))
+        self.set(LazyArray(gone))
 
     def replace_from(self, file: FileValue) -> None:
         """On a mesh: replace the content by a file's, of which each device reads its own shard."""
@@ -382,7 +385,7 @@ class DeviceBuffer:
 
 
 def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-    """`set` for many buffers, fast for those that nobody has read or edited since the last step."""
+    """`set` for many buffers, fast for those that have not been read or edited since the last step."""
     for buffer, array in zip(buffers, arrays, strict=True):
         if buffer is None:
             continue

@@ -32,6 +32,7 @@ from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
 from ...compat.python_names import getframe
 from ...errors import StateLostError, StepMemoryError
 from ..jaxlib import on_cpu, x64
+from ..mesh.peers import lost
 
 called = itertools.starmap  # yields the results of calls, from C
 flat = itertools.chain.from_iterable
@@ -93,6 +94,8 @@ class Transaction:
             return self.execute()
         except BaseException as error:
             self.settle(error)
+            if (told := lost(error)) is not error:
+                raise told from error
             raise
 
     def settle(self, error: BaseException) -> None:
@@ -213,8 +216,8 @@ class Shield:
     Python code of JAX, where an interrupt would lose the results; so they are kept here.
     """
 
-    def __init__(self, turn: int) -> None:
-        self.turn = turn  # the number of the call within the run
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the call within the run
         self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
         self._done = threading.Event()
         self._outcome: tuple[Any, BaseException | None] = (None, None)
@@ -264,7 +267,7 @@ def _shield(function: Callable[..., Any], args: tuple) -> Any:
     run = _this_thread.run
     if run is None:
         return function(*args)
-    run.shield = Shield(run.turn())
+    run.shield = Shield(run.next_call())
     return run.shield.call(function, args)
 
 

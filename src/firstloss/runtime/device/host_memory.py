@@ -28,7 +28,7 @@ class HostMemory:
     valid for all who hold it, whatever a step does with its own buffers.
 
     Attributes:
-        lasting: somebody may have kept its address, which cannot be counted.
+        lasting: its address has been given away, and such users cannot be counted.
         arriving: the last step's result, if it has not been written back yet.
     """
 
@@ -87,7 +87,7 @@ def is_held(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _own_handles() -> int:
-    """Python's reference count of a storage handle that nobody else holds; PyTorch may hold one itself."""
+    """Python's reference count of a storage handle that no other object references; PyTorch may hold one itself."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)

@@ -15,10 +15,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ... import timeline
+from ...capture.exported_memory import note_memory, store_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import close_door
+from ...capture.geometry import Geometry, geometry_of
+from ...capture.other_storage import hook_tables, put_hook_tables
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.tensor import Geometry, Hooks, geometry_of, hook_tables, note_memory, put_hook_tables, store_at
+from ...capture.tensor import Hooks
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -43,7 +46,7 @@ BESIDE_TRACING = (5,)
 
 
 class _Materialization(Future):
-    """A materialization in a thread of its own, started by `begin`, or by whoever waits for its result."""
+    """A materialization in a thread of its own, started by `begin` or by the first wait for its result."""
 
     def __init__(self, make: Callable[[], dict[Value, jax.Array]]) -> None:
         super().__init__()

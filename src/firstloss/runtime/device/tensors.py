@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ...capture.geometry import contiguous_stride
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.step import dense_stride
 from ...lower.dtypes import to_torch
 from ...program.graph import Value
 from .buffer import DeviceBuffer
@@ -17,7 +17,7 @@ from .lazy import LazyArray
 def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
     """A tensor on the backend that holds `array`; shape and dtype must be given for a lazy one."""
     shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
-    value = Value(shape, dense_stride(shape), dtype, torch.device("cpu"))
+    value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
     return DeferredTensor.wrap(store_of(array, value), shape, value.stride, 0, dtype)
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...capture.tensor import DeferredTensor, Hooks, geometry_of
+from ...capture.geometry import geometry_of
+from ...capture.tensor import DeferredTensor, Hooks
 from .containers import empty_like, put_items, put_table
 from .kinds import Kind, items_of, kind_of, slots, table_of
 from .not_yet import NotYet

@@ -10,8 +10,8 @@ import torch
 from jax.sharding import NamedSharding
 
 from ...capture.file_value import FileValue
+from ...capture.geometry import contiguous_stride
 from ...capture.recorder import new_index
-from ...capture.step import dense_stride
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.plan import Planner
 from ...engine.run import materialize_values
@@ -116,7 +116,7 @@ def _part(value: Value, box: Box) -> Value:
     node = Node(
         new_index(), aten.clone.default, (ref,), {"memory_format": torch.contiguous_format}, (), False, None, UNKNOWN
     )
-    part = Value(box.shape, dense_stride(box.shape), value.dtype, value.device, node)
+    part = Value(box.shape, contiguous_stride(box.shape), value.dtype, value.device, node)
     node.outputs = (part,)
     return part
 

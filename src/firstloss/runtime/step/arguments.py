@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...capture.step import dense_stride, is_dense
-from ...capture.tensor import DeferredStorage, DeferredTensor, Geometry
+from ...capture.geometry import Geometry, contiguous_stride, is_dense
+from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from ..guards.left import same_memory
 from ..structures import attributes_taken_apart, containers
@@ -80,11 +80,11 @@ class Arguments:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._one_in_two_places()
-        strides = [(tensor.stride(), dense_stride(tuple(tensor.shape))) for tensor in tensors]
-        lie = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
-        if alone and not shared and not lie and not self.itself and not self.gradients:
+        strides = [(tensor.stride(), contiguous_stride(tuple(tensor.shape))) for tensor in tensors]
+        strided = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
+        if alone and not shared and not strided and not self.itself and not self.gradients:
             return ()
-        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), lie)
+        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
 
     def _one_in_two_places(self) -> bool:
@@ -165,7 +165,7 @@ def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
 
 
 def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The view of an argument that a step has made of what stands for it, which lies as it does, but without gaps.
+    """The view of an argument that a step has made of the traced tensor, whose strides are the argument's without gaps.
 
     Where the argument has gaps, and the view runs through several of its dimensions at once, it is a copy: eager
     PyTorch, too, can show that only as one.
@@ -204,9 +204,9 @@ def _places(
 
 
 def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
-    """A distance between elements that lie row by row, as steps along each dimension."""
+    """A distance between elements in row-major order, as steps along each dimension."""
     found = []
-    for step, size in zip(dense_stride(shape), shape, strict=True):
+    for step, size in zip(contiguous_stride(shape), shape, strict=True):
         steps, number = divmod(number, step) if size > 1 else (0, number)
         found.append(steps)
     return found

@@ -80,7 +80,9 @@ class Request(NamedTuple):
                 raise
             traced.modes.undo()  # what the step leaves is left when it has been run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
-        if same is not None and not (inputs.same_shardings(same.inputs) and traced.outputs.lie_as(same.traced.outputs)):
+        if same is not None and not (
+            inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
+        ):
             same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)

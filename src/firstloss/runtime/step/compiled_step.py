@@ -11,8 +11,8 @@ import numpy as np
 
 from ... import timeline
 from ...capture import session
+from ...capture.exported_memory import note_memory
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.tensor import note_memory
 from ...errors import BackendError, TraceError
 from ...program.source import here
 from ...undo import Undo
@@ -57,7 +57,7 @@ class CompiledStep:
 
     Attributes:
         traced: what it computes.
-        inputs: what stands for each input at a call.
+        inputs: gives the array for each input at a call.
         executable: what computes it; see `compiling.compile_step`.
     """
 

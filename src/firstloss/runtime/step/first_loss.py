@@ -94,7 +94,7 @@ class FirstLoss:
         """The outputs, as arrays of the device's.
 
         Args:
-            array: gives what stands for an input; waits for it.
+            array: gives the array for an input; waits for it.
         """
         replay = Kernels()
         with DisableTorchDispatch():
@@ -113,7 +113,7 @@ class FirstLoss:
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:
-    """By the number of a node, the Values that nobody reads behind it: their memory is free."""
+    """By the number of a node, the Values that no later node reads: their memory can be freed."""
     last: dict[Value, int] = {}
     for node in nodes:
         for value in (*(ref.value for ref in node.refs()), *node.outputs):

@@ -7,8 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 
+from ...capture.geometry import Geometry, geometry_of
 from ...capture.step import storage_key, whole_storage
-from ...capture.tensor import DeferredTensor, Geometry, geometry_of
+from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
 from ..guards.bindings import Bind, always
@@ -70,23 +71,24 @@ class Gradients:
                 tensor.requires_grad_(wanted)
 
     def fit(self, inputs: Inputs) -> bool:
-        """Whether the gradients that are there now can stand for those that the step was traced with: each lies as that
-        did, and in no other's memory."""
-        others: set[Any] | None = None
+        """Whether the step can be called with the gradients that are there now: each has the layout of the one that the
+        step was traced with, and shares memory with no other input."""
+        others: set[int] | None = None
+        memories: list[int] = []
         for value, readers in self._read.items():
             if not all(_is_laid_out(value, parameter.grad, view) for parameter, view in readers):
                 return False
             memory = {memory_of(parameter.grad) for parameter, _ in readers}
             if len(memory) > 1:
                 return False
+            memories += memory
             if memory_of(inputs[value]) in memory:
                 continue
             if others is None:
                 others = {memory_of(owner) for other, owner in inputs.items() if other not in self._read}
             if not memory.isdisjoint(others):
                 return False
-        gradients = [memory_of(readers[0][0].grad) for readers in self._read.values()]
-        return len(set(gradients)) == len(gradients)
+        return len(set(memories)) == len(memories)
 
     @property
     def read(self) -> Iterable[Value]:

@@ -1,4 +1,4 @@
-"""Where a step's inputs are between its calls, and what stands for each at a call."""
+"""A step's inputs: where they are between calls, and the array that each call passes for each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers' state: what a step binds anew in it, and whether somebody has put other tensors there."""
+"""Optimizers' state: what a step rebinds in it, and whether user code has put other tensors there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OptimizerStates:
         self._states = [StateOf(optimizer) for optimizer in self._seen]
 
     def replaced(self) -> bool:
-        """Whether somebody has put other tensors there."""
+        """Whether user code has put other tensors there."""
         return any(state.replaced() for state in self._states)
 
     def forget_new(self) -> None:
@@ -97,7 +97,7 @@ class OptimizerStates:
 
 
 class StateOf:
-    """The objects in an optimizer's state, to see whether somebody has put others in their place."""
+    """The objects in an optimizer's state, to see whether they have been replaced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

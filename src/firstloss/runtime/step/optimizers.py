@@ -11,9 +11,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
+from ...capture.exported_memory import store_at
+from ...capture.geometry import geometry_of
 from ...capture.scalars import tensor_of
-from ...capture.step import FirstStepDiffers, StepTrace, find_new_state, storage_key
-from ...capture.tensor import DeferredTensor, geometry_of, store_at
+from ...capture.step import FirstStepDiffers, StepTrace, find_new_state
+from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
     global_step_post_hooks,
@@ -25,7 +27,7 @@ from ...errors import TraceError
 from ...optim.adafactor import without_reads
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
-from ...program.graph import Value
+from ...program.graph import Value, span
 from ...program.source import here
 from ...undo import Undo
 from ..guards.effects import Effects
@@ -33,6 +35,7 @@ from ..guards.left import Left
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from .optimizer_state import OptimizerStates
+from .owners import memory_of
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .reload import load_in_place
 from .schedulers import Schedulers
@@ -268,7 +271,7 @@ def _keeps_gradients(group: dict[str, Any]) -> bool:
 
 
 def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether weights, gradients or state lie in each other's memory, so that it matters which weight is updated first:
+    """Whether weights, gradients or state overlap in memory, so that it matters which weight is updated first:
     operations on lists read what they need of all before they write."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
@@ -278,11 +281,10 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Its storage, and the first byte and the one after its last one in that."""
+    """The memory it is in, and the first byte and the one after its last one in that."""
     lent = None if type(tensor) is DeferredTensor else store_at(tensor)
     size, stride, offset, dtype = geometry_of(tensor) if lent is None else lent[1]
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return storage_key(tensor) if lent is None else id(lent[0]), offset * dtype.itemsize, (last + 1) * dtype.itemsize
+    return memory_of(tensor), offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
 
 @replaces("torch.amp.GradScaler.scale")

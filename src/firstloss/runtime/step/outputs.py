@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...capture.geometry import Geometry, geometry_of
 from ...capture.lost_history import returned
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
-from ...capture.tensor import Geometry, geometry_of
 from ...program.graph import Ref
 from ..guards.left import Left
 
@@ -57,13 +57,13 @@ class Outputs:
     """What comes out for Python, beside the state that the step changes.
 
     Attributes:
-        refs: the outputs by name, in the order in which they are asked for: results, what is left.
-        out: names of those that the first loss may be among.
-        made: of those that nobody waits for.
-        where: on a mesh, where those lie.
-        outgoing: the tensors by number, as `Env.fresh` is asked for them.
-        held: by name, storages that somebody holds in a place that was not found.
-        why_not: what cannot be made anew at each call, if something cannot.
+        refs: the outputs by name, in the order in which the executable returns them: results, then what is left.
+        out: names of the results, one of which may be the first loss.
+        made: names of what the step leaves in Python, which no caller waits for.
+        where: on a mesh, the shardings of `made`.
+        outgoing: the tensors by the number by which `Env.fresh` is asked for them.
+        held: by name, storages of tensors that are referenced from an object that was not found.
+        why_not: why the step has to be traced at each call, if it has to.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Outputs:
         self.held |= self._unseen
         self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
 
-    def lie_as(self, other: Outputs) -> bool:
-        """On a mesh: whether those of another step that does the same lie where these do."""
+    def same_shardings(self, other: Outputs) -> bool:
+        """On a mesh: whether the outputs of another step that does the same have these shardings."""
         return self.where == other.where
 
     def _views(
@@ -129,7 +129,7 @@ class Outputs:
             name = f"{kind}{len(names)}"
             names.append(name)
             first = parts[numbers[0]]
-            # What is only left stays as it lies (a gradient may be a product transposed), unless it is part of it.
+            # What is only left keeps its strides (a gradient may be a transposed product), unless it is a part of one.
             whole = len(numbers) > 1 or kind == "made" and first.ref.covers or key in unseen
             if key in unseen:
                 self._unseen[name] = unseen[key]
@@ -141,7 +141,8 @@ class Outputs:
         return [found[number] for number in range(len(parts))]
 
     def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
-        """Storages that the step has made and that somebody still holds, where the comparison has not found them."""
+        """Storages that the step has made and whose tensors are still referenced, from where the comparison has not
+        looked."""
         tracing = self._tracing
         placeholders = {
             id(owner._store) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
@@ -156,7 +157,8 @@ class Outputs:
         if any(id(store) not in expected for store in found):
             gc.collect(0)  # nothing was collected while the step was traced
             found = alive()
-        found = [store for store in found if id(store) in expected or _is_held(store)]
+        held = _held([store for store in found if id(store) not in expected])
+        found = [store for store in found if id(store) in expected or id(store) in held]
         if self.why_not is None and any(id(store) not in expected for store in found):
             self.why_not = cannot_be_made_anew("a tensor in a place that cannot be seen")
         return found
@@ -199,8 +201,18 @@ def cannot_be_made_anew(what: str) -> str:
     return f"it leaves {what}, which cannot be made anew at each call"
 
 
-def _is_held(store: DeferredStorage) -> bool:
-    """Whether an object of Python's holds a tensor of `store`, and not autograd's graph alone, which nobody reads: the
-    results of a step have none."""
-    tensors = store.alive()
-    return any(referrer is not tensors for referrer in gc.get_referrers(*tensors))
+def _held(stores: list[DeferredStorage]) -> set[int]:
+    """The ids of those storages whose tensors are referenced by a Python object, and not only by autograd's graph, of
+    which the results of a step keep nothing.
+
+    One search through all of Python's objects finds them.
+    """
+    if not stores:
+        return set()
+    tensors = [tensor for store in stores for tensor in store.alive()]
+    owners = {id(tensor): id(tensor._store) for tensor in tensors}
+    found: set[int] = set()
+    for referrer in gc.get_referrers(*tensors):
+        if referrer is not tensors:
+            found.update(owners[id(held)] for held in gc.get_referents(referrer) if id(held) in owners)
+    return found

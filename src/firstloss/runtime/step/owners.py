@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
+from ...capture.exported_memory import store_at, stores_met_by
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
-from ...capture.tensor import store_at
 from ...compat.torch_names import storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Node, Ref, Value
@@ -117,10 +117,11 @@ class Owners:
         found: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
-            if type(leaf) is DeferredTensor:
+            stores = [leaf._store] if type(leaf) is DeferredTensor else [store for store, _ in stores_met_by(leaf)]
+            if stores:
                 if self._stores is None:
                     self._stores = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
-                if id(leaf._store) in self._stores:
+                if not self._stores.isdisjoint(map(id, stores)):
                     found.add(i)
         if not self._writes_outside:
             return found
@@ -130,7 +131,7 @@ class Owners:
         written = {storage_key(arguments.leaves[i]) for i in self.edited}
         for key, numbers in where.items():
             alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
-            if key in written and not alone or self._tracing.shares(key):
+            if key in written and not alone or self._tracing.shares(arguments.leaves[numbers[0]]):
                 found.update(numbers)
         return found
 
@@ -158,7 +159,7 @@ class Owners:
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
-                if store_at(new) is not None or self._tracing.shares(storage_key(new)):
+                if store_at(new) is not None or self._tracing.shares(new):
                     return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):

@@ -1,4 +1,4 @@
-"""A step in segments: each distinct one compiled once, side by side, and called in turn at every step."""
+"""A step in segments: each distinct one compiled once, side by side, and called in order at every step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from ... import timeline
 from ...lower import aten
 from ...lower.dtypes import to_jax
-from ...lower.program import constant, run_calls
+from ...lower.program import Template, constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
 from ..device.dispatch import Shield, begun, called, calling, direct, flat, probe_memory
@@ -25,6 +25,7 @@ from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
 from ..mesh.edges import Edges
+from ..mesh.peers import peers_of
 from . import notes
 from .first_loss import FirstLoss
 
@@ -34,19 +35,19 @@ class Function(NamedTuple):
 
     Attributes:
         like: the first of these segments.
-        takes: which of a segment's inputs, in the order of its arguments: first those whose memory it may reuse.
-        gives: which of its outputs, in order: first what takes the place of those.
+        argument_order: which of a segment's inputs are its arguments: first those whose memory it may reuse.
+        result_order: which of the segment's outputs are its results: first what takes the place of those.
         reused: how many these are.
     """
 
     like: Segment
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
+    argument_order: tuple[int, ...]
+    result_order: tuple[int, ...]
     reused: int
 
 
-class _Turn(NamedTuple):
-    """A segment's turn in a step: its function, and the numbered slots that it reads, fills and frees.
+class _Call(NamedTuple):
+    """A call of a segment's function in a step: which, and the numbered slots that it reads, fills and frees.
 
     What it fills is one range, so that its results are put there in one go: a step has some thousand of them.
     """
@@ -57,8 +58,8 @@ class _Turn(NamedTuple):
     frees: tuple[int, ...]
 
 
-def _filled(turn: _Turn) -> range:
-    return range(turn.fills.start, turn.fills.stop)
+def _filled(call: _Call) -> range:
+    return range(call.fills.start, call.fills.stop)
 
 
 class SegmentedStep:
@@ -97,12 +98,12 @@ class SegmentedStep:
         kept = {cut.outputs[n] for group in outputs for n in group}
         renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
         functions = functions_of(cut.segments, renewed, kept, edges)
-        self._turns = self._plan(cut.segments, functions, kept)
+        self._calls = self._plan(cut.segments, functions, kept)
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
         with x64():
             self._constants = {slot: self._put(array) for slot, array in self._constants.items()}
         reuse = {n for n, function in functions.items() if function.reused}
-        self._first = self._turns_to(self._results[-1], reuse)
+        self._first = self._calls_to(self._results[-1], reuse)
         self._functions = functions
         self._compiled = _Compiling(name, functions, edges, compiles)
         self.first_loss = first_loss
@@ -114,7 +115,7 @@ class SegmentedStep:
 
     def lower_first(self) -> None:
         """Lower what the loss needs."""
-        first = {turn.function for turn in self._turns[: self._first]}
+        first = {call.function for call in self._calls[: self._first]}
         while self._compiled.lower_next(first or self._functions):
             pass
 
@@ -132,22 +133,22 @@ class SegmentedStep:
 
     # -- which slot holds what --
 
-    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]) -> list[_Turn]:
-        turns = []
+    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]) -> list[_Call]:
+        calls = []
         for segment in segments:
             function = functions[segment.function]
-            reads = tuple(self._slot(segment.inputs[i]) for i in function.takes)
+            reads = tuple(self._slot(segment.inputs[i]) for i in function.argument_order)
             begin = len(self._slots)
-            for i in function.gives:
+            for i in function.result_order:
                 self._slot(segment.outputs[i])
-            assert len(self._slots) - begin == len(function.gives), "a segment gives what has a slot already"
-            turns.append(_Turn(segment.function, reads, slice(begin, len(self._slots)), ()))
+            assert len(self._slots) - begin == len(function.result_order), "a segment gives what has a slot already"
+            calls.append(_Call(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
-        for n in reversed(range(len(turns))):
-            frees = {slot for slot in (*turns[n].reads, *_filled(turns[n])) if slot not in seen}
+        for n in reversed(range(len(calls))):
+            frees = {slot for slot in (*calls[n].reads, *_filled(calls[n])) if slot not in seen}
             seen |= frees
-            turns[n] = turns[n]._replace(frees=tuple(frees))
-        return turns
+            calls[n] = calls[n]._replace(frees=tuple(frees))
+        return calls
 
     def _slot(self, value: Value | int) -> int:
         slot = self._slots.get(value)
@@ -160,15 +161,15 @@ class SegmentedStep:
                 self._constants[slot] = constant(never_written if value.real is None else value.real)
         return slot
 
-    def _turns_to(self, results: Sequence[int], reuse: set[int]) -> int:
-        """How many turns there are until all `results` are there; none, if the old state is overwritten before."""
+    def _calls_to(self, results: Sequence[int], reuse: set[int]) -> int:
+        """How many calls it takes until all `results` are there; none, if the old state is overwritten before."""
         wanted = set(results) - set(range(self._given)) - set(self._constants)
-        for n, turn in enumerate(self._turns):
+        for n, call in enumerate(self._calls):
             if not wanted:
                 return n
-            if turn.function in reuse:
+            if call.function in reuse:
                 break
-            wanted.difference_update(_filled(turn))
+            wanted.difference_update(_filled(call))
         return 0
 
     # -- a step --
@@ -181,7 +182,7 @@ class SegmentedStep:
         group is there: those in the others are lazy. So the first loss does not wait until the backward pass is
         compiled.
         """
-        if not isinstance(seed, jax.Array) and (self._on_mesh or len(self._turns) > 1):
+        if not isinstance(seed, jax.Array) and (self._on_mesh or len(self._calls) > 1):
             seed = self._put(seed)
         # One more than there are: where the last segment gives nothing, it begins there.
         slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given + 1)]
@@ -216,10 +217,10 @@ _NOT_YET: Any = _NotYet()
 
 
 class Later(Future):
-    """What the turns after the loss make of the state, by slots, in a thread of their own.
+    """What the calls after the loss make of the state, by slots, in a thread of their own.
 
     Attributes:
-        failed: called when somebody asks, and they have failed.
+        failed: called when one is asked for and making it has failed.
     """
 
     failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
@@ -241,7 +242,7 @@ class SegmentedRun:
         self._step = step
         self._slots = slots
         self._seed = seed
-        self.later: Later | None = None  # of a first run: what the turns after the loss will make
+        self.later: Later | None = None  # of a first run: what the calls after the loss will make
         self.shield: Shield | None = None
         self._first_results: list[Any] | None = None  # those that no compiled function has made
 
@@ -251,7 +252,7 @@ class SegmentedRun:
         if self.later is not None:
             return
         if step.ran:
-            self._run(step._turns)
+            self._run(step._calls)
         else:
             self._first_run()
 
@@ -269,10 +270,10 @@ class SegmentedRun:
         assert self.later is not None
         return LazyArray(functools.partial(self.later.of, slot))
 
-    def turn(self) -> int:
-        """Which turn is the next."""
-        turns = self._step._turns
-        return next((n for n, turn in enumerate(turns) if self._slots[turn.fills.start] is _NOT_YET), len(turns))
+    def next_call(self) -> int:
+        """The number of the call that comes next."""
+        calls = self._step._calls
+        return next((n for n, call in enumerate(calls) if self._slots[call.fills.start] is _NOT_YET), len(calls))
 
     def begun(self) -> bool:
         """After an interrupt: whether state has been handed over; else it will not be."""
@@ -281,29 +282,29 @@ class SegmentedRun:
                 return True
             self.later = None
             return False
-        shield, turns = self.shield, self._step._turns
-        if shield is not None and shield.turn == self.turn():
+        shield, calls = self.shield, self._step._calls
+        if shield is not None and shield.number == self.next_call():
             results = shield.rescued()
             if results is not None:
-                self._slots[turns[shield.turn].fills] = results
+                self._slots[calls[shield.number].fills] = results
         compiled = self._step._compiled
-        return any(compiled.reuses(turn.function) for turn in turns[: self.turn()])
+        return any(compiled.reuses(call.function) for call in calls[: self.next_call()])
 
-    def _run(self, turns: Sequence[_Turn]) -> None:
-        """Run those of `turns` that have not been run: it may go on where it was interrupted."""
+    def _run(self, calls: Sequence[_Call]) -> None:
+        """Run those of `calls` that have not been run: it may go on where it was interrupted."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         few = self._step._on_mesh and on_cpu()
         calling(self)
-        for turn in turns:
-            fills = turn.fills
+        for call in calls:
+            fills = call.fills
             if slots[fills.start] is _NOT_YET:
                 if few:
                     begun.wait()
                 # The results are in their slots when the instruction is through.
-                slots[fills] = flat(called(compiled[turn.function], ((seed, *[slots[i] for i in turn.reads]),)))
+                slots[fills] = flat(called(compiled[call.function], ((seed, *[slots[i] for i in call.reads]),)))
                 if few:
                     begun.add(slots[fills.stop - 1])
-            for slot in turn.frees:
+            for slot in call.frees:
                 slots[slot] = None
         calling(None)
 
@@ -318,15 +319,15 @@ class SegmentedRun:
             step.first_loss = None
             step.lower_first()
         put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
-        for turn in step._turns[: step._first]:
-            while not (put_off or compiled.done(turn.function)) and compiled.lower_next(hold=on_cpu()):
+        for call in step._calls[: step._first]:
+            while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
-            for slot in turn.reads:
+            for slot in call.reads:
                 slots[slot] = ready(slots[slot])
-            self._run([turn])
+            self._run([call])
         while not put_off and compiled.lower_next(hold=on_cpu()):
             pass
-        if step._first in (0, len(step._turns)):
+        if step._first in (0, len(step._calls)):
             self._finish()
             return
         results = {i: ready(slots[i]) for i in step._results[-1]}
@@ -359,7 +360,7 @@ class SegmentedRun:
         threading.Thread(target=finish, name="firstloss-first-step").start()
 
     def _finish(self) -> None:
-        """The turns that the results do not need. What could fail, fails before: they overwrite the old state."""
+        """The calls that the results do not need. What could fail, fails before: they overwrite the old state."""
         step = self._step
         begin_behind()
         while step._compiled.lower_next():
@@ -368,7 +369,7 @@ class SegmentedRun:
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
         self._slots[:] = map(ready, self._slots)
-        self._run(step._turns)
+        self._run(step._calls)
         step.ran = True
 
 
@@ -386,6 +387,9 @@ class _Compiling:
         self._futures: dict[int, Future[Any]] = {}
         self._executables: dict[int, Any] = {}
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
+        self._peers = peers_of(edges.whole.mesh) if edges is not None and compiles else None
+        if self._peers is not None:
+            self._peers.agree(name, self.digest)
 
     def lower_next(self, among: Container[int] | None = None, hold: bool = False) -> bool:
         """Lower the next function, and begin to compile it; False if none is left (`among` these).
@@ -410,14 +414,17 @@ class _Compiling:
             self._held.clear()
         while self._held:
             number = next(iter(self._held))
-            self._futures[number] = self._pool.submit(self._compile, self._held[number])
+            self._futures[number] = self._pool.submit(self._compile, number, self._held[number])
             del self._held[number]  # an interrupt before has it compiled twice
         if not self._todo:
             self._pool.shutdown(wait=False)
 
-    def _compile(self, lowered: Any) -> Any:
+    def _compile(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
-            return lowered.compile(compile_options())
+            if self._peers is None or self._edges is None:
+                return lowered.compile(compile_options())
+            devices = self._edges.whole.mesh.devices
+            return self._peers.compile(number, self._name, lowered, compile_options(), devices)
 
     def reuses(self, number: int) -> bool:
         """Whether a function overwrites old state."""
@@ -445,13 +452,24 @@ def _digest(functions: Iterable[Function]) -> str:
         for call in function.like.calls:
             shapes = [(value.shape, value.dtype) for value in call.outputs]
             found.update(f"{call.node and call.node.op} {shapes}".encode())
+            if isinstance(call.kind, Template):
+                found.update(repr([*_plain((call.kind.args, call.kind.kwargs))]).encode())
     return found.hexdigest()
+
+
+def _plain(args: Any) -> Iterator[Any]:
+    """The numbers and words among a call's arguments."""
+    if isinstance(args, (tuple, list)):
+        for arg in args:
+            yield from _plain(arg)
+    elif isinstance(args, (int, float, complex, str)):
+        yield args
 
 
 def _lower(name: str, function: Function, edges: Edges | None) -> Any:
     segment = function.like
-    inputs = [segment.inputs[i] for i in function.takes]
-    outputs = [segment.outputs[i] for i in function.gives]
+    inputs = [segment.inputs[i] for i in function.argument_order]
+    outputs = [segment.outputs[i] for i in function.result_order]
 
     def run(seed: Any, *given: Any) -> tuple:
         arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
@@ -498,12 +516,12 @@ def functions_of(
         if segment.function not in functions:
             taken = dict(sorted(reusable[segment.function]))
             given = set(taken.values())
-            takes = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
+            arguments = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
             # XLA on a CPU schedules for the first result first: what is made last goes there, since all that leads to
-            # it is then done in turn. In the order of making, a checkpointed step takes 1.4 times the memory.
+            # it is then done in order. In the order of making, a checkpointed step takes 1.4 times the memory.
             others = (i for i in reversed(range(len(segment.outputs))) if i not in given)
-            gives = (*taken.values(), *others)
-            functions[segment.function] = Function(segment, takes, gives, len(taken))
+            results = (*taken.values(), *others)
+            functions[segment.function] = Function(segment, arguments, results, len(taken))
     return functions
 
 

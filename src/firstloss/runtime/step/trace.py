@@ -177,7 +177,7 @@ class TracedStep:
             BackendError: if the current backend does not compile.
             TraceError: if the step cannot be traced.
         """
-        from .plan import plan_step
+        from .planning import plan_step
 
         arguments, _ = Shapes(self._name, "recompile").admit(args, kwargs)
         return plan_step(self._step, arguments, current_backend())

@@ -65,7 +65,7 @@ class TracedProgram:
     @property
     def why_not(self) -> str | None:
         """Why it has to be traced at each call, if so."""
-        return self.optimizers.state.counts or self.outputs.why_not or self.effects.why_not
+        return self.trace.why_not or self.optimizers.state.counts or self.outputs.why_not or self.effects.why_not
 
     def does_the_same(self, other: TracedProgram) -> bool:
         """Whether two compute the same from the same: the compiled step of one will do for the other."""

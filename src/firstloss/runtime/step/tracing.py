@@ -11,8 +11,9 @@ import torch
 from ...capture import numbers_in_memory
 from ...capture.deferred import named_tensors
 from ...capture.new_memory import Viewer
+from ...capture.other_storage import reseat
 from ...capture.step import StepTrace, is_traced
-from ...capture.tensor import DeferredTensor, reseat
+from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
 from ...program.graph import Ref
 from ...program.program import Program
@@ -215,6 +216,7 @@ class _Undoable(Protocol):
 def _undo(traced: _Undoable) -> None:
     if traced.effects is not None:
         traced.effects.undo()
+    traced.trace.lay_back()
     traced.trace.new_memory.rejoin()
     traced.gradients.undo()
     traced.modes.undo()

@@ -197,7 +197,7 @@ class DataLoader:
 
 def _iterator(loader: Any) -> Iterator[Any]:
     """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits for ever: a
-    dataset has no reason to, and docs/runtime.md says so."""
+    dataset has no reason to, and docs/how-to/traced-step.md says so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
         return iter(loader)

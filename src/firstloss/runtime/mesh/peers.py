@@ -1,0 +1,202 @@
+"""The other processes that run the same steps: they agree on each, and one compiles its functions for all.
+
+What they tell each other goes by JAX's coordination service, which holds keys and values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import os
+import pickle
+import platform
+import sys
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...compat.jax_names import distributed_client
+from ...errors import BackendError, ProcessLostError
+from ...files import written_aside
+
+_PATIENCE = 60  # seconds after which a process says for whom it waits
+_PIECE = 1 << 20  # bytes of a value: a message of the service has a limit
+_steps = itertools.count()
+
+
+class Peers:
+    """The processes of a step, this one among them.
+
+    Each process makes one of these for each step that it compiles, in the order in which the program comes to them: so
+    the number of a step is the same in all.
+    """
+
+    def __init__(self, client: Any, index: int, count: int) -> None:
+        self._client = client
+        self._index = index
+        self._count = count
+        self._step = f"firstloss/step{next(_steps)}"
+
+    def agree(self, name: str, digest: str) -> None:
+        """Wait until all have come to this step, and see that it is the same in all.
+
+        Raises:
+            BackendError: if it is not, in each of them.
+        """
+        client, folder = self._client, f"{self._step}/same"
+        client.key_value_set(f"{folder}/{self._index}", f"{name} {digest}")
+        if client.key_value_increment(f"{self._step}/come", 1) == self._count:
+            client.key_value_set(f"{self._step}/all", "")
+        self._wait(f"{self._step}/all", name)
+        found = {int(key.rsplit("/", 1)[1]): said.split() for key, said in client.key_value_dir_get(folder)}
+        differing = {number: said for number, said in sorted(found.items()) if said != found[0]}
+        if differing:
+            number, (other, _) = next(iter(differing.items()))
+            ours = found[0][0]
+            raise BackendError(
+                f"process {self._index} of {self._count}: the processes do not run the same program: process 0 has "
+                f"come to the step {ours}, and process {number} to "
+                + (other if other != ours else "other operations, shapes or numbers in it")
+                + (f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else "")
+                + ". A step is one for all processes: the same code, the same numbers in it, batches of the same "
+                "shapes and dtypes. What only one of them does (a log, an evaluation) must not call a step."
+            )
+
+    def compile(self, number: int, name: str, lowered: Any, options: dict[str, Any], devices: Any) -> Any:
+        """The executable of function `number` of the step: process 0 compiles it, or finds it in the folder of those
+        compiled before; the others are given it.
+
+        Raises:
+            BackendError: if process 0 has lowered something else.
+        """
+        client, key = self._client, f"{self._step}/function{number}"
+        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if self._index == 0:
+            pieces: list[bytes] = []
+            try:
+                compiled, packed = _compiled(lowered, options, devices, text)
+                pieces = [packed[i : i + _PIECE] for i in range(0, len(packed), _PIECE)]
+            finally:  # nothing, if it has failed: the others will say of themselves why
+                for n, piece in enumerate(pieces):
+                    client.key_value_set_bytes(f"{key}/{n}", piece)
+                client.key_value_set(f"{key}/is", f"{len(pieces)} {text}")
+            return compiled
+        count, theirs = self._wait(f"{key}/is", f"{name}, which process 0 compiles").split()
+        if theirs != text:
+            raise BackendError(
+                f"process {self._index} of {self._count}: {name} has the operations and shapes of process 0's, and "
+                "other constants in it, which are not the same in all processes. What differs between them (the rows "
+                "that each reads) belongs into a batch of firstloss.distributed.global_batch."
+            )
+        packed = b"".join(
+            client.blocking_key_value_get_bytes(f"{key}/{n}", 1000 * _PATIENCE) for n in range(int(count))
+        )
+        if client.key_value_increment(f"{self._step}/taken{number}", 1) == self._count - 1:
+            client.key_value_delete(key)
+        return _unpacked(packed, lowered, devices) if packed else lowered.compile(options)
+
+    def _wait(self, key: str, what: str) -> str:
+        """The value of `key`, once it is set. If one of the processes dies, JAX ends those that wait."""
+        for turn in itertools.count(1):
+            try:
+                return self._client.blocking_key_value_get(key, 1000 * _PATIENCE)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise lost(error) from error
+                sys.stderr.write(
+                    f"firstloss: process {self._index} of {self._count} has waited {turn * _PATIENCE} s for {what}\n"
+                )
+                sys.stderr.flush()
+        raise AssertionError
+
+
+def peers_of(mesh: Any) -> Peers | None:
+    """Those who run steps on a `jax.sharding.Mesh`; None if this process does so alone, or does not know the others."""
+    client = distributed_client() if jax.process_count() > 1 else None
+    if client is None:
+        return None
+    found = {device.process_index for device in mesh.devices.flat}
+    return Peers(client, jax.process_index(), len(found)) if len(found) == jax.process_count() else None
+
+
+def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: str) -> tuple[Any, bytes]:
+    """The executable, and what the others make the same of; that is kept in the folder of what has been compiled.
+
+    JAX's own files there are not for several processes: on a CPU another one looks for another name, and what has been
+    read from such a file cannot be packed again.
+    """
+    places = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
+    versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
+    name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
+    path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is compiled anew
+        packed = file.read()
+        return _unpacked(packed, lowered, devices), packed
+    _reads.count = 0
+    compiled = lowered.compile(options)
+    packed = b"" if _reads.count else _packed(compiled)
+    if packed:
+        with contextlib.suppress(OSError), written_aside(path) as file:
+            file.write(packed)
+    return compiled, packed
+
+
+class _Reads(threading.local):
+    """How many executables this thread has read from JAX's files."""
+
+    count = 0
+
+
+_reads = _Reads()
+
+
+def _note_read(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _reads.count += 1
+
+
+jax.monitoring.register_event_listener(_note_read)
+
+
+@functools.cache
+def _processor() -> str:
+    """What executables for this machine's processor may use."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return platform.processor()
+
+
+def _packed(compiled: Any) -> bytes:
+    from jax.experimental import serialize_executable
+
+    try:
+        return serialize_executable.serialize(compiled)[0]
+    except (ValueError, NotImplementedError, TypeError, AttributeError, RuntimeError, pickle.PicklingError):
+        return b""  # of a backend that cannot: each compiles
+
+
+def _unpacked(packed: bytes, lowered: Any, devices: np.ndarray) -> Any:
+    from jax.experimental import serialize_executable
+
+    return serialize_executable.deserialize_and_load(
+        packed, lowered.in_tree, lowered.out_tree, execution_devices=tuple(devices.flat)
+    )
+
+
+# What JAX, Gloo and NCCL say when the one at the other end is gone.
+_GONE = ("Connection reset", "Connection closed", "Broken pipe", "Connection refused", "unhealthy", "heartbeat", "NCCL")
+
+
+def lost(error: BaseException) -> BaseException:
+    """`error`, or, if that says that another process is gone, one that says so to whoever trains."""
+    if jax.process_count() == 1 or not any(words in str(error) for words in _GONE):
+        return error
+    return ProcessLostError(
+        f"process {jax.process_index()} of {jax.process_count()}: another process has ended, or cannot be reached any "
+        "more, so this one cannot go on. What that one has written last says why. Start all of them again; "
+        "firstloss.load goes on from the last checkpoint."
+    )

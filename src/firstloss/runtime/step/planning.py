@@ -1,0 +1,254 @@
+"""How a step's plan is made: from the traced step, cut as it would be compiled."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...capture import session
+from ...capture.deferred import named_tensors
+from ...capture.recorder import DeferredStorage
+from ...errors import BackendError
+from ...init import shardings
+from ...lower.estimate import Jaxprs, local_bytes, work_of
+from ...lower.segments import Segment
+from ...lower.sharding import Axes, Placed
+from ...program.graph import Value
+from ...uncollected import put_off
+from ...undo import Undo
+from ..backend import Backend
+from ..mesh.edges import spec_of
+from ..mesh.mesh import SMALL, Mesh
+from . import tracing
+from .arguments import Arguments
+from .compiling import Parts, parts_of
+from .inputs import Inputs
+from .owners import Owner, storage_or_itself
+from .plan import Held, Part, StepPlan
+from .segmented import Function, functions_of
+from .surroundings import Surroundings
+from .traced import TracedProgram
+
+
+def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:
+    """See `TracedStep.plan`."""
+    if not backend.is_xla:
+        raise BackendError(
+            f'backend "{backend.name}" compiles nothing that could be planned. Make the backend "XLA", for a mesh that '
+            "is not there with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
+        )
+    with Undo() as undo, undo, session.tracing:
+        put_off(undo)
+        around = Surroundings((step, *arguments.own(), *backend.models), [], False)
+        traced = tracing.trace_step(step, arguments, backend, around)
+        try:
+            if traced.raised is not None:
+                raise traced.raised
+            inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
+            return _Planner(traced, parts_of(traced, inputs, backend), inputs, backend).plan()
+        finally:
+            tracing.abandon(traced, around)
+
+
+class _Planner:
+    """Goes through the segments of one traced step."""
+
+    def __init__(self, traced: TracedProgram, parts: Parts, inputs: Inputs, backend: Backend) -> None:
+        self._gradients: set[Value] = traced.optimizers.given
+        self._axes: Axes = backend.mesh.axes if backend.mesh is not None else {}
+        self._scatters = backend.mesh is None or backend.mesh.scatters
+        self._arrays = _Arrays(traced, inputs, backend, self._axes)
+        self._edges = parts.edges
+        self._segments: Sequence[Segment] = parts.cut.segments
+        outputs = parts.cut.outputs
+        kept = {outputs[name] for group in parts.groups for name in group}
+        self._persistent = {*kept, *parts.state, *parts.read}  # it outlives the step, or was there before
+        renewed = {old: outputs[name] for old, name in zip(parts.state, parts.groups[0], strict=True)}
+        self._functions = functions_of(self._segments, renewed, kept, parts.edges)
+        self._jaxprs: Jaxprs = {}
+
+    def plan(self) -> StepPlan:
+        """The plan."""
+        index = {number: i for i, number in enumerate(self._functions)}
+        plan = StepPlan(
+            axes=dict(self._axes),
+            held=self._arrays.held,
+            parts=[self._part(number, function) for number, function in self._functions.items()],
+            order=[index[segment.function] for segment in self._segments],
+            gradients=sum(one.bytes for one in self._arrays.held if one.name in self._arrays.trained),
+        )
+        self._find_peak(plan)
+        return plan
+
+    def _placed(self, value: Value | int) -> Placed:
+        if isinstance(value, int):
+            return Placed(())
+        return Placed(((),) * len(value.shape)) if self._edges is None else self._edges.placed(value)
+
+    def _size(self, value: Value | int) -> int:
+        """Bytes on each device."""
+        if isinstance(value, int):
+            return 4
+        return local_bytes(value.shape, value.dtype.itemsize, self._placed(value).spec, self._axes)
+
+    def _reused(self, segment: Segment) -> set[Value]:
+        """What a segment makes in the memory of its arguments."""
+        function = self._functions[segment.function]
+        return {segment.outputs[i] for i in function.result_order[: function.reused]}
+
+    def _part(self, number: int, function: Function) -> Part:
+        segment = function.like
+        names = self._arrays.names
+        name, layers = _name_of([names[v] for v in segment.inputs if isinstance(v, Value) and v in names])
+        known = {v: self._placed(v) for v in (*segment.inputs, *segment.outputs) if isinstance(v, Value)}
+        reused = self._reused(segment)
+        return Part(
+            name=name,
+            turns=sum(one.function == number for one in self._segments),
+            layers=layers,
+            updates=function.reused > 0,
+            work=work_of(segment, known, self._axes, reused=reused, scatters=self._scatters, jaxprs=self._jaxprs),
+            given=sum(map(self._size, segment.inputs)),
+            made=sum(map(self._size, segment.outputs)),
+            reused=sum(map(self._size, reused)),
+            function=number,
+        )
+
+    def _find_peak(self, plan: StepPlan) -> None:
+        """Go through the segments as a step does: what one makes lives until it has been read for the last time."""
+        last_read = {value: n for n, segment in enumerate(self._segments) for value in segment.inputs}
+        resident = {role: plan.bytes_of(role) for role in ("weights", "state", "batch")}
+        live: dict[Value | int, int] = {}
+        most = -1
+        for n, segment in enumerate(self._segments):
+            reused = self._reused(segment)
+            live.update((value, self._size(value)) for value in segment.outputs if value not in reused)
+            plan.live.append(sum(live.values()))
+            scratch = plan.parts[plan.order[n]].work.scratch
+            now = sum(resident.values()) + plan.live[n] + scratch
+            if now > most:
+                most = now
+                gradients = sum(nbytes for value, nbytes in live.items() if value in self._gradients)
+                plan.peak = {
+                    **resident,
+                    "gradients": gradients,
+                    "activations": plan.live[n] - gradients,
+                    "scratch": scratch,
+                }
+                plan.peak_part = plan.order[n]
+            for value in (*segment.inputs, *segment.outputs):
+                if last_read.get(value, n) <= n and value not in self._persistent:
+                    live.pop(value, None)
+
+
+class _Arrays:
+    """The arrays that live from step to step, and the arguments.
+
+    Attributes:
+        held: all of them.
+        names: of the inputs that stand for them.
+        trained: names of the parameters that get gradients.
+    """
+
+    def __init__(self, traced: TracedProgram, inputs: Inputs, backend: Backend, axes: Axes) -> None:
+        self.held: list[Held] = []
+        self.names: dict[Value, str] = {}
+        self.trained: set[str] = set()
+        self._backend, self._axes = backend, axes
+        self._named: dict[int, str] = {}  # by the id of a storage or of a tensor from outside
+        self._add_models()
+        self._add_state(traced)
+        for value, owner in traced.owners.inputs.items():
+            if value in traced.owners.arguments:
+                self._add_argument(traced.owners.arguments[value], value, inputs.where.get(value))
+            elif id(owner) in self._named:
+                self.names[value] = self._named[id(owner)]
+
+    def _add_models(self) -> None:
+        self._of_parameter: dict[int, str] = {}
+        for number, model in enumerate(self._backend.models):
+            prefix = f"{number}." if len(self._backend.models) > 1 else ""
+            for name, tensor, kind in named_tensors(model):
+                self._add(prefix + name, tensor, "weights")
+                self._of_parameter.setdefault(id(tensor), prefix + name)
+                if kind == "parameter" and tensor.requires_grad:
+                    self.trained.add(prefix + name)
+
+    def _add_state(self, traced: TracedProgram) -> None:
+        for optimizer in traced.optimizers.seen:
+            for parameter, entries in optimizer.state.items():
+                name = self._of_parameter.get(id(parameter), "a weight")
+                for key, entry in entries.items():
+                    if isinstance(entry, torch.Tensor):
+                        self._add(f"{name}.{key}", entry, "state")
+
+    def _add(self, name: str, tensor: torch.Tensor, role: str) -> None:
+        owner = storage_or_itself(tensor)
+        if id(owner) not in self._named:
+            self._named[id(owner)] = name
+            self.held.append(_array(name, role, owner, tensor, self._backend, self._axes))
+
+    def _add_argument(self, number: int, value: Value, sharding: Any) -> None:
+        spec = spec_of(sharding, len(value.shape)) if sharding is not None else ((),) * len(value.shape)
+        nbytes = local_bytes(value.shape, value.dtype.itemsize, spec, self._axes)
+        self.held.append(Held(f"argument {number}", "batch", tuple(value.shape), value.dtype, spec, nbytes))
+
+
+def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Backend, axes: Axes) -> Held:
+    value = owner.value if isinstance(owner, DeferredStorage) else owner
+    shape, dtype = tuple(value.shape), value.dtype
+    sharding = None
+    if isinstance(owner, DeferredStorage) and backend.mesh is not None:
+        sharding = owner.resident.sharding if owner.resident is not None else backend.mesh.of_store(owner)
+    spec = ((),) * len(shape) if sharding is None else spec_of(sharding, len(shape))
+    cut = {axis for entry in spec for axis in entry}
+    whole = tuple(axis for axis, size in axes.items() if axis not in cut and size > 1)
+    nbytes = local_bytes(shape, dtype.itemsize, spec, axes)
+    why = _why_whole(tensor, shape, whole, backend.mesh) if whole and backend.mesh is not None else ""
+    return Held(name, role, shape, dtype, spec, nbytes, whole, why)
+
+
+def _why_whole(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
+    mark = shardings.mark_of(tensor)
+    said = " x ".join(map(str, shape)) or "a number"
+    reasons = []
+    if mark is not None:
+        wanted = {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
+        refused = [axis for axis in whole if axis in wanted]
+        unsaid = [axis for axis in whole if axis not in wanted]
+        reasons += [f"no dimension left of {said} is divisible by {axis}={mesh.axes[axis]}" for axis in refused]
+        reasons += [f"its spec does not name {axis}" for axis in unsaid]
+    elif math.prod(shape) < SMALL:
+        reasons.append(f"smaller than {SMALL:,} elements")
+    else:
+        data = mesh.data or tuple(mesh.axes)
+        reasons += [f"no spec cuts it over {axis}" for axis in whole if axis not in data]
+        left = [axis for axis in whole if axis in data]
+        if left:
+            parts = math.prod(mesh.axes[axis] for axis in data)
+            reasons.append(f"no dimension of {said} is divisible by {parts} ({' x '.join(data)})")
+    return "; ".join(reasons)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _name_of(weights: Sequence[str]) -> tuple[str, int]:
+    """What modules with these weights are called in a word, and how many layers they are."""
+    tops = dict.fromkeys(_top(name) for name in weights)
+    numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
+    return ", ".join(tops) or "what reads no weights", max(len(numbers), 1)
+
+
+def _top(name: str) -> str:
+    """`model.layers.*` for `model.layers.3.mlp.up.weight`; `model.embed` for `model.embed.weight`."""
+    found = _NUMBER.search(name)
+    if found is not None:
+        return name[: found.start()] + "*"
+    for end in (".exp_avg", ".exp_avg_sq", ".step", ".momentum_buffer"):
+        name = name.removesuffix(end)
+    return name.rpartition(".")[0] or name

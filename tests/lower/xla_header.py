@@ -1,0 +1,30 @@
+"""Our declarations of XLA's interface for handlers in C, against the header that JAX brings."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+
+
+def assert_declared(
+    source: Path, fields: Iterable[tuple[str, str, str, str]], numbers: Mapping[str, str], folder: Path
+) -> None:
+    """What a source in C uses of XLA's structures lies where the header has it.
+
+    Args:
+        source: the C source.
+        fields: (our structure, its field, the header's structure, its field).
+        numbers: our constants, and the header's.
+        folder: for the program that the compiler checks.
+    """
+    checks = [f"offsetof({ours}, {field}) == offsetof({theirs}, {name})" for ours, field, theirs, name in fields]
+    checks += [f"(int){ours} == (int){theirs}" for ours, theirs in numbers.items()]
+    lines = [f'_Static_assert({check}, "{i}");' for i, check in enumerate(checks)]
+    program = folder / "check.c"
+    program.write_text("\n".join(['#include "xla/ffi/api/c_api.h"', f'#include "{source}"', *lines, ""]))
+    command = ["cc", "-std=c11", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", str(program)]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
