@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) 
     """Let a deferred tensor look at `store` from now on."""
     _set_data(tensor, DeferredTensor.wrap(store, *geometry))
     tensor._store = store
-    store.tensors.append(weakref.ref(tensor))
+    store.add(tensor)
 
 
 def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
@@ -52,19 +51,31 @@ def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     become(tensor, new)
     if kind is torch.nn.Parameter:
         setattr(tensor, PARAMETER_FLAG, True)
-    store.tensors.append(weakref.ref(tensor))
+    store.add(tensor)
 
 
-def share_memory(tensor: Tensor, real: Tensor) -> None:
-    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory."""
-    leaf = is_leaf(tensor)
+def share_memory(tensor: Tensor, real: Tensor, is_computed: bool = False) -> None:
+    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory.
+
+    With `is_computed` it has been computed, for autograd, from what wants gradients.
+    """
     with DisableTorchDispatch(), torch.no_grad():
-        shown: Tensor = real.detach()
-        if not leaf:
-            shown = without_history(shown, str(here()))
-        elif is_parameter(tensor):
-            shown = torch.nn.Parameter(shown, tensor.requires_grad)
-        become(tensor, shown)
+        become(tensor, like(tensor, real.detach(), is_computed or not is_leaf(tensor), str(here())))
+
+
+def like(tensor: Tensor, real: Tensor, is_computed: bool, where: str) -> Tensor:
+    """A real tensor that shows what `real` does, and is a parameter if `tensor` is one.
+
+    One that `is_computed` has lost its history at the line `where`: a gradient that comes to it is an error.
+    """
+    lost = without_history(real.detach(), where) if is_computed else None
+    if not is_parameter(tensor):
+        return real if lost is None else lost
+    real = torch.nn.Parameter(real, tensor.requires_grad and not is_computed)
+    if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
+        with torch.enable_grad():
+            real.copy_(lost)
+    return real
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
@@ -87,7 +98,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     other.__dict__.clear()
     other.__dict__.update(had)
     if was is DeferredTensor:
-        had["_store"].tensors.append(weakref.ref(other))
+        had["_store"].add(other)
     if grad is not None:
         _put_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
     put_hook_tables(tensor, hooks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from .geometry import geometry_of
 from .lost_history import is_returned
 from .mapped_file import left_in_file
 from .other_storage import is_state, reseat
-from .tensor import DeferredTensor, Hooks, is_pending, mine, on_backend
+from .tensor import DeferredTensor, Hooks, forget, is_pending, mine, on_backend
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -156,6 +155,8 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
             "do. Exchange their contents: a, b = first.clone(), second.clone(); first.copy_(b); second.copy_(a)."
         )
     if DeferredTensor not in (type(t1), type(t2)):
+        for tensor in (t1, t2):  # which may have been deferred
+            forget(tensor)
         original(t1, t2)
         return
     if on_backend(t1) or on_backend(t2):
@@ -170,7 +171,7 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
     swap_tensor_impl(t1, t2)
     for tensor in (t1, t2):
         if type(tensor) is DeferredTensor:
-            tensor._store.tensors.append(weakref.ref(tensor))
+            tensor._store.add(tensor)
 
 
 def _refuse_gradient(gradients: Any) -> None:

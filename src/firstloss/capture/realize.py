@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 from .. import timeline
-from ..compat.torch_names import DisableTorchDispatch, base_of, is_parameter
+from ..compat.torch_names import (
+    DisableTorchDispatch,
+    base_of,
+    creation_meta_of,
+    is_parameter,
+    set_creation_meta,
+)
 from ..engine.run import materialize_values
 from ..errors import MaterializeError
 from ..program.graph import Value
 from ..program.source import here
+from . import lazy_views
 from .distributed import parts_of
 from .first_use import close_door
-from .lost_history import without_history
-from .other_storage import become
+from .other_storage import become, like
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 # Made on the host before it is moved or converted.
@@ -65,6 +73,10 @@ def materialize_stores(
         return
     if device is not None:
         _check_device(device)
+    family = lazy_views.with_mirrors(stores)
+    mirrors = [store for store in family if store.mirrors is not None]
+    lazy = [(view, base, _has_history(view)) for store in mirrors for view, base in lazy_views.bases(store)]
+    stores = [store for store in family if store.mirrors is None]
     total, before = sum(store.value.nbytes for store in stores), 0
     told = progress
     with timeline.span("materialize"):
@@ -81,6 +93,8 @@ def materialize_stores(
                 store.made = None
                 _turn_real(store, buffer, device, dtype)
                 before += store.value.nbytes
+        for view, base, is_computed in lazy:
+            _make_real_view(view, base, is_computed)
 
 
 def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Value, torch.Tensor]:
@@ -152,15 +166,14 @@ def _turn_real(
     if device is not None or (dtype is not None and buffer.is_floating_point()):
         buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
     tensors = store.alive()
-    computed = [tensor for tensor in tensors if _has_history(tensor)]
-    views = _views_of_weights(computed, tensors) if buffer.dtype == store.value.dtype else []
+    with_history = {id(tensor) for tensor in tensors if _has_history(tensor)}
+    views = _views_and_bases(tensors) if buffer.dtype == store.value.dtype else []
     later = {id(view) for view, _ in views}
-    with_history = {id(tensor) for tensor in computed}
     for tensor in tensors:
         if id(tensor) not in later:
             _make_real(tensor, buffer, store.value, id(tensor) in with_history)
-    for view, weight in views:
-        _view_of_weight(view, weight)
+    for view, base in views:
+        _make_real_view(view, base, id(view) in with_history)
 
 
 def _make(
@@ -193,17 +206,7 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
 def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value, is_computed: bool) -> None:
     """Make `tensor`, the Python object, a real view of `buffer`."""
     real = _view(buffer, tensor, value)
-    if is_parameter(tensor):
-        lost = without_history(real.detach(), _line(value)) if is_computed else None
-        real = torch.nn.Parameter(real.detach(), tensor.requires_grad and not is_computed)
-        if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
-            with torch.enable_grad():
-                real.copy_(lost)
-    else:
-        real = real.detach()
-        if is_computed:
-            real = without_history(real, _line(value))
-    become(tensor, real)
+    become(tensor, like(tensor, real.detach(), is_computed, _line(value)))
 
 
 def _line(value: Value) -> str:
@@ -220,23 +223,46 @@ def _has_history(tensor: torch.Tensor) -> bool:
         return "INTERNAL ASSERT" in str(error)
 
 
-def _views_of_weights(
-    computed: list[DeferredTensor], tensors: list[DeferredTensor]
-) -> list[tuple[DeferredTensor, torch.Tensor]]:
-    """Of what was computed, the views, to autograd too, of a weight among `tensors`, each with the weight."""
+def _views_and_bases(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
+    """The views among `tensors`, as autograd sees it, of weights and buffers among them, each with what it is of."""
     own = {id(t) for t in tensors}
     return [
         (t, base)
-        for t in computed
-        if (base := base_of(t)) is not None and id(base) in own and base.is_leaf and base.requires_grad
+        for t in tensors
+        if (base := base_of(t)) is not None and id(base) in own and base.is_leaf and not is_parameter(t)
     ]
 
 
-def _view_of_weight(tensor: DeferredTensor, weight: torch.Tensor) -> None:
-    """Make `tensor` a real view of `weight`, through which gradients flow to it."""
-    size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    with torch.enable_grad():
-        become(tensor, weight.as_strided(size, stride, offset))
+@contextlib.contextmanager
+def _autograd_at_work() -> Iterator[None]:
+    """Operations go through autograd, also where one is under way that has passed it already."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(enable_reentrant_dispatch())
+        except RuntimeError:  # none is under way
+            pass
+        yield
+
+
+def _is_cut_off(view: torch.Tensor) -> bool:
+    """Whether a gradient gets lost on its way from a view: it is one of a view that was made in no_grad mode."""
+    node = view.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node is None
+
+
+def _make_real_view(tensor: DeferredTensor, base: torch.Tensor, is_computed: bool) -> None:
+    """Make `tensor` a real view of `base`, as eager PyTorch has it: gradients flow through it, edits are seen by both,
+    and one that was made in no_grad mode is known for that."""
+    with _autograd_at_work(), DisableTorchDispatch(), torch.set_grad_enabled(is_computed):
+        if is_computed and _is_cut_off(tensor):
+            with torch.no_grad():
+                base = base.view_as(base)
+        view = lazy_views.view_of(tensor, base)
+        if base_of(tensor) is not None and base_of(view) is not None:  # else it is inference mode
+            set_creation_meta(view, creation_meta_of(tensor))
+    become(tensor, view)
 
 
 def stores_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:

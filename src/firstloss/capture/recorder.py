@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
+from ..compat.torch_names import OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count
+from ..program.kinds import ASKS_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import distributed, dtensor_init, first_use, loaders, realize, session, values
+from . import distributed, dtensor_init, first_use, lazy_views, loaders, realize, session, values
 from .call import Call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .drawing import draws_at_all, record_draw
@@ -75,7 +76,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     how = traits(op)
     if how.replacement is not None:
-        return _instead_of_lazy_view(op, how.replacement, args, kwargs)
+        return lazy_views.view_lazily(op, how.replacement, args, kwargs)
     call = Call(op, how, args, kwargs)
     if how.writes and call.is_foreach:  # PyTorch counts an edit of each where it edits them one by one, above this
         torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
@@ -117,19 +118,10 @@ class CaptureMode(TorchDispatchMode):
         return dispatch(func, args, kwargs or {})
 
 
-def _instead_of_lazy_view(op: OpOverload, replacement: OpOverload, args: tuple, kwargs: dict) -> Any:
-    if type(args[0]) is not DeferredTensor:
-        with DisableTorchDispatch():
-            return op(*args, **kwargs)
-    out = dispatch(replacement, args, kwargs)
-    if type(out) is DeferredTensor:
-        out._store.computed = True
-        args[0]._store.lazy.append(weakref.ref(out._store))
-    return out
-
-
 def _record(call: Call) -> Any:
     how, trace = call.traits, session.trace
+    if call.op is ASKS_GRAD_MODE:  # and not for its last argument, `train`
+        call = Call(call.op, how, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
     if call.symbolic:
         check_places(call)
     if trace is not None:
@@ -204,6 +196,10 @@ def _record(call: Call) -> Any:
     node.outputs = tuple(outputs)
     if trace is not None and outputs:
         trace.latest = outputs[-1]
+    for target in targets:
+        store = storage_of(target)
+        if store.mirrors is not None or store.mirrored_by:
+            lazy_views.written(store)
     return _results(call, made)
 
 
@@ -230,20 +226,6 @@ def _in_turn(call: Call, targets: list[Tensor]) -> Any:
 
 def _write(store: DeferredStorage, ref: Ref, node: Node) -> Value:
     """`node` has written to `store` through `ref`."""
-    if store.computed:
-        raise CaptureError(
-            f"{node.source}: {node.op} writes to a conjugated or negated view of a deferred tensor, and what it "
-            "shows has been computed apart. Write to the tensor itself, or call .resolve_conj() or .resolve_neg() "
-            "first."
-        )
-    if store.lazy:
-        store.lazy = [child for child in store.lazy if (shown := child()) is not None and shown.alive()]
-        if store.lazy and session.trace is None:
-            raise CaptureError(
-                f"{node.source}: {node.op} writes to a deferred tensor of which a conjugated or negated view is kept, "
-                "and what that shows has been computed apart. Write first, or keep view.resolve_conj() or "
-                "view.resolve_neg(), which is a copy in eager PyTorch too."
-            )
     old = ref.value
     new = Value(old.shape, old.stride, old.dtype, old.device, node)
     store.value = new

@@ -11,7 +11,7 @@ from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autog
 from ..errors import CaptureError
 from ..program.graph import dense_count, span
 from ..program.source import here
-from . import session
+from . import lazy_views, session
 from .call import Call
 from .constants import constant_tensor, edits, owned_by_torch
 from .file_value import is_in_file
@@ -243,7 +243,8 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             with DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)
-            share_memory(tensor, shown)
+            # Autograd, which is above this, gives the result a history: it knows the tensor as it was before.
+            share_memory(tensor, shown, torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad))
             return tensor
         source = Hooks.to_backend(source) if resident else constant_tensor(source)
     shape = geometry_of(source)
@@ -309,6 +310,7 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
         if other is not tensor and other is not whole:
             reseat(other, flat._store, geometry_of(other))
     reseat(tensor, flat._store, geometry)
+    lazy_views.move(store, flat._store)
     if resident:  # nobody looks at it any more
         store.resident.leave_memory()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -17,6 +17,7 @@ from ..compat import patches
 from ..compat.torch_names import (
     PARAMETER_FLAG,
     DisableTorchDispatch,
+    OpOverload,
     disabled_torch_function,
     is_parameter,
     make_wrapper_subclass,
@@ -57,18 +58,20 @@ class Hooks:
 class DeferredStorage:
     """What stands for one storage: the Value it holds now, and the deferred tensors that share it."""
 
-    __slots__ = ("value", "tensors", "fills", "resident", "trace", "first", "computed", "lazy", "made", "__weakref__")
+    __slots__ = (
+        "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "made", "__weakref__"
+    )  # fmt: skip
 
     def __init__(self, value: Value) -> None:
         self.value = value
         self.first = value  # what it held first, but for memory that was never written
-        self.tensors: list[weakref.ref] = []
+        self.tensors: list[_TensorRef] = []
         self.fills = 0  # whole fills so far: all but the last are dead
         self.resident: Any = None  # on a backend: its device buffer, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
         self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
-        self.lazy: list[weakref.ref[DeferredStorage]] = []  # those that are so of this one
-        self.computed = False  # eager PyTorch would have a lazy view here, and this holds what it shows
+        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `lazy_views.py`
+        self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
 
     @property
     def is_made(self) -> bool:
@@ -77,9 +80,37 @@ class DeferredStorage:
 
     def alive(self) -> list[DeferredTensor]:
         """The tensors that share this storage and still exist, each once."""
-        found = {id(t): t for t in (ref() for ref in self.tensors) if t is not None and _store_of(t) is self}
-        self.tensors = [weakref.ref(t) for t in found.values()]
-        return list(found.values())
+        found = {id(t): (t, ref) for ref in self.tensors if (t := ref()) is not None and _store_of(t) is self}
+        self.tensors[:] = [ref for _, ref in found.values()]
+        return [tensor for tensor, _ in found.values()]
+
+    def add(self, tensor: Tensor) -> None:
+        """Note that `tensor` looks at this storage."""
+        ref = _TensorRef(tensor)
+        ref.among = self.tensors
+        self.tensors.append(ref)
+
+
+class _TensorRef(weakref.ref):
+    """Refers to a tensor that looks at a storage, or has done so."""
+
+    __slots__ = ("among",)
+    among: list[_TensorRef]
+
+
+def forget(tensor: Tensor) -> None:
+    """Have no storage refer to a tensor that is not deferred any more: `swap_tensors` refuses weak references."""
+    for ref in weakref.getweakrefs(tensor):
+        if type(ref) is _TensorRef:
+            ref.among[:] = [other for other in ref.among if other is not ref]
+
+
+class Mirror(NamedTuple):
+    """What a conjugated or negated view looks at: `computed_by` of all of a storage, as numbers of `dtype`."""
+
+    computed_by: OpOverload
+    of: DeferredStorage
+    dtype: torch.dtype
 
 
 def _store_of(tensor: Any) -> DeferredStorage | None:
@@ -141,7 +172,7 @@ class DeferredTensor(Tensor):
             device=store.value.device,
         )
         self._store = store
-        store.tensors.append(weakref.ref(self))
+        store.add(self)
         throw_on_mutable_data_ptr(self)  # C++ that goes past our methods to its memory gets an error, not null
         return self
 

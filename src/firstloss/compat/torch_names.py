@@ -135,7 +135,9 @@ NAMES = {
     "checkpoint_offset": Name(
         "_checkpoint_offset", "Where in its file a storage is", "as above", "torch.UntypedStorage"
     ),
-    "neg_view": Name("torch._neg_view", "A view with the negative bit", "loading such a tensor"),
+    "neg_view": Name(
+        "torch._neg_view", "A view with the negative bit", "loading such a tensor, and materializing `x.conj().imag`"
+    ),
     "pytree": Name("torch.utils._pytree", "Flattens what users' functions take and return", "tracing steps"),
     # -- tensors --
     "make_wrapper_subclass": Name("torch.Tensor._make_wrapper_subclass", "Makes tensors without memory", _EVERYTHING),
@@ -157,6 +159,12 @@ NAMES = {
         "`weight.data = ...` in steps",
     ),
     "base_of": Name("_base", "What a tensor is a view of", _EVERYTHING, "torch.Tensor", _tensor),
+    "creation_meta_of": Name(
+        "torch._C._autograd._get_creation_meta",
+        "A view made in no_grad mode is known for that, once it is real, too",
+        "materializing views of weights",
+    ),
+    "set_creation_meta": Name("torch._C._autograd._set_creation_meta", "As above", "as above"),
     "backward_hooks": Name("_backward_hooks", "One with hooks is not replaced", "tracing", "torch.Tensor", _tensor),
     "post_accumulate_grad_hooks": Name("_post_accumulate_grad_hooks", "As above", "tracing", "torch.Tensor", _tensor),
     "parameter_flag": Name(

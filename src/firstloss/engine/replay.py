@@ -13,7 +13,7 @@ import torch
 
 from ..errors import MaterializeError
 from ..program.graph import Draw, Node, Ref, Value, slice_for
-from ..program.kinds import Fill, has_counter_rule, kind_of
+from ..program.kinds import ASKS_GRAD_MODE, Fill, has_counter_rule, kind_of
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
 from . import counter_fill
@@ -84,7 +84,13 @@ class Replay:
             self.buffers.setdefault(node.writes[0].value, self._fresh_target(node))
         args = [self._real(a) for a in node.args]
         kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
-        result = node.op(*args, **kwargs) if node.draw is None else self._draw(node, node.draw, args, kwargs)
+        if node.writes:
+            args = _apart(args)
+        if node.op is ASKS_GRAD_MODE:
+            with torch.set_grad_enabled(args[-1]):  # nothing here wants a gradient
+                result = node.op(*args, **kwargs)
+        else:
+            result = node.op(*args, **kwargs) if node.draw is None else self._draw(node, node.draw, args, kwargs)
         for ref, value in zip(node.writes, node.outputs, strict=False):
             self.buffers[value] = self.buffers[ref.value]
         made = node.outputs[len(node.writes) :]
@@ -126,6 +132,14 @@ class Replay:
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
+
+
+def _apart(args: list[Any]) -> list[Any]:
+    """`args`, none of them the same tensor twice: PyTorch takes that for an overlap even where there is no element."""
+    ids = {id(arg) for arg in args}
+    if len(ids) == len(args):
+        return args
+    return [arg.detach() if i and isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
 
 
 def make_whole(value: Value) -> torch.Tensor:

@@ -16,6 +16,10 @@ from .operations import trunc_normal_
 
 aten = torch.ops.aten
 
+# oneDNN's layer of an LSTM: its kernel asks PyTorch whether gradients are on, and rounds otherwise, on some processors,
+# where they are. A node has the answer of its time for its last argument, `train`, which no kernel reads.
+ASKS_GRAD_MODE = aten.mkldnn_rnn_layer.default
+
 
 class Fill(NamedTuple):
     """Replaces what `target` held.

@@ -269,8 +269,8 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
     swap_tensor_impl(tensor, new)
-    store.tensors = [ref for ref in store.tensors if ref() is not new]
-    store.tensors.append(weakref.ref(tensor))
+    store.tensors[:] = [ref for ref in store.tensors if ref() is not new]
+    store.add(tensor)
     if grad is not None:
         tensor.grad = grad
     put_hook_tables(tensor, hooks)

@@ -1,0 +1,160 @@
+"""Conjugated and negated views: a second storage that mirrors the first, and follows it.
+
+`x.conj()` of a complex tensor is a view in PyTorch that carries a bit: whoever reads it conjugates. A geometry cannot
+say that. So such a view looks, with the geometry of `x`, at a mirror of its storage, which holds the whole of it
+conjugated. It stays a view all the same: a write to the storage makes its mirrors anew, and a write to a mirror is
+conjugated and written to the storage. Where they become real, the view is taken of the real tensor, and has PyTorch's
+own bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of, neg_view
+from ..errors import CaptureError
+from ..program.graph import dense_count
+from ..program.source import here
+from . import session
+from .constants import outer_geometry, storage_of
+from .geometry import geometry_of
+from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, made, on_backend
+
+aten = torch.ops.aten
+
+
+def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """What `op` (`x.conj()`, for one) returns, where `computed_by` computes what it shows."""
+    source = args[0]
+    if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
+        real = made(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
+        with DisableTorchDispatch():
+            return op(real, **kwargs)
+    store = storage_of(source)
+    size, stride, offset, dtype = geometry_of(source) if type(source) is DeferredTensor else outer_geometry(source)
+    if store.mirrors is not None and (store.mirrors.computed_by, store.mirrors.dtype) == (computed_by, dtype):
+        return DeferredTensor.wrap(store.mirrors.of, size, stride, offset, dtype)
+    mirror = next((m for m in mirrors_of(store) if m.mirrors == Mirror(computed_by, store, dtype)), None)
+    if mirror is None:
+        value = store.value
+        if dense_count(value.shape, value.stride) != value.numel:
+            raise CaptureError(
+                f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
+                "tensor.contiguous().conj()."
+            )
+        mirror = DeferredStorage(_content(Mirror(computed_by, store, dtype)))
+        mirror.trace = session.trace
+        mirror.mirrors = Mirror(computed_by, store, dtype)
+        store.mirrored_by.append(weakref.ref(mirror))
+    return DeferredTensor.wrap(mirror, size, stride, offset, dtype)
+
+
+def _whole(store: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
+    """All of a storage, as a vector."""
+    count = store.value.numel * store.value.dtype.itemsize // dtype.itemsize
+    return DeferredTensor.wrap(store, (count,), (1,), 0, dtype)
+
+
+def _content(mirror: Mirror) -> Any:
+    return Hooks.dispatch(mirror.computed_by, (_whole(mirror.of, mirror.dtype),), {})._store.value
+
+
+def written(store: DeferredStorage) -> None:
+    """`store` has been written to: so is what it mirrors, and its mirrors are made anew."""
+    if store.mirrors is not None:
+        computed_by, of, dtype = store.mirrors
+        content = Hooks.dispatch(computed_by, (_whole(store, dtype),), {})
+        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are made anew by this
+        return
+    _make_mirrors(store)
+
+
+def _make_mirrors(store: DeferredStorage) -> None:
+    for mirror in mirrors_of(store):
+        assert mirror.mirrors is not None
+        mirror.value = _content(mirror.mirrors)
+        _make_mirrors(mirror)
+
+
+def mirrors_of(store: DeferredStorage) -> list[DeferredStorage]:
+    """The mirrors of `store` at which somebody looks."""
+    found = [m for ref in store.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
+    store.mirrored_by = [weakref.ref(m) for m in found]
+    return found
+
+
+def move(store: DeferredStorage, to: DeferredStorage) -> None:
+    """What looked at `store` looks at `to` now, which begins with the same and is larger: so does what mirrors it."""
+    for mirror in mirrors_of(store):
+        assert mirror.mirrors is not None
+        mirror.mirrors = mirror.mirrors._replace(of=to)
+        to.mirrored_by.append(weakref.ref(mirror))
+    store.mirrored_by = []
+    _make_mirrors(to)
+
+
+def with_mirrors(stores: list[DeferredStorage]) -> list[DeferredStorage]:
+    """`stores`, and what they mirror, and all that mirrors these: they become real together."""
+    found: dict[int, DeferredStorage] = {}
+    todo = stores[::-1]
+    while todo:
+        store = todo.pop()
+        if id(store) not in found:
+            found[id(store)] = store
+            todo += mirrors_of(store) if store.mirrors is None else [store.mirrors.of, *mirrors_of(store)]
+    return list(found.values())
+
+
+def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
+    """The tensors that look at `mirror`, each with a tensor that looks at what it mirrors, of which it is a view.
+
+    That is what autograd knows it for a view of; or, where it is known for none, a tensor of its own.
+    """
+    root = mirror
+    while root.mirrors is not None:
+        root = root.mirrors.of
+    known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
+    return [
+        (tensor, base if type(base) is DeferredTensor and base._store is root else _whole(root, root.value.dtype))
+        for tensor, base in known
+    ]
+
+
+def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
+    """What `tensor`, a view, shows of the storage of `base`, which was deferred and is real now, as a view of `base`.
+
+    By its geometry, and not by the calls that made it: `base` may have been given another shape in place since then.
+    """
+    size, stride, offset, dtype = geometry_of(tensor)
+    part = _of_dtype(base, dtype).as_strided(size, stride, offset)
+    negated = conjugated = False
+    store = tensor._store
+    while store.mirrors is not None:
+        negated ^= store.mirrors.computed_by is aten.neg.default
+        conjugated ^= store.mirrors.computed_by is aten._conj_physical.default
+        store = store.mirrors.of
+    if conjugated and dtype.is_complex:
+        part = part.conj()
+    elif conjugated:  # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers that have been conjugated
+        if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
+            return torch.view_as_real(_of_dtype(base, dtype.to_complex()).conj().resolve_conj()).as_strided(
+                size, stride, offset
+            )  # which PyTorch would not show as one view
+        negated ^= offset % 2 == 1
+    return neg_view(part) if negated else part
+
+
+def _of_dtype(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of `base`, as a vector of `dtype`."""
+    count = base.untyped_storage().nbytes() // base.itemsize
+    flat = base.as_strided((count,), (1,), 0)
+    if dtype == base.dtype:
+        return flat
+    if base.dtype.is_complex and dtype.to_complex() == base.dtype:
+        return torch.view_as_real(flat).view(-1)
+    if dtype.is_complex and dtype.to_real() == base.dtype:
+        return torch.view_as_complex(flat[: count // 2 * 2].view(-1, 2))
+    return flat.view(dtype)
