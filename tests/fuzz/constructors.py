@@ -79,7 +79,7 @@ _VIEWS = [
     "{t}.unsqueeze(0)", "{t}.squeeze()", "{t}.transpose(0, -1)", "{t}.diagonal()", "{t}.narrow(0, 1, 2)",
     "{t}.chunk(2)[1]", "torch.unsafe_split({t}, 2)[1]", "{t}.unbind(0)[-1]", "{t}.expand(2, *{t}.shape)", "{t}.data",
     "{t}.unfold(0, 2, 1)", "{t}.reshape(-1)", "torch.view_as_real({t})", "{t}.real", "{t}.view(torch.int32)",
-    "{t}.contiguous()", "{t}.permute(*reversed(range({t}.dim())))", "{t}.conj().resolve_conj()", "{t}.T", "{t}.swapaxes(0, -1)",
+    "{t}.contiguous()", "{t}.permute(*reversed(range({t}.dim())))", "{t}.conj().resolve_conj()", "{t}.conj()", "{t}.conj().imag", "{t}.T", "{t}.swapaxes(0, -1)",
 ]  # fmt: skip
 _EDITS = [
     "{t}.normal_()", "{t}.normal_({x}, 0.02)", "{t}.uniform_(-{p}, {p})", "{t}.zero_()", "{t}.fill_({x})", "{t}.mul_({x})",

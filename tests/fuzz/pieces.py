@@ -674,6 +674,37 @@ def other_memory(d: Draft) -> None:
         d.at(d.rng.choice(between).replace("$m", "m"))
 
 
+def conjugated(d: Draft) -> None:
+    """A kept complex tensor and conjugated views of it, of before and of the step's, any of which is written to."""
+    s = place(d, "torch.complex(torch.arange(3.0), torch.ones(3)) / 3")
+    d.mid.append(f"mirror = {d.pick(f'{s.get}.conj()', f'{s.get}.conj()[1:]', f'{s.get}.conj().imag', f'{s.get}.mH')}")
+    write = d.pick(
+        f"{s.get}.mul_(0.9j)",
+        "mirror.mul_(0.8)",
+        f"{s.get}[0] += 0.1",
+        "mirror[-1] = 0.2",
+        f"{s.get}.conj().add_(0.1j)",
+    )
+    when = d.pick("before", "after", "never")
+    if when == "before":
+        d.mid.append(f"with torch.no_grad():\n    {write}")
+    d.mid.append(f"loss = loss + 0.1 * mirror.abs().sum() + 0.05 * {s.get}.imag.sum()")
+    if when == "after":
+        d.mid.append(f"with torch.no_grad():\n    {write}")
+    if d.chance(0.4):
+        d.mid.append(
+            s.put(
+                d.pick(f"{s.get}.conj()", "(out.detach().sum() * torch.ones(3)).conj() * 0.1j", f"{s.get}.conj() * 1")
+            )
+        )
+    if d.chance(0.5):
+        kept = place(d, "torch.zeros(3, dtype=torch.complex64)")
+        d.mid.append(kept.put("mirror.detach()"))
+        d.at(d.pick(f"{kept.get}.mul_(1.1)", f"{s.get}.mul_(0.9j)"))
+    if d.chance(0.5):
+        d.at(d.pick(f"{s.get}.conj().mul_(0.9)", f"{s.get} += 0.1j" if s.get.isidentifier() else f"{s.get}.add_(0.1j)"))
+
+
 def drawn(d: Draft) -> None:
     """Random numbers of Python's or NumPy's, which are drawn at each step (or refused)."""
     d.mid.append(
@@ -1202,6 +1233,7 @@ PIECES = (
     + [looked_up] * 6
     + [tensors_outside] * 5
     + [other_memory] * 2
+    + [conjugated] * 2
     + [leaf] * 2
     + [second_gradient]
     + [weights_in_step] * 3

@@ -11,7 +11,7 @@ from . import session
 from .exported_memory import store_at
 from .geometry import Geometry, geometry_of
 from .mapped_file import in_file
-from .tensor import DeferredStorage, DeferredTensor
+from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 Tensor = torch.Tensor
 
@@ -77,10 +77,14 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
     if type(tensor) is DeferredTensor:
         return tensor._store
     if session.trace is not None:
+        if tensor.is_conj() or tensor.is_neg():
+            session.trace.met(tensor)
+            return Hooks.mirror_of(tensor)
         found = store_at(tensor)
         if found is not None:  # memory of a weight, by way of numpy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
+            session.trace.met(tensor)
             session.trace.met_in_memory.add(found[0])
             return found[0]
         return session.trace.adopt_real(tensor)

@@ -10,13 +10,14 @@ own bit.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of, neg_view
 from ..errors import CaptureError
-from ..program.graph import dense_count
+from ..program.graph import dense_count, span
 from ..program.source import here
 from . import session
 from .constants import outer_geometry, storage_of
@@ -35,8 +36,24 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: di
             return op(real, **kwargs)
     store = storage_of(source)
     size, stride, offset, dtype = geometry_of(source) if type(source) is DeferredTensor else outer_geometry(source)
+    return DeferredTensor.wrap(_mirror(store, computed_by, dtype), size, stride, offset, dtype)
+
+
+def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
+    """What a real tensor from outside of a step, a conjugated or negated view, looks at in the step."""
+    with DisableTorchDispatch(), torch.no_grad():
+        if tensor.is_neg():
+            mirror = _mirror(storage_of(neg_view(tensor)), aten.neg.default, tensor.dtype)
+        else:
+            mirror = _mirror(storage_of(tensor.conj()), aten._conj_physical.default, tensor.dtype)
+    if session.trace is not None and not mirror.alive():
+        session.trace.mirrors.append(_whole(mirror, tensor.dtype))
+    return mirror
+
+
+def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype) -> DeferredStorage:
     if store.mirrors is not None and (store.mirrors.computed_by, store.mirrors.dtype) == (computed_by, dtype):
-        return DeferredTensor.wrap(store.mirrors.of, size, stride, offset, dtype)
+        return store.mirrors.of
     mirror = next((m for m in mirrors_of(store) if m.mirrors == Mirror(computed_by, store, dtype)), None)
     if mirror is None:
         value = store.value
@@ -49,7 +66,7 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: di
         mirror.trace = session.trace
         mirror.mirrors = Mirror(computed_by, store, dtype)
         store.mirrored_by.append(weakref.ref(mirror))
-    return DeferredTensor.wrap(mirror, size, stride, offset, dtype)
+    return mirror
 
 
 def _whole(store: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
@@ -83,7 +100,7 @@ def mirrors_of(store: DeferredStorage) -> list[DeferredStorage]:
     """The mirrors of `store` at which somebody looks."""
     found = [m for ref in store.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
     store.mirrored_by = [weakref.ref(m) for m in found]
-    return found
+    return [m for m in found if m.trace is None or m.trace is session.trace]  # else a step that has ended made it
 
 
 def move(store: DeferredStorage, to: DeferredStorage) -> None:
@@ -129,31 +146,44 @@ def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
     By its geometry, and not by the calls that made it: `base` may have been given another shape in place since then.
     """
     size, stride, offset, dtype = geometry_of(tensor)
-    part = _of_dtype(base, dtype).as_strided(size, stride, offset)
+    return bits_of(tensor)(vector_of(base, dtype).as_strided(size, stride, offset))
+
+
+def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
+    """A tensor that shows, of what a mirror is of, what `tensor` shows of the mirror; `tensor` where it is of none."""
+    store = tensor._store
+    while store.mirrors is not None:
+        store = store.mirrors.of
+    return tensor if store is tensor._store else DeferredTensor.wrap(store, *geometry_of(tensor))
+
+
+def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes, of what `unmirrored(tensor)` shows, the view of it that has the bits of `tensor`."""
     negated = conjugated = False
     store = tensor._store
     while store.mirrors is not None:
         negated ^= store.mirrors.computed_by is aten.neg.default
         conjugated ^= store.mirrors.computed_by is aten._conj_physical.default
         store = store.mirrors.of
-    if conjugated and dtype.is_complex:
-        part = part.conj()
-    elif conjugated:  # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers that have been conjugated
-        if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
-            return torch.view_as_real(_of_dtype(base, dtype.to_complex()).conj().resolve_conj()).as_strided(
-                size, stride, offset
-            )  # which PyTorch would not show as one view
-        negated ^= offset % 2 == 1
-    return neg_view(part) if negated else part
+    size, stride, offset, dtype = geometry_of(tensor)
+    if not conjugated:
+        return neg_view if negated else lambda shown: shown
+    if dtype.is_complex:
+        return (lambda shown: neg_view(shown.conj())) if negated else torch.conj
+    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
+    if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):  # which is no view to PyTorch
+        odd = torch.arange(offset + span(size, stride)).as_strided(size, stride, offset) % 2
+        return lambda shown: shown * (1 - 2 * (odd ^ negated)).to(shown)
+    return neg_view if negated ^ (offset % 2 == 1) else lambda shown: shown
 
 
-def _of_dtype(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole storage of `base`, as a vector of `dtype`."""
     count = base.untyped_storage().nbytes() // base.itemsize
     flat = base.as_strided((count,), (1,), 0)
     if dtype == base.dtype:
         return flat
-    if base.dtype.is_complex and dtype.to_complex() == base.dtype:
+    if base.dtype.is_complex and base.dtype.to_real() == dtype:
         return torch.view_as_real(flat).view(-1)
     if dtype.is_complex and dtype.to_real() == base.dtype:
         return torch.view_as_complex(flat[: count // 2 * 2].view(-1, 2))

@@ -262,7 +262,7 @@ def _make_real_view(tensor: DeferredTensor, base: torch.Tensor, is_computed: boo
         view = lazy_views.view_of(tensor, base)
         if base_of(tensor) is not None and base_of(view) is not None:  # else it is inference mode
             set_creation_meta(view, creation_meta_of(tensor))
-    become(tensor, view)
+    become(tensor, torch.nn.Parameter(view.detach(), tensor.requires_grad) if is_parameter(tensor) else view)
 
 
 def stores_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:

@@ -305,6 +305,7 @@ Hooks.register(
     value_of=values.value_of,
     memory_of=values.memory_of,
     constant_tensor=constant_tensor,
+    mirror_of=lazy_views.mirror_of,
     make=realize.make,
     give_memory=realize.give_memory,
     materialize=realize.materialize_tensor,

@@ -40,6 +40,7 @@ class Tracing:
     latest: Value | None = None  # what the last recorded operation made
     made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
 
+    mirrors: list[torch.Tensor]  # keeps the mirrors of memory from outside, at which real tensors look
     met_in_memory: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
 
     new_memory: NewMemory
@@ -51,6 +52,8 @@ class Tracing:
 
     def views_of(self, tensor: torch.Tensor) -> int:
         raise NotImplementedError
+
+    def met(self, tensor: torch.Tensor) -> None: ...
 
     def adopt_real(self, tensor: torch.Tensor) -> Storage:
         raise NotImplementedError

@@ -69,6 +69,7 @@ class StepTrace(recorder._Tracing):
     def __init__(self) -> None:
         self.inputs: dict[Value, DeferredStorage | torch.Tensor] = {}
         self.made: list[weakref.ref[DeferredStorage]] = []
+        self.mirrors: list[torch.Tensor] = []
         self._before: list[tuple[DeferredStorage, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by their storages
         self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with how they looked at which storage
@@ -116,10 +117,14 @@ class StepTrace(recorder._Tracing):
             store.trace = self
             self.inputs[value] = base
             known = self._real[key] = (base, store)
-        self.outside[id(tensor)] = (tensor, geometry_of(tensor), key)
+        self.met(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
         return known[1]
+
+    def met(self, tensor: torch.Tensor) -> None:
+        """The step looks at a real tensor from outside; another one that stands in its place is another input."""
+        self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 
     def refuse_overlaps(self) -> None:
         """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
@@ -310,6 +315,7 @@ class StepTrace(recorder._Tracing):
     def _leave(self, before: Any) -> None:
         """Every DeferredStorage is as it was before the step. May be called twice."""
         recorder.set_trace(before)
+        self.mirrors.clear()
         if self.changes is None:
             self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
         for store, value, trace in reversed(self._before):

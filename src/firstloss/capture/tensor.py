@@ -41,6 +41,7 @@ class Hooks:
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that it lives in
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
     to_backend: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
+    mirror_of: Callable[[Tensor], DeferredStorage]  # what a real conjugated or negated view looks at, in a step
     make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
     give_memory: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place

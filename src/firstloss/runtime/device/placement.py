@@ -36,6 +36,7 @@ from ..jaxlib import empties, empty, on_cpu, to_device
 from ..mesh import placement as mesh_placement
 from ..mesh.mesh import Mesh, put
 from .buffer import DeviceBuffer, is_direct
+from .conjugated import without_bits
 from .host_memory import MappedWeights, is_countable, is_held
 
 _SWITCH_SECONDS = 0.0003
@@ -103,7 +104,7 @@ def move_to_device(
     close_door()
     pending: list[DeferredStorage] = []
     real: list[torch.Tensor] = []
-    for tensor in tensors:
+    for tensor in without_bits(tensors):
         if type(tensor) is DeferredTensor:
             store = tensor._store
             if store.resident is None and store not in pending:

@@ -211,6 +211,8 @@ def _alike(old: Any, new: Any) -> bool:
         return False
     if (old.shape, old.dtype, old.device, old.layout) != (new.shape, new.dtype, new.device, new.layout):
         return False
+    if (old.is_conj(), old.is_neg()) != (new.is_conj(), new.is_neg()):
+        return False
     if old.stride() != new.stride() or _own_class(old) is not _own_class(new):
         return False
     attributes = {*old.__dict__, *new.__dict__} - {"_store", PARAMETER_FLAG}

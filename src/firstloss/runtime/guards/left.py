@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.geometry import geometry_of
+from ...capture.lazy_views import bits_of, unmirrored, vector_of
 from ...capture.tensor import DeferredTensor, Hooks
 from .containers import empty_like, put_items, put_table
 from .kinds import Kind, items_of, kind_of, slots, table_of
@@ -189,13 +190,16 @@ class Left:
         """One that the step has made, with nothing beside its content."""
         if self._is_traced(value):
             assert type(value) is DeferredTensor
+            if value._store.mirrors is not None:
+                shows, view_of = self._new_tensor(unmirrored(value)), bits_of(value)
+                return lambda env: view_of(shows(env))
             geometry = geometry_of(value)
             shown = self._given.stores.get(id(value._store))
-            if shown is not None and not value.is_conj():
+            if shown is not None:
                 view = self._given.view
                 return lambda env: view(env.arguments[shown], geometry)
             home = self._given.outside(value._store)
-            if home is not None and not value.is_conj() and value.dtype == home.dtype:
+            if home is not None:
                 key = id(home)
                 return lambda env: same_memory(env.stand_in.get(key, home), geometry)
             number = self.number(value)
@@ -327,8 +331,8 @@ def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
     """Another tensor in the same storage."""
     if type(tensor) is DeferredTensor:
         return DeferredTensor.wrap(tensor._store, *geometry)
-    size, stride, offset, _ = geometry
-    return tensor.detach().as_strided(size, stride, offset)
+    size, stride, offset, dtype = geometry
+    return vector_of(tensor.detach(), dtype).as_strided(size, stride, offset)
 
 
 class _Constant:
