@@ -26,6 +26,7 @@ from firstloss.errors import TraceError
 from firstloss.runtime.step import compiling, tracing
 from firstloss.runtime.step.tracing import trace_step
 
+from .. import small_training
 from ..fuzz.interpret import interpreted
 
 ON, OFF = "on", "off"
@@ -726,3 +727,26 @@ def test_a_rate_that_only_the_device_knows():
     with pytest.raises(TraceError, match="'lr' in a parameter group"):
         step(torch.ones(2, 3))
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_another_step_expects_what_is_set_in_pytorch_now(backend, by_kernels, traced, monkeypatch):
+    """The step that sets a function there guards what was there before, alone."""
+    monkeypatch.setattr(F, "celu", F.celu)
+    _, _, compiled = small_training.build(backend)
+
+    @fl.trace
+    def replaces(x):
+        torch.nn.functional.celu = F.elu
+        return compiled(x).sum()
+
+    @fl.trace
+    def plain(x):
+        return compiled(x).mean()
+
+    x = torch.ones(2, 4)
+    plain(x)  # what is there has been written down
+    replaces(x)
+    traced.clear()
+    for _ in range(4):
+        plain(x)
+    assert F.celu is F.elu and len(traced) == 1

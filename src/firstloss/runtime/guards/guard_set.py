@@ -17,6 +17,7 @@ from .guards import Change, ListGuard, same
 from .native import native
 from .objects import MISSING
 from .outside import Asked
+from .pytorch import is_shared
 from .values import Values
 
 
@@ -63,6 +64,8 @@ class GuardSet:
         self.tensors: dict[int, list[tuple[Any, Any]]] = {}  # by id, the places that hold a tensor
         guard: Any
         for guard in (*self.tables, *self.lists, *self.cells):
+            if is_shared(guard.expected):
+                continue
             entries = enumerate(guard.expected) if isinstance(guard, ListGuard) else guard.expected.items()
             for key, value in entries:
                 if isinstance(value, torch.Tensor):

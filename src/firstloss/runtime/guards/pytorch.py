@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from typing import Any
 
@@ -19,11 +20,12 @@ class Namespace:
     Shared by all guard sets that were made while nothing was replaced: there are thousands.
     """
 
-    __slots__ = ("table", "expected", "what")
+    __slots__ = ("table", "expected", "what", "_all")
 
     def __init__(self, table: dict, what: str) -> None:
         self.table = table
         self.what = what
+        self._all = dict(table)
         self.expected = _functions(table)
 
     def describe(self, name: str) -> str:
@@ -32,9 +34,20 @@ class Namespace:
 
     def current(self) -> Namespace:
         """This, or one of what is there now."""
-        now = _functions(self.table)
-        same = len(now) == len(self.expected) and all(self.expected.get(k) is v for k, v in now.items())
-        return self if same else Namespace(self.table, self.what)
+        now = dict(self.table)
+        if _identical(now, self._all):
+            return self
+        functions = _functions(now)
+        same = len(functions) == len(self.expected) and all(self.expected.get(k) is v for k, v in functions.items())
+        if not same:
+            return Namespace(self.table, self.what)
+        self._all = now  # something was imported
+        return self
+
+
+def _identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both hold the same objects under the same names, in the same order: no step of Python's for each."""
+    return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
 def _functions(table: dict) -> dict[str, Any]:
@@ -58,6 +71,11 @@ def undisguised(value: Any) -> Any:
 
 
 _known: dict[int, Namespace] = {}
+
+
+def is_shared(expected: dict) -> bool:
+    """Whether it is what a namespace has held: functions, none of which is a tensor."""
+    return any(expected is namespace.expected for namespace in _known.values())
 
 
 def namespaces() -> list[Namespace]:

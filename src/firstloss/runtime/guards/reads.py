@@ -277,8 +277,9 @@ class Reads:
             else:
                 self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
         for module, name, old in self._snapshot.module_names.values():  # what was there before the step set it
-            if id(vars(module)) in self._values.tables and name in self._values.tables[id(vars(module))].expected:
-                self._values.tables[id(vars(module))].expected[name] = old
+            guard = self._values.tables.get(id(vars(module)))
+            if guard is not None and name in guard.expected:
+                guard.expected = {**guard.expected, name: old}  # a copy: other guard sets share a namespace's
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
 
 
