@@ -10,7 +10,9 @@ import os
 import sys
 
 import pytest
-import torch
+
+gc.disable()  # until all is collected: nearly all of what imports and the collection make stays
+import torch  # noqa: E402
 
 # LLVM does not optimize, and XLA's older code generator makes one kernel a module: a quarter of the time.
 QUICK = {
@@ -107,7 +109,9 @@ def freeze() -> None:
 
 
 def pytest_collection_finish():
-    freeze()
+    if not AS_USERS:
+        gc.freeze()  # without a collection, which would go through all of it once more
+    gc.enable()
 
 
 def pytest_runtest_teardown(item, nextitem):
