@@ -210,6 +210,9 @@ def import_all() -> None:
 
     for name in ("torch.distributed.tensor", "jax", "numpy", "firstloss.trainer", "firstloss.runtime.compiled"):
         importlib.import_module(name)
+    # What the first step, or the first optimizer, would import: a second of each process's time.
+    for name in ("torch._dynamo", "firstloss.runtime.step.compiling", "firstloss.runtime.step.cache"):
+        importlib.import_module(name)
     import firstloss
 
     for name in ("backend", "compile", "trace", "deferred_init", "init_program", "save", "load", "shard"):
