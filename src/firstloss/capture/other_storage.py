@@ -30,7 +30,7 @@ def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) 
 def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
     if session.trace is not None and is_state(tensor):
-        session.trace.lays_out(tensor)
+        session.trace.new_layouts.change(tensor)
     if type(tensor) is DeferredTensor:
         if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1

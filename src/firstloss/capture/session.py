@@ -33,6 +33,14 @@ class NewMemory(Protocol):
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn: ...
 
 
+class NewLayouts(Protocol):
+    """What deferred tensors need of the tensors that a step gives another shape or storage (`new_layout.py`)."""
+
+    def change(self, tensor: torch.Tensor) -> None: ...
+
+    def edit(self, storage: torch.UntypedStorage) -> None: ...
+
+
 class Tracing:
     """What the recorder needs of a step trace (`step.py`): see there."""
 
@@ -44,6 +52,16 @@ class Tracing:
     met_in_memory: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
 
     new_memory: NewMemory
+    new_layouts: NewLayouts
+    why_not: str | None  # no compiled step can do what the step did, if so
+
+    def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
+        raise NotImplementedError
+
+    def has_input_at(self, address: int) -> bool:
+        raise NotImplementedError
+
+    def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None: ...
 
     def adopt(self, store: Storage) -> None: ...
 
@@ -61,12 +79,8 @@ class Tracing:
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def lays_out(self, tensor: torch.Tensor) -> None: ...
-
     def shares(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
-
-    def edits_storage(self, storage: torch.UntypedStorage) -> None: ...
 
     def refuse_read(self, op: OpOverload) -> None: ...
 

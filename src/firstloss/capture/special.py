@@ -212,7 +212,7 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _on_real(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if session.trace is not None:
-        session.trace.lays_out(args[0])
+        session.trace.new_layouts.change(args[0])
     with DisableTorchDispatch():
         return op(*args, **kwargs)
 

@@ -33,10 +33,9 @@ from ..rng.stream import Position
 from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
-from .exported_memory import is_lent
-from .geometry import Geometry, contiguous_stride, geometry_of, is_dense
+from .geometry import contiguous_stride, geometry_of, is_dense
+from .new_layout import NewLayouts
 from .new_memory import NewMemory
-from .other_storage import look_at, share_memory
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 from .values_read import ValueRead
@@ -62,6 +61,7 @@ class StepTrace(recorder._Tracing):
         generator_left: what gives PyTorch's generator the state that the step has left it in.
         made: the storages of what the step's operations have made.
         new_memory: the weights that the step gives other memory.
+        new_layouts: the tensors that it gives another shape or storage.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
         why_not: why no compiled step can do what the step did, if so.
     """
@@ -84,10 +84,10 @@ class StepTrace(recorder._Tracing):
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
         self.why_not: str | None = None
-        self._laid_out: list[tuple[torch.Tensor, Any, Geometry | None]] = []  # tensors, and how they looked at what
         self.met_in_memory = weakref.WeakSet()
         session.traces.add(self)
         self.new_memory: NewMemory = NewMemory(self)
+        self.new_layouts: NewLayouts = NewLayouts(self)
 
     # -- what the recorder asks for --
 
@@ -162,55 +162,21 @@ class StepTrace(recorder._Tracing):
         """Whether a real tensor from outside lies in the storage of `tensor`."""
         return storage_key(tensor) in self._real
 
-    def lays_out(self, tensor: torch.Tensor) -> None:
-        """The step is about to give a tensor that outlives it another shape or storage (`resize_`, `t_`, `set_`,
-        `tensor.data = ...` of another shape), which is done to the tensor itself, while the step is traced."""
-        if self.why_not is None:
-            self.why_not = f"{here()} gives a tensor of shape {list(tensor.shape)} another shape or storage"
-        if type(tensor) is DeferredTensor:
-            self._laid_out.append((tensor, tensor._store, geometry_of(tensor)))
-            return
-        with DisableTorchDispatch(), torch.no_grad():
-            as_it_lies = tensor.detach()
-        self._laid_out.append((tensor, as_it_lies, None))
+    def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
+        """The input that the storage of a real tensor from outside is, if it is one: all of it, and what stands for
+        it."""
+        return self._real.get(storage_key(tensor))
+
+    def has_input_at(self, address: int) -> bool:
+        """Whether the storage of a real tensor from outside begins there."""
+        return address in self._real
+
+    def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """`other` looks at the storage of `tensor`, an input, as that does now, and is the input from here on."""
         key = storage_key(tensor)
-        known = self._real.get(key)
-        if known is not None and known[1].value is not known[1].first:
-            raise TraceError(
-                f"{here()}: the step has edited a tensor from outside, of shape {list(tensor.shape)}, and gives it "
-                "another shape or storage now (resize_, t_, set_, .data = ...). Do that first, or make a new tensor: "
-                "kept = kept.t()."
-            )
-        if known is not None and known[0] is tensor:
-            self._real[key] = as_it_lies, known[1]
-            self.inputs[known[1].first] = as_it_lies
-
-    def edits_storage(self, storage: torch.UntypedStorage) -> None:
-        """The step is about to write to a storage, to resize or to move it, past all tensors.
-
-        Raises:
-            TraceError: if the step has met a tensor that has it.
-        """
-        address = storage.data_ptr() if storage.device.type == "cpu" else 0
-        if address and (address in self._real or is_lent(address)):
-            raise TraceError(
-                f"{here()}: the step edits, resizes or moves the storage of a tensor that it uses, which a compiled "
-                "step cannot do. Edit the tensor, or give the name a new one."
-            )
-        if self.why_not is None and storage.nbytes():
-            self.why_not = f"{here()} edits a storage"
-
-    def lay_back(self) -> None:
-        """What `lays_out` was told of is undone."""
-        for tensor, before, geometry in reversed(self._laid_out):
-            if geometry is not None:
-                look_at(tensor, before, geometry)
-            elif type(tensor) is DeferredTensor:
-                share_memory(tensor, before)
-            else:
-                with DisableTorchDispatch():
-                    tensor.data = before
-        self._laid_out.clear()
+        _, store = self._real[key]
+        self._real[key] = other, store
+        self.inputs[store.first] = other
 
     def laid_out_anew(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
@@ -419,155 +385,3 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
     """Whether `tensor` was made by `trace` and has no value outside of it."""
     return type(tensor) is DeferredTensor and tensor._store.trace is trace
-
-
-class FirstStepDiffers(Exception):
-    """An optimizer makes its state from values that only its first step has."""
-
-
-def find_new_state(
-    optimizer: torch.optim.Optimizer, step: Callable[[], Any]
-) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
-    """The state tensors that `optimizer` makes in its first step, at their initial values.
-
-    `step` is run once as a rehearsal: what it does to weights and state is forgotten, the tensors that it puts into
-    `optimizer.state` stay there, each as it was when it was made.
-
-    Raises:
-        FirstStepDiffers: if the state starts from a weight's or a gradient's value, or with a number that the step
-            changes; `optimizer.state` is as before.
-    """
-    had = {p: dict(entries) for p, entries in optimizer.state.items()}
-    numbers = _python_state(optimizer)
-    rehearsal = StepTrace()
-    try:
-        with rehearsal.active():
-            step()
-        made = _python_state(optimizer)
-        counts = _changes(optimizer, numbers, made)
-        found = _new_state(optimizer, had, rehearsal)
-        for entry in found.values():
-            entry._store.trace = None
-        if not counts and made.keys() - numbers.keys():  # constants, if another step leaves them as they are
-            with StepTrace().active():
-                step()
-            counts = _changes(optimizer, made, _python_state(optimizer))
-            _put_back(optimizer, found)
-        if counts and len(made) > len(numbers):
-            raise FirstStepDiffers  # nobody knows where it began to count
-        for parameter, key in numbers:
-            optimizer.state[parameter][key] = had[parameter][key]
-    except BaseException:
-        for parameter, entries in list(optimizer.state.items()):
-            entries.clear()
-            entries.update(had.get(parameter, {}))
-            if parameter not in had:
-                del optimizer.state[parameter]
-        raise
-    return found
-
-
-def _new_state(
-    optimizer: torch.optim.Optimizer, had: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
-) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
-    found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
-    for parameter, entries in optimizer.state.items():
-        before = had.get(parameter, {})
-        for key, entry in list(entries.items()):
-            if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
-                raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} makes tensors in its first step() and keeps them in "
-                    f"state[{key!r}], a {type(entry).__name__}. Keep each under a key of its own: "
-                    f"state['{key}_0'] = torch.zeros(...)."
-                )
-            if key in before:
-                entries[key] = before[key]  # which the rehearsal may have bound to another tensor
-                continue
-            if not is_traced(entry, rehearsal):
-                if isinstance(entry, torch.Tensor):  # a gradient or a weight itself, which there is in the step alone
-                    raise FirstStepDiffers
-                continue
-            store = entry._store
-            if not _reads_inputs(store.first, rehearsal):
-                store.value = store.first
-            elif _linear_from_zeros(optimizer):
-                store.value = _zeros(store.value)
-            else:
-                raise FirstStepDiffers
-            found[parameter, key] = entry
-    return found
-
-
-def _parts(entry: Any) -> Iterator[Any]:
-    """What an entry of an optimizer's state holds, through lists, tuples and dicts."""
-    if isinstance(entry, (list, tuple)):
-        for part in entry:
-            yield from _parts(part)
-    elif isinstance(entry, dict):
-        for part in entry.values():
-            yield from _parts(part)
-    else:
-        yield entry
-
-
-def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], list[Any]]:
-    """What an optimizer's state holds that is no tensor, by weight and key."""
-    found = {}
-    for parameter, entries in optimizer.state.items():
-        for key, entry in entries.items():
-            plain = [part for part in _parts(entry) if not isinstance(part, torch.Tensor)]
-            if plain:
-                found[parameter, key] = plain
-    return found
-
-
-def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
-    """Whether a step has changed Python numbers in its optimizer's state.
-
-    Raises:
-        TraceError: if it has changed something in a list or a dict there.
-    """
-    changed = False
-    for (parameter, key), now in after.items():
-        was = before.get((parameter, key))
-        if was is not None and (
-            len(was) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(was, now, strict=True))
-        ):
-            entry = optimizer.state[parameter][key]
-            if not isinstance(entry, PLAIN):
-                raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} keeps a {type(entry).__name__} in state[{key!r}] and "
-                    f"changes what is in it in step(). Keep tensors there, each under a key of its own: "
-                    f"state['{key}_0'] = torch.zeros(...)."
-                )
-            changed = True
-    return changed
-
-
-# What an optimizer may count in.
-PLAIN = (int, float, bool, str, type(None))
-
-
-def _put_back(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
-    """After another rehearsal: the state is what the first has found."""
-    for (parameter, key), entry in found.items():
-        optimizer.state[parameter][key] = entry
-
-
-def _reads_inputs(value: Value, trace: StepTrace) -> bool:
-    from ..program.graph import slice_for
-
-    return any(v in trace.inputs for node in slice_for([value]) for v in node.reads()) or value in trace.inputs
-
-
-def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether state that starts as a copy of the first gradient may as well start from zeros: SGD's momentum."""
-    return isinstance(optimizer, torch.optim.SGD) and not any(g.get("dampening") for g in optimizer.param_groups)
-
-
-def _zeros(like: Value) -> Value:
-    made = recorder.dispatch(
-        aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
-    )
-    recorder.dispatch(aten.zero_.default, (made,), {})
-    return made._store.value

@@ -25,7 +25,7 @@ def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if not session.depth and session.trace is None:
         return original(self, *args, **kwargs)
     if session.trace is not None:
-        session.trace.edits_storage(self)
+        session.trace.new_layouts.edit(self)
     session.constants.clear()  # no tensor's count of edits tells of this one
     with DisableTorchDispatch():
         return original(self, *args, **kwargs)
@@ -35,7 +35,7 @@ def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def resize(original: Any, self: Any, *args: Any) -> Any:
     """As `torch.UntypedStorage.resize_`, which tells no tensor."""
     if session.trace is not None:
-        session.trace.edits_storage(self)
+        session.trace.new_layouts.edit(self)
     return original(self, *args)
 
 

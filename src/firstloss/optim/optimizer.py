@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.new_state import FirstStepDiffers, find_new_state
 from ..capture.realize import materialize_tensor
 from ..capture.recorder import DeferredTensor
-from ..capture.step import FirstStepDiffers, find_new_state
 from ..errors import OptimizerError
 from .adafactor import without_reads
 

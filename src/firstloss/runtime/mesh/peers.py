@@ -136,6 +136,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is compiled anew
         packed = file.read()
         return _unpacked(packed, lowered, devices), packed
+    _count_reads()
     _reads.count = 0
     compiled = lowered.compile(options)
     packed = b"" if _reads.count else _packed(compiled)
@@ -154,12 +155,15 @@ class _Reads(threading.local):
 _reads = _Reads()
 
 
-def _note_read(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _reads.count += 1
+@functools.cache
+def _count_reads() -> None:
+    """From the first call on, `_reads` counts."""
 
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            _reads.count += 1
 
-jax.monitoring.register_event_listener(_note_read)
+    jax.monitoring.register_event_listener(note)
 
 
 @functools.cache

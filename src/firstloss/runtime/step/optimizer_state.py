@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ...capture.step import PLAIN, StepTrace, is_traced
+from ...capture.new_state import PLAIN
+from ...capture.step import StepTrace, is_traced
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.left import Env, Left, Make

@@ -11,10 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.exported_memory import store_at
-from ...capture.geometry import geometry_of
+from ...capture.new_state import FirstStepDiffers, find_new_state
 from ...capture.scalars import tensor_of
-from ...capture.step import FirstStepDiffers, StepTrace, find_new_state
+from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
@@ -35,7 +34,7 @@ from ..guards.left import Left
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from .optimizer_state import OptimizerStates
-from .owners import memory_of
+from .owners import place_of
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .reload import load_in_place
 from .schedulers import Schedulers
@@ -276,15 +275,14 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
     strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel()]
-    places = sorted(map(_place, strided))
+    places = sorted(map(_extent, strided))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(places))
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The memory it is in, and the first byte and the one after its last one in that."""
-    lent = None if type(tensor) is DeferredTensor else store_at(tensor)
-    size, stride, offset, dtype = geometry_of(tensor) if lent is None else lent[1]
-    return memory_of(tensor), offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
+    memory, (size, stride, offset, dtype) = place_of(tensor)
+    return memory, offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
 
 @replaces("torch.amp.GradScaler.scale")

@@ -9,6 +9,7 @@ import torch
 
 from ...capture.constants import owned_by_torch
 from ...capture.exported_memory import store_at, stores_met_by
+from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
@@ -26,10 +27,13 @@ def storage_or_itself(tensor: torch.Tensor) -> Owner:
 
 def memory_of(owner: Any) -> int:
     """The same for tensors and storages that share memory."""
-    if not isinstance(owner, torch.Tensor):
-        return id(owner)
-    lent = None if type(owner) is DeferredTensor else store_at(owner)
-    return storage_key(owner) if lent is None else id(lent[0])
+    return place_of(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, Geometry]:
+    """The memory of a tensor, the same for all that share it, and how it looks at that."""
+    lent = None if type(tensor) is DeferredTensor else store_at(tensor)
+    return (storage_key(tensor), geometry_of(tensor)) if lent is None else (id(lent[0]), lent[1])
 
 
 class Owners:

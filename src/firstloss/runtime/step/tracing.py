@@ -216,7 +216,7 @@ class _Undoable(Protocol):
 def _undo(traced: _Undoable) -> None:
     if traced.effects is not None:
         traced.effects.undo()
-    traced.trace.lay_back()
+    traced.trace.new_layouts.undo()
     traced.trace.new_memory.rejoin()
     traced.gradients.undo()
     traced.modes.undo()
