@@ -25,6 +25,7 @@ COMMON = {
     "c_library",
     "files",
     "heap",
+    "switching",
     "uncollected",
     "undo",
     "dependencies",

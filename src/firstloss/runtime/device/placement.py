@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 import weakref
@@ -14,7 +13,7 @@ import jax
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ... import timeline
+from ... import switching, timeline
 from ...capture.exported_memory import note_memory, store_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import close_door
@@ -38,9 +37,6 @@ from ..mesh.mesh import Mesh, put
 from .buffer import DeviceBuffer, is_direct
 from .conjugated import without_bits
 from .host_memory import MappedWeights, is_countable, is_held
-
-_SWITCH_SECONDS = 0.0003
-
 
 # Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
 BESIDE_TRACING = (5,)
@@ -68,16 +64,11 @@ class _Materialization(Future):
         return super().result(timeout)
 
     def _work(self) -> None:
-        # By default Python switches threads every 5 ms, 20 times as long as a piece of a fill takes.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, _SWITCH_SECONDS))
         try:
-            with timeline.span("materialize"):
+            with switching.often(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # raised in the thread that waits for the weights
             self.set_exception(error)
-        finally:
-            sys.setswitchinterval(before)
 
 
 _after_first_loss: list[weakref.ref[_Materialization]] = []

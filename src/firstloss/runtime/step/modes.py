@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import uncollected
+from ... import switching, uncollected
 from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
 from ...compat.torch_names import (
     dispatch_modes_count,
@@ -57,7 +57,7 @@ def _folder() -> str | None:
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
-    (sys.getswitchinterval, sys.setswitchinterval),
+    (switching.interval, switching.want),
     (uncollected.is_wanted, uncollected.want),
     (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
     (_folder, os.chdir),
