@@ -24,13 +24,14 @@ from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .drawing import draws_at_all, record_draw
 from .file_value import is_in_file
 from .geometry import contiguous_stride
+from .in_place import resize
 from .known import run_on_known
 from .mapped_file import in_file
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, infer, is_unusual
-from .special import SPECIAL, resize
+from .special import SPECIAL
 from .states import Traced, state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
 from .traits import traits
