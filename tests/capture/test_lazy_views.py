@@ -10,6 +10,7 @@ import firstloss as fl
 
 VIEWS = ["{t}.conj()", "{t}.conj()[1:]", "{t}[::2].conj()", "{t}.t().conj()", "{t}.adjoint()", "{t}.detach().conj()"]
 VIEWS += ["{t}.conj().imag", "{t}.imag", "torch._neg_view({t})", "{t}.conj().real", "{t}.reshape(-1)", "{t}.mH[:1]"]
+VIEWS += ["{t}.conj().resolve_conj()", "torch.resolve_neg({t}.conj().imag)"]
 EDITS = [
     "{t}.mul_(2)",
     "{t}[0].fill_(3)",
@@ -97,6 +98,18 @@ def test_views_in_a_step(first):
             assert torch.equal(found[name], shown(tensor)), f"{name} of seed {seed}: " + "; ".join([line, *lines])
         if outside:
             assert torch.equal(shown(kept), shown(expected["a"])), f"seed {seed}: " + "; ".join([line, *lines])
+
+
+def test_a_shape_changed_in_place():
+    """Autograd takes views anew of what they are of, which has another shape by then."""
+    with (
+        pytest.raises(fl.errors.CaptureError, match=r"test_lazy_views.py:\d+.*another shape in place, while views"),
+        fl.deferred(),
+    ):
+        computed = nn.Parameter(torch.randn(2, 3)) * 2
+        row = computed[0]
+        computed.t_()
+        del row
 
 
 def facts(tensors):

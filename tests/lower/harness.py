@@ -233,6 +233,8 @@ LOOSER: dict = {
     ("aten._embedding_bag.default", 2): "any",
     # Unwritten memory, but for maxima, which test_families.py has.
     ("aten._embedding_bag.default", 3): "any",
+    # Of bfloat16, logarithms of sums: with AVX2 PyTorch's exponentials are good for 14 bits, off by 6e-5 (measured).
+    ("aten._scaled_dot_product_flash_attention_for_cpu.default", 1): 2e-4,
     # Multiplies by the inverse deviation, up to 1 / sqrt(eps) = 316, what should be 0.
     "aten.native_layer_norm_backward.default": 5e-5,
 }

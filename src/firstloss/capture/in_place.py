@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch, OpOverload
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of
+from ..errors import CaptureError
 from ..program.graph import dense_count, span
+from ..program.source import here
 from . import lazy_views, session
 from .call import Call
 from .constants import constant_tensor
@@ -33,6 +35,11 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`t_`, `squeeze_` and their like: the same storage, shown otherwise."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
+        if tensor.requires_grad and any(base_of(other) is tensor for other in tensor._store.alive()):
+            raise CaptureError(
+                f"{here()}: {op} gives a tensor that wants gradients another shape in place, while views of it are "
+                "held: PyTorch would take them of the new shape. Make a view, as in x = x.t()."
+            )
         call = Call(op, traits(op), args, kwargs)
         (geometry,) = infer(call).geometry
         reseat(tensor, tensor._store, geometry)

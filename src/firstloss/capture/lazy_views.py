@@ -22,6 +22,7 @@ from ..program.source import here
 from . import session
 from .constants import outer_geometry, storage_of
 from .geometry import geometry_of
+from .lazy_bits import lazy_bits
 from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, made, on_backend
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype)
     mirror = next((m for m in mirrors_of(store) if m.mirrors == Mirror(computed_by, store, dtype)), None)
     if mirror is None:
         value = store.value
-        if dense_count(value.shape, value.stride) != value.numel:
+        if value.numel and dense_count(value.shape, value.stride) != value.numel:
             raise CaptureError(
                 f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
                 "tensor.contiguous().conj()."
@@ -159,22 +160,14 @@ def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
 
 def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Makes, of what `unmirrored(tensor)` shows, the view of it that has the bits of `tensor`."""
-    negated = conjugated = False
-    store = tensor._store
-    while store.mirrors is not None:
-        negated ^= store.mirrors.computed_by is aten.neg.default
-        conjugated ^= store.mirrors.computed_by is aten._conj_physical.default
-        store = store.mirrors.of
-    size, stride, offset, dtype = geometry_of(tensor)
-    if not conjugated:
-        return neg_view if negated else lambda shown: shown
-    if dtype.is_complex:
-        return (lambda shown: neg_view(shown.conj())) if negated else torch.conj
-    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
-    if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):  # which is no view to PyTorch
+    conjugated, negated, alternating = lazy_bits(tensor)
+    if alternating:
+        size, stride, offset, _ = geometry_of(tensor)
         odd = torch.arange(offset + span(size, stride)).as_strided(size, stride, offset) % 2
         return lambda shown: shown * (1 - 2 * (odd ^ negated)).to(shown)
-    return neg_view if negated ^ (offset % 2 == 1) else lambda shown: shown
+    if conjugated:
+        return (lambda shown: neg_view(shown.conj())) if negated else torch.conj
+    return neg_view if negated else lambda shown: shown
 
 
 def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

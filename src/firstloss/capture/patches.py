@@ -181,6 +181,12 @@ def _refuse_gradient(gradients: Any) -> None:
     )
 
 
+@replaces(*[f"torch.{name}" for name in ("is_conj", "is_neg", "resolve_conj", "resolve_neg")])
+def lazy_bit(original: Any, input: Any) -> Any:
+    """As the function of PyTorch's, which does not ask a tensor's class."""
+    return getattr(input, original.__name__)() if type(input) is DeferredTensor else original(input)
+
+
 @replaces("torch.autograd.backward")
 def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
     """As `torch.autograd.backward`, which `Tensor.backward` calls; of a step's result, an error that says why not."""

@@ -29,6 +29,7 @@ from ..program.source import here
 from . import distributed, session
 from .exported_memory import note_memory
 from .geometry import geometry_of
+from .lazy_bits import lazy_bits
 
 Tensor = torch.Tensor
 
@@ -249,6 +250,22 @@ class DeferredTensor(Tensor):
     # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place, or, on a backend, one
     # that looks at the memory in which the content lives from then on (`lasting`: as long as the storage does, since
     # what is known is an address; else, as long as somebody holds that tensor or what was made of it).
+    def is_conj(self):
+        """As `torch.Tensor.is_conj`."""
+        return lazy_bits(self).conjugated
+
+    def is_neg(self):
+        """As `torch.Tensor.is_neg`."""
+        return lazy_bits(self).negated
+
+    def resolve_conj(self):
+        """As `torch.Tensor.resolve_conj`: a copy of a conjugated view."""
+        return self.clone() if self.is_conj() else self
+
+    def resolve_neg(self):
+        """As `torch.Tensor.resolve_neg`."""
+        return self.clone() if self.is_neg() else self
+
     def numpy(self, *, force=False):
         """As `torch.Tensor.numpy`, of the tensor's own memory."""
         return _numpy(self.detach() if force else self)

@@ -73,6 +73,10 @@ PATCHES = {
         f"torch.linalg.{name}": Patch(DEFERRED, _VECTORS)
         for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm")
     },
+    **{
+        f"torch.{name}": Patch(DEFERRED, "They ask a bit of the tensor's, and not its class")
+        for name in ("is_conj", "is_neg", "resolve_conj", "resolve_neg")
+    },
     # -- random numbers --
     "torch.random.get_rng_state": Patch(CAPTURE, "The real state, not a ticket for a place", ("torch.get_rng_state",)),
     "torch.random.set_rng_state": Patch(DEFERRED, "A ticket is no state after the capture", ("torch.set_rng_state",)),

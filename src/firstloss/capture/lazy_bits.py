@@ -1,0 +1,41 @@
+"""The conjugate and the negative bit that PyTorch would give a tensor that looks at a mirror (`lazy_views.py`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .geometry import geometry_of
+
+aten = torch.ops.aten
+
+
+class Bits(NamedTuple):
+    """`alternating`: every second number is negated, which is no view to PyTorch."""
+
+    conjugated: bool = False
+    negated: bool = False
+    alternating: bool = False
+
+
+NONE = Bits()
+
+
+def lazy_bits(tensor: Any) -> Bits:
+    """What is lazy about a deferred tensor."""
+    store = tensor._store
+    if store.mirrors is None:
+        return NONE
+    negated = conjugated = False
+    while store.mirrors is not None:
+        negated ^= store.mirrors.computed_by is aten.neg.default
+        conjugated ^= store.mirrors.computed_by is aten._conj_physical.default
+        store = store.mirrors.of
+    size, stride, offset, dtype = geometry_of(tensor)
+    if not conjugated or dtype.is_complex:
+        return Bits(conjugated, negated)
+    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
+    if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
+        return Bits(negated=negated, alternating=True)
+    return Bits(negated=negated ^ (offset % 2 == 1))
