@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without.
 
-Those of rng and lower are no Python modules (ctypes loads them), but extensions to setuptools, which so builds them in
-place for an editable install and puts them into wheels. To build them in a source tree:
+Those of rng, lower and device are no Python modules (ctypes loads them), but extensions to setuptools, which so builds
+them in place for an editable install and puts them into wheels. To build them in a source tree:
 python setup.py build_ext --inplace
 """
 
@@ -32,6 +32,7 @@ setup(
     + [
         Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, **XLA),
         Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
+        Extension("firstloss.runtime.device._pages", ["src/firstloss/runtime/device/_pages.c"], optional=True),
         Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
     ]
 )

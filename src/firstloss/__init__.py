@@ -1,7 +1,7 @@
 """Firstloss: start big PyTorch models fast.
 
 `import firstloss as fl`; the names are in the table below. Deferred initialisation needs torch and numpy alone; JAX is
-imported when a backend or a StableHLO module is first asked for.
+imported when a step is first compiled or a StableHLO module is first asked for.
 """
 
 from __future__ import annotations

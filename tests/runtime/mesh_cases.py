@@ -352,10 +352,10 @@ def test_saving_gathers_nothing(tmp_path, monkeypatch):
     run = Run(tmp_path, {"fsdp": 8})
     run.train(0, 1)
     read = []
-    from firstloss.runtime.device import buffer
+    from firstloss.runtime import jaxlib
 
-    to_host = buffer.to_host
-    monkeypatch.setattr(buffer, "to_host", lambda array: (read.append(array.shape), to_host(array))[1])
+    to_host = jaxlib.to_host
+    monkeypatch.setattr(jaxlib, "to_host", lambda array: (read.append(array.shape), to_host(array))[1])
     fl.save(run.model.state_dict(), tmp_path / "it")
     assert (125, 64) in read and (1000, 64) not in read
     back = fl.load(tmp_path / "it")

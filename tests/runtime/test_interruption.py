@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import changes, compiling
+from firstloss.runtime.step import changes, parts
 
 from .. import scale
 
@@ -155,14 +155,14 @@ KINDS = {"whole": (Net, 6), "segments": (Deep, 8)}
 def kind(request, monkeypatch):
     """A kind of step; it must have been compiled as its name says."""
     pieces = []
-    real = compiling.cut
+    real = parts.cut
 
     def cut(*args, **options):
         found = real(*args, **options)
         pieces.append(1 if found is None else len(found.segments))
         return found
 
-    monkeypatch.setattr(compiling, "cut", cut)
+    monkeypatch.setattr(parts, "cut", cut)
     if request.param == "segments":
         monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
     yield request.param
@@ -270,8 +270,8 @@ def test_an_interrupt_in_the_first_call(kind, tmp_path):
     states = states_of("XLA", make, features, 3, False, tmp_path)
     eager = states_of("CPU", make, features, 3, False)
     ours, done = Training(make, features, "XLA", False, tmp_path), 0
-    parts = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
-    ends = [int(counted.lines * part) for part in scale.of(*parts)]
+    ends_at = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
+    ends = [int(counted.lines * part) for part in scale.of(*ends_at)]
     for at in ends:
         ours, done = Training(make, features, "XLA", False, tmp_path), 0
         with Interrupting(at) as counted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant
 from ..undo import Undo
+from .jax_there import directory_to_compile_in, on_cpu
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
@@ -60,12 +60,6 @@ def compile_options() -> dict[str, Any]:
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     }
-
-
-@functools.cache
-def on_cpu() -> bool:
-    """Whether JAX's default device is this machine's CPU, so that torch and the device can share memory."""
-    return jax.default_backend() == "cpu"
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:
@@ -134,3 +128,8 @@ def to_host(array: jax.Array) -> torch.Tensor:
         bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # torch takes no dtype of ml_dtypes
         return torch.from_numpy(host.view(bits).copy()).view(dtype)
     return torch.from_numpy(host.copy())
+
+
+_directory = directory_to_compile_in()
+if _directory is not None:
+    use_compilation_cache(_directory)

@@ -11,6 +11,7 @@ from .. import heap, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
 from ..uncollected import uncollected
+from . import jax_there
 from .backend import EAGER, Backend, current_backend, make_current
 
 if TYPE_CHECKING:
@@ -108,18 +109,30 @@ def backend(
     kind = name.upper()
     if kind in _XLA_NAMES:
         heap.map_arrays()
-        # JAX and all that is built on it, so that the first step need not wait for it. Modules live on: a collection
-        # that looked through them, and through all of PyTorch and transformers, would take as long as the import.
-        with timeline.span("import"), uncollected():
-            require_jax(f"firstloss.backend({name!r})")
-            from . import compiled  # noqa: F401
-            from .jaxlib import use_compilation_cache
-            from .mesh.mesh import Mesh
-            from .step import cache, notes, trace  # noqa: F401
-
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
-        devices = None if mesh is None else Mesh(mesh)
+        # All that the first step needs, so that it need not wait for it; JAX is put off until the first loss is there,
+        # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
+        # transformers, would take as long as the import.
+        with timeline.span("import"), uncollected():
+            if (
+                first_loss == "compiled"
+                or mesh is not None
+                or compile_only
+                or validate_only
+                or not jax_there.may_wait()
+            ):
+                require_jax(f"firstloss.backend({name!r})")
+                from . import jaxlib  # noqa: F401
+                from .step import segmented  # noqa: F401
+            from . import compiled  # noqa: F401
+            from .step import cache, compiled_step, compiling, notes, trace  # noqa: F401
+
+        devices = None
+        if mesh is not None:
+            from .mesh.mesh import Mesh
+
+            devices = Mesh(mesh)
         if devices is not None and not (devices.is_there or validate_only):
             raise BackendError(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
@@ -136,7 +149,7 @@ def backend(
             validate_only=validate_only,
             first_loss=first_loss or "eager",
         )
-        use_compilation_cache(folder)
+        jax_there.compile_in(folder)
         notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')

@@ -7,24 +7,23 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import torch
-from jax.sharding import NamedSharding
 
 from ...capture.file_value import FileValue
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.memory import allocate_huge
 from ...errors import StateLostError
 from ...program.graph import Value, is_contiguous
-from ..jaxlib import empty, lend, on_cpu, to_device, to_host
-from ..mesh import mesh
-from ..mesh import placement as mesh_placement
-from ..mesh.peers import lost
+from ..jax_there import on_cpu
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
-from .lazy import LazyArray
+from .lazy import LazyArray, ready
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import NamedSharding
 
 # Smaller weights are copied from host memory: asking the device for memory takes longer.
 _DIRECT_BYTES = 1 << 16
@@ -164,6 +163,8 @@ class DeviceBuffer:
             return self.array()
         tensor, held = memory.content(), memory.held()
         if held and not donated:
+            from ..jaxlib import lend
+
             return lend(tensor)
         array = memory.on_device()
         if array is None:
@@ -254,20 +255,32 @@ class DeviceBuffer:
             try:
                 return use(array)
             except (RuntimeError, ValueError) as error:
+                from ..mesh.peers import lost
+
                 if not array.is_deleted() or self.array() is array:
                     if (told := lost(error)) is not error:
                         raise told from error
                     raise
 
     def later(self) -> LazyArray | None:
-        """The content that a pending materialization will produce; None if there is content already."""
-        pending, value = self._pending, self.value
+        """The content that a pending materialization will produce, or that is on the host; None if it is in an array
+        already."""
+        pending, value, array = self._pending, self.value, self._array
+        if type(array) is LazyArray and array.content is not None and not self._edited and self._memory is None:
+            return array
         if self._edited or self._array is not None or pending is None or self._memory is not None:
             return None
-        return LazyArray(lambda: pending.result()[value])
+
+        def borrow() -> torch.Tensor | None:
+            made = pending.result()[value]
+            return made.borrow() if type(made) is LazyArray else None
+
+        return LazyArray(lambda: ready(pending.result()[value]), borrow=borrow)
 
     def snapshot(self) -> jax.Array:
         """A copy of the array that no step will donate. Does not wait for a running step."""
+        import jax
+
         return self.array() if self._memory is not None else self.take(jax.numpy.copy)
 
     def set(self, array: jax.Array | LazyArray) -> None:
@@ -297,11 +310,19 @@ class DeviceBuffer:
 
     def replace_from(self, file: FileValue) -> None:
         """On a mesh: replace the content by a file's, of which each device reads its own shard."""
+        from ..mesh import placement as mesh_placement
+
         assert self.sharding is not None
         self.set(mesh_placement.make({file: self.sharding})[file])
 
     def _put(self, tensor: torch.Tensor) -> jax.Array:
-        return to_device(tensor) if self.sharding is None else mesh.put(tensor, self.sharding)
+        from ..jaxlib import to_device
+
+        if self.sharding is None:
+            return to_device(tensor)
+        from ..mesh import mesh
+
+        return mesh.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping the copy."""
@@ -310,12 +331,30 @@ class DeviceBuffer:
             return memory.content()
         if (host := self._host) is not None:
             return host
-        return self.take(lambda array: laid_out(to_host(mesh.readable(array)), self.value))
+        if (content := self._content()) is not None:
+            return content
+        return self.take(self._read)
+
+    def _read(self, array: jax.Array) -> torch.Tensor:
+        from ..jaxlib import to_host
+        from ..mesh import mesh
+
+        return laid_out(to_host(mesh.readable(array)), self.value)
+
+    def _content(self) -> torch.Tensor | None:
+        """The content, where it is on the host and there is no array of it yet."""
+        array = self._array
+        if type(array) is not LazyArray or array.content is None:
+            return None
+        return laid_out(array.content, self.value)
 
     def gathered(self) -> torch.Tensor:
         """As `read`, including the shards of other processes; a collective call of all of them."""
         if self.sharding is None or self._edited:
             return self.read()
+        from ..jaxlib import to_host
+        from ..mesh import mesh
+
         return laid_out(to_host(mesh.readable(mesh.gather(self.array()))), self.value)
 
     def pieces(self) -> list[OwnedPart]:
@@ -323,6 +362,8 @@ class DeviceBuffer:
         shape = tuple(self.value.shape)
         if self.sharding is None or self._edited:
             return [OwnedPart(0, (0,) * len(shape), shape, self.read)]
+        from ..mesh import placement as mesh_placement
+
         array = self.array()
         data = {shard.device: shard.data for shard in array.addressable_shards}
         boxes = mesh_placement.boxes(shape, array.sharding)
@@ -337,12 +378,10 @@ class DeviceBuffer:
         if (memory := self._memory) is not None:
             return memory.content()
         host = self._host
+        if host is None and (content := self._content()) is not None:
+            return content
         if host is None:
-
-            def read(array: jax.Array) -> tuple[jax.Array, torch.Tensor]:
-                return array, laid_out(to_host(mesh.readable(array)), self.value)
-
-            array, host = self.take(read)
+            array, host = self.take(lambda array: (array, self._read(array)))
             if self._array is array:  # else another thread's step has made a new one meanwhile
                 self._host, self.current = host, None
         return host
@@ -358,6 +397,8 @@ class DeviceBuffer:
         self.fresh = False
         written = None
         if whole and self.sharding is None and is_direct(value):
+            from ..jaxlib import empty
+
             written, host = empty(tuple(value.shape), value.dtype)
         else:
             host = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
@@ -396,6 +437,8 @@ def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]
 
 
 def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torch.Tensor:
+    from ..jaxlib import to_host
+
     return to_host(data[device])
 
 

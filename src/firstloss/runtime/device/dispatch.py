@@ -17,25 +17,15 @@ Transactions run one at a time, whichever threads they are in: no thread sees ha
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
-import itertools
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jax
-import numpy as np
-
 from ...capture import session
-from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
 from ...compat.python_names import getframe
-from ...errors import StateLostError, StepMemoryError
-from ..jaxlib import on_cpu, x64
-from ..mesh.peers import lost
+from ...errors import StateLostError
+from ..jax_there import is_array, is_there
 
-called = itertools.starmap  # yields the results of calls, from C
-flat = itertools.chain.from_iterable
 lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
 
 
@@ -94,8 +84,11 @@ class Transaction:
             return self.execute()
         except BaseException as error:
             self.settle(error)
-            if (told := lost(error)) is not error:
-                raise told from error
+            if is_there():
+                from ..mesh.peers import lost
+
+                if (told := lost(error)) is not error:
+                    raise told from error
             raise
 
     def settle(self, error: BaseException) -> None:
@@ -115,21 +108,30 @@ class Transaction:
                 _open = None
                 return
             self._commit(self._run.outputs())
-        elif any(isinstance(array, jax.Array) and array.is_deleted() for array in self._state):
+        elif any(is_array(array) and array.is_deleted() for array in self._state):
             self._lose(error)
         _open = None
 
 
 _open: Transaction | None = None
 _latest: Any = None  # the smallest array of the last execution, which is running until that is ready
+_finishes = False  # whether the exit has been told of
 
 
 def _executed(outputs: Sequence[Sequence[Any]]) -> None:
     global _latest
     arrays = outputs[-1] or outputs[0][-1:] or outputs[1][-1:]
-    if _latest is None:
-        atexit.register(_finish)
+    if is_there():
+        finish_at_exit()
     _latest = min(arrays, key=_size) if arrays else False
+
+
+def finish_at_exit() -> None:
+    """Have the exit wait for the device. To be called when JAX is there: what it does at the exit itself comes last."""
+    global _finishes
+    if not _finishes:
+        _finishes = True
+        atexit.register(_finish)
 
 
 def _size(array: Any) -> int:
@@ -139,8 +141,10 @@ def _size(array: Any) -> int:
 def _finish() -> None:
     """At exit, wait for the device. Otherwise an array that somebody still holds would keep the device from shutting
     down in order, and its threads would go on in freed memory."""
+    import jax
+
     with contextlib.suppress(Exception):  # of a failed step; raised where its results are used
-        jax.block_until_ready([_latest] if isinstance(_latest, jax.Array) and not _latest.is_deleted() else [])
+        jax.block_until_ready([_latest] if is_array(_latest) and not _latest.is_deleted() else [])
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
             array.block_until_ready()
@@ -165,142 +169,3 @@ def _under_way() -> bool:
 
 
 _EXECUTING = (Transaction.execute.__code__, Transaction.settle.__code__)
-
-
-class _ThreadLocal(threading.local):
-    """The run that is calling compiled functions in this thread."""
-
-    run: Any = None
-
-
-_this_thread = _ThreadLocal()
-
-
-def calling(run: Any) -> None:
-    """Note that `run` is about to call compiled functions in this thread; None when it is done."""
-    _this_thread.run = run
-
-
-# XLA's CPU client lets each device have 32 executions begun, and launches the 33rd in a thread that the others need to
-# end: with several devices in a process all would wait for ever.
-_MOST_BEGUN = 16
-
-
-class _Begun:
-    """The latest executions on a mesh of CPU devices, of which so many are under way at a time."""
-
-    def __init__(self) -> None:
-        self._arrays: collections.deque[jax.Array] = collections.deque()
-
-    def wait(self) -> None:
-        """Until another one may begin."""
-        while len(self._arrays) >= _MOST_BEGUN:
-            array = self._arrays.popleft()
-            if array.is_deleted():  # donated to a later one, which is waited for
-                continue
-            with contextlib.suppress(Exception):  # raised where what it makes is needed
-                array.block_until_ready()
-
-    def add(self, array: jax.Array) -> None:
-        """One has begun that makes `array`."""
-        self._arrays.append(array)
-
-
-begun = _Begun()
-
-
-class Shield:
-    """A call through JAX's Python code, in a thread of its own, where nothing interrupts it.
-
-    From the second call on, with arguments of the same types, a compiled function runs in C++ only. The first call runs
-    Python code of JAX, where an interrupt would lose the results; so they are kept here.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number  # of the call within the run
-        self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
-        self._done = threading.Event()
-        self._outcome: tuple[Any, BaseException | None] = (None, None)
-
-    def call(self, function: Callable[..., Any], args: tuple) -> Any:
-        """`function(*args)`."""
-        threading.Thread(target=self._work, args=(function, args), name="firstloss-dispatch").start()
-        return self.result()
-
-    def _work(self, function: Callable[..., Any], args: tuple) -> None:
-        if not self._decided.acquire(blocking=False):
-            return
-        try:
-            with x64():
-                self._outcome = function(*args), None
-        except BaseException as error:  # raised by `result`
-            self._outcome = None, error
-        del function, args
-        self._done.set()
-
-    def result(self) -> Any:
-        """What the call has returned; waits for that."""
-        self._done.wait()
-        results, error = self._outcome
-        if error is not None:
-            raise error
-        return results
-
-    def rescued(self) -> Any:
-        """After an interrupt: the results in a flat list; None if the call has not begun, which cancels it."""
-        if self._decided.acquire(blocking=False):
-            return None
-        self._done.wait()
-        return self._outcome[0]
-
-
-class _Shielded(ExecuteReplicated):
-    """JAX's Python entry to an executable, shielded while a run is calling compiled functions."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> Any:
-        return _shield(super().__call__, args)
-
-
-def _shield(function: Callable[..., Any], args: tuple) -> Any:
-    run = _this_thread.run
-    if run is None:
-        return function(*args)
-    run.shield = Shield(run.next_call())
-    return run.shield.call(function, args)
-
-
-def direct(compiled: Any) -> Callable[..., Any]:
-    """A function that calls `compiled` without Python in between; first calls are shielded."""
-    executable: Any = executable_of(compiled)
-    execute = getattr(executable, "unsafe_call", None)
-    if getattr(execute, "has_host_callbacks", False):
-        return compiled  # nothing is donated
-    if type(execute) is ExecuteReplicated:
-        execute.__class__ = _Shielded
-    if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
-        return call
-    return lambda *args: _shield(compiled, args)  # a version of JAX that is not known
-
-
-def probe_memory(executables: Iterable[Any]) -> None:
-    """Check that there is memory for the temporaries of these, before state is donated to them.
-
-    Raises:
-        StepMemoryError: if there is not. When a device runs out of memory within a step, the state is gone already.
-    """
-    if not on_cpu():
-        return
-    for executable in executables:
-        analysis = executable.memory_analysis()
-        if analysis is None:
-            continue
-        needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        try:
-            np.empty(max(needed, 0), np.uint8)
-        except (MemoryError, ValueError):
-            raise StepMemoryError(
-                f"the step needs {needed / 2**30:.1f} GiB of memory for temporaries, which the device "
-                "does not have. Nothing has been changed: call the step with a smaller batch."
-            ) from None

@@ -10,8 +10,10 @@ import torch
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import pytree
 from .. import backend as backends
+from ..jax_there import is_there, on_cpu
 from ..mesh.processes import processes
 from ..structures import flatten
+from .lazy import lent_later
 from .numpy_arrays import from_numpy
 
 
@@ -45,8 +47,7 @@ def _eagerly(device: torch.device) -> Any:
 def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
         return tensor
-    from ..jaxlib import lend
-    from .tensors import resident  # here, because it brings JAX
+    from .tensors import resident
 
     mesh = backends.current_backend().mesh
     if mesh is not None and processes().count > 1:
@@ -58,5 +59,11 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         made = resident(put_on(tensor, mesh.of_batch(tuple(tensor.shape))))
         return made.requires_grad_(True) if tensor.requires_grad else made
     with torch.no_grad():
-        made = resident(lend(tensor.detach().clone(memory_format=torch.contiguous_format)))
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if is_there() or not on_cpu():
+            from ..jaxlib import lend
+
+            made = resident(lend(own))
+        else:
+            made = resident(lent_later(own), tuple(own.shape), own.dtype)
     return made.requires_grad_(True) if tensor.requires_grad else made

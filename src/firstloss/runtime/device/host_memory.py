@@ -7,15 +7,16 @@ import functools
 import mmap
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import torch
 
 from ...compat.torch_names import DisableTorchDispatch, storage_use_count
 from ...program.graph import Value
-from ..jaxlib import to_host
 from .lazy import LazyArray, ready
+
+if TYPE_CHECKING:
+    import jax
 
 # The references to a storage that are ours: a tensor, and the handle through which we count.
 _OWN_HOLDERS = 2
@@ -55,6 +56,8 @@ class HostMemory:
             if self._direct:
                 self._move(self._tensor.data_ptr(), array.unsafe_buffer_pointer())
             else:
+                from ..jaxlib import to_host
+
                 with DisableTorchDispatch(), torch.no_grad():
                     self._tensor.copy_(to_host(array))
             self._last = array if self._direct else None

@@ -7,9 +7,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -31,12 +30,17 @@ from ...compat.torch_names import (
 )
 from ...engine.run import default_threads, materialize_values
 from ...program.graph import Ref, Value, dense_count
-from ..jaxlib import empties, empty, on_cpu, to_device
-from ..mesh import placement as mesh_placement
-from ..mesh.mesh import Mesh, put
+from ..jax_there import is_there, on_cpu
+from . import drawn, pages
 from .buffer import DeviceBuffer, is_direct
 from .conjugated import without_bits
 from .host_memory import MappedWeights, is_countable, is_held
+
+if TYPE_CHECKING:
+    import jax
+
+    from ..mesh.mesh import Mesh
+    from .lazy import LazyArray
 
 # Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
 BESIDE_TRACING = (5,)
@@ -45,7 +49,7 @@ BESIDE_TRACING = (5,)
 class _Materialization(Future):
     """A materialization in a thread of its own, started by `begin` or by the first wait for its result."""
 
-    def __init__(self, make: Callable[[], dict[Value, jax.Array]]) -> None:
+    def __init__(self, make: Callable[[], dict[Value, Any]]) -> None:
         super().__init__()
         self._make = make
         self._lock = threading.Lock()
@@ -59,7 +63,7 @@ class _Materialization(Future):
         # Not a daemon: a daemon would go on while the interpreter shuts down, and crash.
         threading.Thread(target=self._work, name="firstloss-materialize").start()
 
-    def result(self, timeout: float | None = None) -> dict[Value, jax.Array]:
+    def result(self, timeout: float | None = None) -> dict[Value, Any]:
         self.begin()
         return super().result(timeout)
 
@@ -127,9 +131,13 @@ def _materialize_in_background(
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
 
-    def make() -> dict[Value, jax.Array]:
+    def make() -> dict[Value, Any]:
         wait(before_us)
-        return _make(list(shardings), niceness) if mesh is None else mesh_placement.make(shardings, niceness)
+        if mesh is None:
+            return _make(list(shardings), niceness)
+        from ..mesh import placement as mesh_placement
+
+        return mesh_placement.make(shardings, niceness)
 
     materialization = _Materialization(make)
     for store in stores:
@@ -145,8 +153,13 @@ def _materialize_in_background(
     materialization.begin()
 
 
-def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array]:
-    """Run the recipes of `values`; on a CPU, directly into the device's memory."""
+def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
+    """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
+    memory that becomes the device's."""
+    if not is_there() and on_cpu() and pages.are_there():
+        return drawn.make(values, niceness)
+    from ..jaxlib import empties, empty, to_device
+
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
     kinds = [_kind(value) for value in values if is_direct(value)]
     for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # allocated in one call
@@ -199,8 +212,16 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
                 store.resident = DeviceBuffer.of_memory(value, base, lasting)
                 note_memory(store)
                 continue
-        sharding = None if mesh is None else mesh.of_store(store)
-        array = to_device(base) if sharding is None else put(base, sharding)
+        from ..jaxlib import to_device
+
+        sharding = None
+        if mesh is None:
+            array = to_device(base)
+        else:
+            from ..mesh.mesh import put
+
+            sharding = mesh.of_store(store)
+            array = put(base, sharding)
         store.resident = DeviceBuffer(value, array=array, sharding=sharding)
         del base
 
@@ -230,6 +251,8 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
         store.resident = DeviceBuffer.of_memory(value, base, not is_countable(base))
         note_memory(store)
     else:
+        from ..jaxlib import to_device
+
         store.resident = DeviceBuffer(value, array=to_device(base))
     return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
 

@@ -8,7 +8,6 @@ import torch
 
 from ...capture.geometry import contiguous_stride
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...lower.dtypes import to_torch
 from ...program.graph import Value
 from .buffer import DeviceBuffer
 from .lazy import LazyArray
@@ -16,7 +15,11 @@ from .lazy import LazyArray
 
 def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
     """A tensor on the backend that holds `array`; shape and dtype must be given for a lazy one."""
-    shape, dtype = tuple(array.shape) if shape is None else shape, to_torch(array.dtype) if dtype is None else dtype
+    shape = tuple(array.shape) if shape is None else shape
+    if dtype is None:
+        from ...lower.dtypes import to_torch
+
+        dtype = to_torch(array.dtype)
     value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
     return DeferredTensor.wrap(store_of(array, value), shape, value.stride, 0, dtype)
 

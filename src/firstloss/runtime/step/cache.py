@@ -36,6 +36,7 @@ class StepCache:
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self.kinds: dict[_Key, Versions] = {}
         self._latest: Versions | None = None  # of the last call
+        self._found: CompiledStep | None = None  # at the last call
         self._name = name
         self._refuse = refuse
         self._check = check
@@ -51,6 +52,8 @@ class StepCache:
         Args:
             kind: of the arguments: their shapes and dtypes.
         """
+        if self._found is not None:
+            self._found.wait_until_lowered()
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
         again = False
@@ -98,7 +101,7 @@ class StepCache:
                 self._forget_some()
             alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
             (pause if fits else put_off)(undo)
-            compiled = versions.step(request, alike)
+            compiled = self._found = versions.step(request, alike)
             self._latest = versions
         return compiled
 

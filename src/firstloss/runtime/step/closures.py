@@ -17,6 +17,7 @@ from ...compat.torch_names import pytree
 from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
+from ..device.lazy import LazyArray, ready
 from . import loop as loops
 
 
@@ -246,12 +247,14 @@ def _on_host(leaf: Any) -> Any:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))
         return leaf.ref.view(whole)
-    if hasattr(leaf, "is_ready") and hasattr(leaf, "sharding"):
+    if type(leaf) is LazyArray or hasattr(leaf, "is_ready") and hasattr(leaf, "sharding"):
         return _values(leaf).clone()
     return leaf
 
 
 def _values(array: Any) -> torch.Tensor:
+    if type(array) is LazyArray and array.content is not None:
+        return array.content
     from ..jaxlib import to_host
 
-    return to_host(array)
+    return to_host(ready(array))

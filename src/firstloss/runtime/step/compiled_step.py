@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from ... import timeline
@@ -20,19 +19,22 @@ from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer
 from ..device.host_memory import HostMemory
-from ..device.lazy import LazyArray
+from ..device.lazy import LazyArray, ready
 from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
 from ..guards.left import Env
-from ..jaxlib import use_x64
+from ..jax_there import is_array, is_there
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import loop as loops
 from .arguments import Arguments
 from .inputs import Inputs, write_back
 from .owners import Owner
-from .segmented import SegmentedRun, SegmentedStep
+from .put_off import FirstRun, PutOffStep
 from .traced import TracedProgram
 from .tracing import Shared
+
+if TYPE_CHECKING:
+    from .segmented import SegmentedRun, SegmentedStep
 
 
 class Call:
@@ -58,19 +60,36 @@ class CompiledStep:
     Attributes:
         traced: what it computes.
         inputs: gives the array for each input at a call.
-        executable: what computes it; see `compiling.compile_step`.
     """
 
     def __init__(
-        self, traced: TracedProgram, inputs: Inputs, executable: SegmentedStep, backend: Backend, ran: bool
+        self,
+        traced: TracedProgram,
+        inputs: Inputs,
+        executable: SegmentedStep | PutOffStep,
+        backend: Backend,
+        ran: bool,
     ) -> None:
         """`ran`: the executable has been run already, by another step that does the same."""
         self.traced = traced
         self.inputs = inputs
-        self.executable = executable
+        self._executable = executable
         self._backend = backend
         self._ran = ran
         self._reseated = session.reseated
+
+    @property
+    def executable(self) -> SegmentedStep:
+        """What computes it; waits for JAX where that is put off. See `compiling.compile_step`."""
+        executable = self._executable
+        if isinstance(executable, PutOffStep):
+            executable = self._executable = executable.made()
+        return executable
+
+    def wait_until_lowered(self) -> None:
+        """Wait while its first run lowers it: before it is traced again."""
+        if isinstance(self._executable, PutOffStep):
+            self._executable.wait_until_lowered()
 
     def outdated(self) -> bool:
         """Whether it was for a first step, or a number baked in, a weight's memory or the value of a tensor that
@@ -110,7 +129,10 @@ class CompiledStep:
             )
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
-            use_x64(undo)
+            if is_there():
+                from ..jaxlib import use_x64
+
+                use_x64(undo)
             dispatch.settled()
             traced.optimizers.groups.begin()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
@@ -120,9 +142,9 @@ class CompiledStep:
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None
-            seed = key if key is not None else _no_seed(backend.mesh is None)
+            seed = key if key is not None else _no_seed(backend.mesh is None) if is_there() else np.zeros(2, np.uint32)
             begin = timeline.current().now()
-            run = self.executable.begin(state, rest, seed)
+            run = self._executable.begin(state, rest, seed)
 
             call = Call(arguments, state_owners.values())
 
@@ -135,13 +157,14 @@ class CompiledStep:
                         buffer.lose(error)
 
             step = dispatch.Transaction(run, state, commit, lose)
-            first = not self._ran or not self.executable.ran
+            first = not self._ran or not self._executable.ran
             gradients = traced.gradients.now() if first else None
             results = step.execute_or_settle()[2]
             if first:
                 self._first(run, state, buffers, key, gradients)
             if not self._ran:
-                jax.block_until_ready(results)
+                for result in results:
+                    result.block_until_ready()
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
@@ -199,7 +222,7 @@ class CompiledStep:
 
     def _first(
         self,
-        run: SegmentedRun,
+        run: SegmentedRun | FirstRun,
         state: Sequence[Any],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
@@ -214,7 +237,7 @@ class CompiledStep:
         def failed(error: BaseException) -> None:
             with dispatch.lock:
                 later.failed = lambda error: None
-                lost = any(isinstance(array, jax.Array) and array.is_deleted() for array in state)
+                lost = any(map(_is_gone, state))
                 for buffer, old, new in zip(buffers, state, arrays, strict=True):
                     if buffer is None:
                         continue
@@ -228,6 +251,15 @@ class CompiledStep:
                 self._ran = False
 
         later.failed = failed
+
+
+def _is_gone(array: Any) -> bool:
+    """Whether a step has been given the memory of an array, or of what a lazy one has become."""
+    try:
+        array = ready(array)
+    except Exception:  # it could not be made
+        return False
+    return is_array(array) and array.is_deleted()
 
 
 def _not_executed() -> Any:
@@ -253,4 +285,6 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
 @functools.cache
 def _no_seed(on_device: bool) -> Any:
     """For a step that draws nothing."""
+    import jax
+
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)

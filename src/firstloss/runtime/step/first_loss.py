@@ -8,9 +8,8 @@ behind it. The first loss is then eager PyTorch's, bit for bit, and the training
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 import torch
 
@@ -20,17 +19,29 @@ from ...errors import FirstlossError
 from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ...program.python_text import is_number
-from ..device.lazy import LazyArray
-from ..jaxlib import to_device, to_host
+from ..device.lazy import LazyArray, copied_later
+from ..jax_there import is_array
+
+if TYPE_CHECKING:
+    from .draws import Draws
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
 _MOST_OF_A_STEP = 0.6
 
 
 class Kernels(Replay):
-    """As recipes are replayed, but for what only steps have: numbers that are inputs, and barriers."""
+    """As recipes are replayed, but for what only steps have: numbers that are inputs, barriers, and random numbers that
+    come from a key."""
+
+    def __init__(self, draws: Draws | None = None) -> None:
+        super().__init__()
+        self._draws = draws
 
     def _run_one(self, node: Node) -> None:
+        if node.draw is not None and self._draws is not None:
+            for value, content in zip(node.outputs, self._draws.run(node, self.buffer), strict=True):
+                self.buffers[value] = value.empty().copy_(content.reshape(value.shape))
+            return
         if node.op is torch.ops.firstloss.barrier.default:  # its results are its operands
             for value, ref in zip(node.outputs, node.args[0], strict=True):
                 self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
@@ -69,47 +80,66 @@ class FirstLoss:
         # What is written in place is a copy.
         self._written = {ref.value for node in self._nodes for ref in node.writes} & inputs
         self._last = _last_reads(self._nodes, self._refs)
-        # The random numbers of a step come from its compiled function.
-        draws = any(node.draw is not None for node in self._nodes)
-        self.possible = bool(names) and not draws and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
+        self._random = [node for node in self._nodes if node.draw is not None]
+        self.failed = False  # an operation is one that only the compiler knows
+        self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
-    def attempt(self, given: list[Any], places: Mapping[Any, int]) -> list[jax.Array] | None:
-        """As `compute`, of inputs whose `places` in `given` are known; what is lazy there is waited for, and replaced.
-        None if PyTorch's kernels cannot do it."""
+    def attempt(self, given: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
+        """As `compute`, of inputs that are `given` as arrays, or lazily. None if PyTorch's kernels cannot do it.
 
-        def array(value: Value) -> Any:
-            content = given[places[value]]
-            if type(content) is LazyArray:
-                content = given[places[value]] = content.wait()
-            return content
+        Args:
+            seed: the two words of which the compiled step makes its random numbers.
+        """
+
+        def content(value: Value) -> torch.Tensor:
+            found = given[value]
+            if type(found) is LazyArray:
+                borrowed = found.borrow()
+                if borrowed is not None:
+                    return borrowed
+                found = found.wait()
+            if not is_array(found):
+                return torch.from_numpy(np.asarray(found))
+            from ..jaxlib import to_host
+
+            return to_host(found)
 
         try:
-            return self.compute(array)
+            return self.compute(content, self._draws(seed))  # compiled while the weights are being drawn
         except FirstlossError:
             raise
         except Exception:  # an operation that only the compiler knows
+            self.failed = True
             return None
 
-    def compute(self, array: Callable[[Value], Any]) -> list[jax.Array]:
-        """The outputs, as arrays of the device's.
+    def _draws(self, seed: np.ndarray) -> Draws | None:
+        if not self._random:
+            return None
+        from .draws import Draws  # here, because it brings JAX
+
+        return Draws(self._random, seed)
+
+    def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
+        """The outputs, on the host until somebody asks for them as arrays.
 
         Args:
-            array: gives the array for an input; waits for it.
+            content_of: gives the content of an input, not to be written; waits for it.
+            draws: runs the random operations, if there are any.
         """
-        replay = Kernels()
+        replay = Kernels(draws)
         with DisableTorchDispatch():
             for node in self._nodes:
                 for value in {ref.value for ref in node.refs()} & self.inputs - replay.buffers.keys():
-                    found = array(value)
-                    content = to_host(found) if isinstance(found, jax.Array) else torch.from_numpy(np.asarray(found))
-                    content = content.reshape(value.shape)
+                    content = content_of(value).reshape(value.shape)
                     as_it_is = content.stride() == value.stride and value not in self._written
                     replay.buffers[value] = content if as_it_is else value.empty().copy_(content)
                 replay.run([node])
                 for value in self._last.get(node.index, ()):
                     replay.buffers.pop(value, None)
-            found = [ref.view(replay.buffer(ref.value)).contiguous() for ref in self._refs]
-        return [to_device(tensor) for tensor in found]
+            found = [
+                ref.view(replay.buffer(ref.value)).clone(memory_format=torch.contiguous_format) for ref in self._refs
+            ]
+        return [copied_later(tensor) for tensor in found]
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 import torch
 
@@ -13,11 +12,15 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy import LazyArray, ready
-from ..jaxlib import given, to_host
-from ..mesh.mesh import Mesh, fit, put
+from ..device.lazy import LazyArray, lent_later, ready
+from ..jax_there import is_there
 from .owners import Owner, Owners
 from .parameter_groups import Hyperparameter
+
+if TYPE_CHECKING:
+    import jax
+
+    from ..mesh.mesh import Mesh
 
 
 class Inputs:
@@ -65,10 +68,15 @@ class Inputs:
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
         """What stands for the inputs `values`; without `wait`, lazily those that are still being made."""
-        return tuple((None if wait else self._later(value)) or self.array(value, leaves, donated) for value in values)
+        return tuple(
+            (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
+        )
 
-    def _later(self, value: Value) -> LazyArray | None:
-        owner = self._owners[value]
+    def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
+        place = self._places.get(value)
+        owner = self._owners[value] if place is None else leaves[place]
+        if type(owner) is DeferredTensor and not self.where and owner._ref().whole:
+            owner = owner._store
         return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
@@ -85,10 +93,16 @@ class Inputs:
         elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
             array = self._argument(owner._store.resident)
         elif where is not None:
+            from ..mesh.mesh import put
+
             return put(owner, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
-            return given(owner.detach().clone(memory_format=torch.contiguous_format))
-        return array if where is None else fit(array, where)
+            return _given(owner.detach().clone(memory_format=torch.contiguous_format))
+        if where is None:
+            return array
+        from ..mesh.mesh import fit
+
+        return fit(array, where)
 
     def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
         array = buffer.argument(donated)
@@ -100,7 +114,8 @@ class Inputs:
         read, when the call has returned, it is waited for, and that memory shows what it has made."""
         if not self.lent:
             return
-        jax.block_until_ready([ready(array) for array in arrays])
+        for array in arrays:
+            ready(array).block_until_ready()
         for buffer in buffers:
             if buffer is not None:
                 buffer.settle()
@@ -124,6 +139,16 @@ class Inputs:
         return store.resident
 
 
+def _given(tensor: torch.Tensor) -> Any:
+    """A tensor of our own as an argument of one call; where there is no JAX yet, lazily."""
+    if is_there():
+        from ..jaxlib import given
+
+        return given(tensor)
+
+    return lent_later(tensor)
+
+
 def _tensors_of(store: DeferredStorage) -> list[DeferredTensor]:
     """Those that look at it; of what the step has loaded from a file, and not kept, one that looks at all of it."""
     value = store.value
@@ -140,5 +165,7 @@ def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], 
         with torch.no_grad():
             for owner, array in zip(owners, arrays, strict=True):
                 if isinstance(owner, torch.Tensor):  # from outside the backend
+                    from ..jaxlib import to_host
+
                     owner.copy_(to_host(ready(array)))
     replace_arrays(buffers, arrays)

@@ -25,9 +25,9 @@ from ..mesh.edges import spec_of
 from ..mesh.mesh import SMALL, Mesh
 from . import tracing
 from .arguments import Arguments
-from .compiling import Parts, parts_of
 from .inputs import Inputs
 from .owners import Owner, storage_or_itself
+from .parts import Parts, parts_of
 from .plan import Held, Part, StepPlan
 from .segmented import Function, functions_of
 from .surroundings import Surroundings
@@ -65,9 +65,9 @@ class _Planner:
         self._edges = parts.edges
         self._segments: Sequence[Segment] = parts.cut.segments
         outputs = parts.cut.outputs
-        kept = {outputs[name] for group in parts.groups for name in group}
-        self._persistent = {*kept, *parts.state, *parts.read}  # it outlives the step, or was there before
-        renewed = {old: outputs[name] for old, name in zip(parts.state, parts.groups[0], strict=True)}
+        kept = {outputs[name] for group in parts.groups.outputs for name in group}
+        self._persistent = {*kept, *parts.groups.state, *parts.groups.read}  # it outlives the step, or was there before
+        renewed = {old: outputs[name] for old, name in zip(parts.groups.state, parts.groups.outputs[0], strict=True)}
         self._functions = functions_of(self._segments, renewed, kept, parts.edges)
         self._jaxprs: Jaxprs = {}
 

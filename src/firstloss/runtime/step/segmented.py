@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,14 +19,14 @@ from ...lower.dtypes import to_jax
 from ...lower.program import Template, constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.dispatch import Shield, begun, called, calling, direct, flat, probe_memory
+from ..device.calls import Shield, begun, called, calling, direct, flat, probe_memory
 from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
 from ..mesh.edges import Edges
 from ..mesh.peers import peers_of
 from . import notes
-from .first_loss import FirstLoss
+from .later import Later
 
 
 class Function(NamedTuple):
@@ -72,9 +71,9 @@ class SegmentedStep:
     Args:
         state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
         outputs: names of the Program's outputs, in groups as the call shall return them.
-        first_loss: what computes the last group without a compiler, the first time, if that is possible.
         edges: on a mesh, the shardings of what goes from one segment to another.
         compiles: whether it is for more than to see that all can be lowered.
+        behind: its first results are there, or will be: nothing is run before all of it is compiled.
     """
 
     def __init__(
@@ -84,9 +83,9 @@ class SegmentedStep:
         state: Sequence[Value],
         rest: Sequence[Value],
         outputs: Sequence[Sequence[str]],
-        first_loss: FirstLoss | None = None,
         edges: Edges | None = None,
         compiles: bool = True,
+        behind: bool = False,
     ) -> None:
         self._put = jax.device_put if edges is None else edges.put
         self._numbers: dict[int, tuple[Any, Any]] = {}  # by slots, what was put on the mesh last
@@ -106,18 +105,25 @@ class SegmentedStep:
         self._first = self._calls_to(self._results[-1], reuse)
         self._functions = functions
         self._compiled = _Compiling(name, functions, edges, compiles)
-        self.first_loss = first_loss
-        if first_loss is None:
+        if behind:
+            self._first = 0
+        else:
             if not self._first:  # all of it has to be there before anything is run
                 begin_behind()
-            self.lower_first()
+            self._lower_first()
         self.ran = False
 
-    def lower_first(self) -> None:
+    def _lower_first(self) -> None:
         """Lower what the loss needs."""
         first = {call.function for call in self._calls[: self._first]}
         while self._compiled.lower_next(first or self._functions):
             pass
+
+    def lower(self) -> None:
+        """Lower what has not been, and begin to compile it."""
+        while self._compiled.lower_next():
+            pass
+        self._compiled.release()
 
     @property
     def executables(self) -> list[Any]:
@@ -126,9 +132,7 @@ class SegmentedStep:
 
     def compile_all(self) -> None:
         """Compile what no step has asked for yet; or only lower it, where that is all that is wanted."""
-        while self._compiled.lower_next():
-            pass
-        self._compiled.release()
+        self.lower()
         self._compiled.all()
 
     # -- which slot holds what --
@@ -216,25 +220,6 @@ class _NotYet:
 _NOT_YET: Any = _NotYet()
 
 
-class Later(Future):
-    """What the calls after the loss make of the state, by slots, in a thread of their own.
-
-    Attributes:
-        failed: called when one is asked for and making it has failed.
-    """
-
-    failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
-
-    def of(self, slot: Any) -> Any:
-        """The array of a slot; waits for it."""
-        try:
-            return self.result()[slot]
-        except BaseException:
-            if self.done() and (error := self.exception()) is not None:
-                self.failed(error)
-            raise
-
-
 class SegmentedRun:
     """One execution of a SegmentedStep: a `Run`, as `dispatch.py` has it."""
 
@@ -244,7 +229,6 @@ class SegmentedRun:
         self._seed = seed
         self.later: Later | None = None  # of a first run: what the calls after the loss will make
         self.shield: Shield | None = None
-        self._first_results: list[Any] | None = None  # those that no compiled function has made
 
     def advance(self) -> None:
         """Run the segments that have not been run yet."""
@@ -258,10 +242,7 @@ class SegmentedRun:
 
     def outputs(self) -> tuple:
         """The Program's outputs, in groups."""
-        groups = [tuple(map(self._output, group)) for group in self._step._results]
-        if self._first_results is not None:
-            groups[-1] = tuple(self._first_results)
-        return tuple(groups)
+        return tuple(tuple(map(self._output, group)) for group in self._step._results)
 
     def _output(self, slot: int) -> Any:
         array = self._slots[slot]
@@ -311,13 +292,6 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
-        if step.first_loss is not None:
-            self._first_results = step.first_loss.attempt(slots, step._slots)
-            if self._first_results is not None:
-                self._rest_behind(self._first_results)
-                return
-            step.first_loss = None
-            step.lower_first()
         put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
         for call in step._calls[: step._first]:
             while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
@@ -338,34 +312,35 @@ class SegmentedRun:
     def _rest_behind(self, results: list[Any]) -> None:
         """The results are there; the rest of the step follows in a thread of its own."""
         step, slots = self._step, self._slots
-        later = Later()
         rest = SegmentedRun(step, list(slots), self._seed)
 
-        def finish() -> None:
-            if not later.set_running_or_notify_cancel():  # interrupted, before it began
-                return
+        def finish() -> dict[int, Any]:
             try:
                 jax.block_until_ready(results)
-                with timeline.span("rest of the step"), x64():
-                    rest._finish()
-                    mine = rest._slots
-                    arrays = jax.block_until_ready({i: mine[i] for group in step._results[:-1] for i in group})
+                rest._finish()
+                mine = rest._slots
+                arrays = jax.block_until_ready({i: mine[i] for group in step._results[:-1] for i in group})
                 mine.clear()
-                later.set_result(arrays)
-            except BaseException as error:  # raised where the state is needed
-                step._first, step.first_loss = 0, None  # another time, it comes before the loss
-                later.set_exception(error)
+                return arrays
+            except BaseException:
+                step._first = 0  # another time, it comes before the loss
+                raise
 
-        self.later = later
-        threading.Thread(target=finish, name="firstloss-first-step").start()
+        self.later = Later(finish)
+        self.later.begin()
+
+    def all_at_once(self) -> tuple:
+        """Run all of it, and wait for it: the outputs."""
+        self._finish()
+        outputs = jax.block_until_ready(self.outputs())
+        self._slots.clear()
+        return outputs
 
     def _finish(self) -> None:
         """The calls that the results do not need. What could fail, fails before: they overwrite the old state."""
         step = self._step
         begin_behind()
-        while step._compiled.lower_next():
-            pass
-        step._compiled.release()
+        step.lower()
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
         self._slots[:] = map(ready, self._slots)
@@ -466,6 +441,11 @@ def _plain(args: Any) -> Iterator[Any]:
         yield args
 
 
+def step_key(seed: Any) -> Any:
+    """The key of a step's random numbers, from the two words that it is called with."""
+    return jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+
+
 def _lower(name: str, function: Function, edges: Edges | None) -> Any:
     segment = function.like
     inputs = [segment.inputs[i] for i in function.argument_order]
@@ -477,7 +457,7 @@ def _lower(name: str, function: Function, edges: Edges | None) -> Any:
 
         def key_of(draw: int) -> Any:
             if not step:
-                step.append(jax.random.fold_in(jax.random.key(seed[0]), seed[1]))
+                step.append(step_key(seed))
             return jax.random.fold_in(step[0], arrays[draw])
 
         run_calls(segment.calls, arrays, key_of)

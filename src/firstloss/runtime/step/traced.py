@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace
 from ...program.compare import parting
+from ...program.graph import Value
 from ...program.program import Program
 from ..guards.effects import Effects
 from ..guards.left import Make
@@ -18,6 +21,20 @@ from .modes import ModesLeft
 from .optimizers import Optimizers
 from .outputs import Outputs
 from .owners import Owners, differ
+
+
+class Groups(NamedTuple):
+    """What a step's execution is given and makes.
+
+    Attributes:
+        state: the inputs that the step changes.
+        read: the others.
+        outputs: names, in groups: what the state becomes, what the step leaves, results.
+    """
+
+    state: list[Value]
+    read: list[Value]
+    outputs: tuple[Sequence[str], Sequence[str], Sequence[str]]
 
 
 @dataclass(eq=False)
@@ -61,6 +78,13 @@ class TracedProgram:
     def results(self) -> list[str]:
         """The names of the outputs that a call returns, or gives to closures."""
         return [*self.outputs.out, *self.for_closures]
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """What its execution is given and makes."""
+        changed = list(self.owners.changed)
+        new = [f"new{i}" for i in range(len(changed))]
+        return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
 
     @property
     def why_not(self) -> str | None:

@@ -1,0 +1,106 @@
+"""Weights drawn before JAX is there, in memory of our own, of which XLA's arrays are made without a copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...engine.memory import allocate_huge
+from ...engine.run import materialize_values
+from ...program.graph import Value, is_contiguous
+from .host_memory import is_held
+from .lazy import LazyArray
+from .pages import LEAST_BYTES, Pages
+
+if TYPE_CHECKING:
+    import jax
+
+
+def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]:
+    """Run the recipes of `values`."""
+    pages: dict[int, Pages] = {}
+
+    def allocate(value: Value) -> torch.Tensor:  # called from several threads
+        if value.nbytes < LEAST_BYTES or not is_contiguous(value.shape, value.stride):
+            return allocate_huge(value)
+        own = Pages(tuple(value.shape), value.dtype)
+        pages[own.tensor.data_ptr()] = own
+        return own.tensor
+
+    buffers = materialize_values(values, allocate=allocate, niceness=niceness)
+    drawn = {value: Drawn(buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
+    pages.clear()  # of what is no weight, too
+    together = _Together([each for each in drawn.values() if each.pages is not None])
+    for each in drawn.values():
+        each.together = together
+    return {value: LazyArray(each.array, borrow=each.borrow) for value, each in drawn.items()}
+
+
+class Drawn:
+    """The content of one weight, until it is an array of XLA's."""
+
+    def __init__(self, content: torch.Tensor, pages: Pages | None) -> None:
+        self.pages = pages
+        self.together: _Together | None = None
+        self._content: torch.Tensor | None = content
+        self._array: jax.Array | None = None
+        self._lock = threading.Lock()
+
+    def borrow(self) -> torch.Tensor | None:
+        """The content; None once there is an array. While anybody holds it, it stays where it is."""
+        with self._lock:
+            if self._content is None or self.pages is not None and self.pages.moved:
+                return None
+            return self._content.detach()
+
+    def array(self) -> jax.Array:
+        """The content as an array, in memory that XLA has allocated. Where this was interrupted, it goes on."""
+        with self._lock:
+            if self._array is None:
+                self._array = self._made()
+            if self.together is not None:
+                self.together.forget(self)
+            self._content = self.pages = self.together = None
+            return self._array
+
+    def _made(self) -> jax.Array:
+        from ..jaxlib import to_device
+
+        content, pages = self._content, self.pages
+        assert content is not None and self.together is not None
+        if pages is None:
+            return to_device(content)
+        array, memory = self.together.allocate(self)
+        pages.tensor = content  # one tensor, and not two, so that others can be counted
+        if not pages.moved and (is_held(content) or not pages.move(memory)):
+            memory.copy_(content)
+        return array
+
+
+class _Together:
+    """Arrays for several weights, allocated in one call, of which each new kind takes XLA some 20 ms."""
+
+    def __init__(self, drawn: list[Drawn]) -> None:
+        self._kinds = {
+            id(each): (tuple(each.pages.tensor.shape), each.pages.tensor.dtype) for each in drawn if each.pages
+        }
+        self._made: dict[int, tuple[jax.Array, torch.Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def allocate(self, drawn: Drawn) -> tuple[jax.Array, torch.Tensor]:
+        """The array for one of them, and its memory, which nobody has written."""
+        from ..jaxlib import empties
+
+        with self._lock:
+            if self._made is None:
+                self._made = dict(zip(self._kinds, empties(list(self._kinds.values())), strict=True))
+            return self._made[id(drawn)]
+
+    def forget(self, drawn: Drawn) -> None:
+        """It has its array."""
+        with self._lock:
+            if self._made is not None:
+                self._made.pop(id(drawn), None)
