@@ -672,6 +672,11 @@ def other_memory(d: Draft) -> None:
     )
     for _ in range(d.pick(1, 1, 2)):
         d.at(d.rng.choice(between).replace("$m", "m"))
+    if d.chance(0.3):
+        there, other = "torch.from_numpy(m.z.bias.detach().numpy())", "torch.arange(3.0) / 5"
+        lies = place(d, d.pick(there, other))
+        d.mid.append(f"loss = loss + 0.1 * ({lies.get} * y.mean(0)).sum()")
+        d.at(lies.put(d.pick(there, other, "m.z.bias.detach()")))
 
 
 def conjugated(d: Draft) -> None:
