@@ -82,7 +82,8 @@ def test_a_process_has_its_first_loss_before_jax_is_imported_and_the_same_traini
 
 
 def test_the_list_of_rules_is_that_of_the_table():
-    assert names.listed() == set(map(str, RULES)), "write it anew: python -m firstloss.lower.names"
+    own = {name for name in map(str, RULES) if name.startswith("firstloss")}  # registered by other tests, or when used
+    assert names.listed() | own == set(map(str, RULES)), "write it anew: python -m firstloss.lower.names"
 
 
 # -- with JAX, as if it were not there when the weights are drawn --
