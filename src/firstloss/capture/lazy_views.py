@@ -55,7 +55,8 @@ def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
 def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype) -> DeferredStorage:
     if store.mirrors is not None and (store.mirrors.computed_by, store.mirrors.dtype) == (computed_by, dtype):
         return store.mirrors.of
-    mirror = next((m for m in mirrors_of(store) if m.mirrors == Mirror(computed_by, store, dtype)), None)
+    shows = Mirror(computed_by, store, dtype)
+    mirror = next((m for m in mirrors_of(store) if m.mirrors == shows), None)
     if mirror is None:
         value = store.value
         if value.numel and dense_count(value.shape, value.stride) != value.numel:
@@ -63,9 +64,9 @@ def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype)
                 f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
                 "tensor.contiguous().conj()."
             )
-        mirror = DeferredStorage(_content(Mirror(computed_by, store, dtype)))
+        mirror = DeferredStorage(_content(shows))
         mirror.trace = session.trace
-        mirror.mirrors = Mirror(computed_by, store, dtype)
+        mirror.mirrors = shows
         store.mirrored_by.append(weakref.ref(mirror))
     return mirror
 
@@ -131,9 +132,7 @@ def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
 
     That is what autograd knows it for a view of; or, where it is known for none, a tensor of its own.
     """
-    root = mirror
-    while root.mirrors is not None:
-        root = root.mirrors.of
+    root = mirror.root
     known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
     return [
         (tensor, base if type(base) is DeferredTensor and base._store is root else _whole(root, root.value.dtype))
@@ -152,10 +151,8 @@ def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
 
 def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
     """A tensor that shows, of what a mirror is of, what `tensor` shows of the mirror; `tensor` where it is of none."""
-    store = tensor._store
-    while store.mirrors is not None:
-        store = store.mirrors.of
-    return tensor if store is tensor._store else DeferredTensor.wrap(store, *geometry_of(tensor))
+    root = tensor._store.root
+    return tensor if root is tensor._store else DeferredTensor.wrap(root, *geometry_of(tensor))
 
 
 def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -80,6 +80,14 @@ class DeferredStorage:
         """Whether what it holds now has been computed, for good."""
         return self.made is not None and self.made[0] is self.value and self.resident is None
 
+    @property
+    def root(self) -> DeferredStorage:
+        """What it mirrors, perhaps by way of other mirrors; itself, if it mirrors nothing."""
+        store = self
+        while store.mirrors is not None:
+            store = store.mirrors.of
+        return store
+
     def alive(self) -> list[DeferredTensor]:
         """The tensors that share this storage and still exist, each once."""
         found = {id(t): (t, ref) for ref in self.tensors if (t := ref()) is not None and _store_of(t) is self}
@@ -247,9 +255,6 @@ class DeferredTensor(Tensor):
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 
-    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place, or, on a backend, one
-    # that looks at the memory in which the content lives from then on (`lasting`: as long as the storage does, since
-    # what is known is an address; else, as long as somebody holds that tensor or what was made of it).
     def is_conj(self):
         """As `torch.Tensor.is_conj`."""
         return lazy_bits(self).conjugated
@@ -266,6 +271,9 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.resolve_neg`."""
         return self.clone() if self.is_neg() else self
 
+    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place, or, on a backend, one
+    # that looks at the memory in which the content lives from then on (`lasting`: as long as the storage does, since
+    # what is known is an address; else, as long as somebody holds that tensor or what was made of it).
     def numpy(self, *, force=False):
         """As `torch.Tensor.numpy`, of the tensor's own memory."""
         return _numpy(self.detach() if force else self)
