@@ -142,13 +142,16 @@ def edit(net):
 def test_weights_drawn_before_jax_are_trained_as_others(before, after, tmp_path, monkeypatch):
     after = after or (lambda net, held: None)
     expected, weights = trained(tmp_path, before, after)
-    moved = pages._moved
+    made, make = [], drawn.make
     with monkeypatch.context() as context:
         context.setattr(placement, "is_there", lambda: False)
+        context.setattr(drawn, "make", lambda *given: made.append(make(*given)) or made[-1])
         losses, same = trained(tmp_path, before, after)
     assert losses == expected
     assert all(torch.equal(weights[name], same[name]) for name in weights)
-    assert pages._moved > moved  # it was the other way indeed
+    # It was the other way indeed. Whether pages were moved depends on what this process has freed before: where the C
+    # library has a place for an array in its heap, it maps none for it.
+    assert made
 
 
 def made(value_shape, before_jax):
