@@ -349,6 +349,25 @@ def changed_outside(d: Draft) -> None:
         d.each.append(f"if i >= {d.rng.randint(2, 5)}:\n    {text}")
 
 
+def exchanged(d: Draft) -> None:
+    """A number in the place of which its equal is put, and then others, one of which may come to lie where that lay."""
+    fresh = d.pick("float('1.%d' % ({}))", "complex('1.%d' % ({})).real", "np.float64('1.%d' % ({}))")
+    p = place(d, fresh.format(5), number=True)
+    if "self." in p.get:
+        return
+    _use_number_always(d, p.get)
+
+    def put(number: str) -> str:
+        text = p.put(fresh.format(number))
+        for name in d.module:
+            if name == p.name:
+                text = f"globals()['{name}'] = {text.partition(' = ')[2]}"
+        return text.replace("$", "")
+
+    others = "\n    ".join(put(d.pick("i", "(i + 3) % 8", "7", "9")) for _ in range(d.rng.randint(2, 3)))
+    d.each.append(f"if i % {d.pick(2, 3)}:\n    {put('5')}\nelse:\n    {others}")
+
+
 def _use_number_always(d: Draft, n: str) -> None:
     d.mid.append(
         d.pick(
@@ -1230,6 +1249,7 @@ PIECES = (
     + [weight_view] * 3
     + [counter] * 7
     + [changed_outside] * 6
+    + [exchanged]
     + [advanced] * 3
     + [generator] * 2
     + [sized] * 4

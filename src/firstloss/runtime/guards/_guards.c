@@ -4,7 +4,8 @@
  * A dict tells by its version, which Python counts up whenever the dict changes. That is private to Python 3.11 to 3.13:
  * `versions_work` tries it out before it is trusted, and guard_set.py does without where it does not work.
  *
- * A Watch borrows what it looks at; whoever makes one keeps those objects alive.
+ * A Watch borrows the dicts, lists, cells, objects and functions that it looks at; whoever makes one keeps those alive.
+ * What it compares by address it holds: else another object could come to lie there.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -18,20 +19,30 @@
 static uint64_t version_of(PyObject *dict) { return ((PyDictObject *)dict)->ma_version_tag; }
 
 typedef struct {
-    PyObject *list;
-    PyObject **items; /* borrowed */
+    PyObject *dict; /* borrowed */
+    uint64_t version;
+} Dict;
+
+typedef struct {
+    PyObject *list; /* borrowed */
+    PyObject **items;
     Py_ssize_t count;
 } List;
 
 typedef struct {
-    PyObject *object; /* a cell and its content, or an object and its class */
+    PyObject *object; /* borrowed: a cell and its content, or an object and its class */
     PyObject *held;
 } Pair;
 
 typedef struct {
+    PyFunctionObject *function; /* borrowed */
+    PyObject *code, *defaults, *kwdefaults;
+    uint64_t version; /* of the latter */
+} Function;
+
+typedef struct {
     PyObject_HEAD
-    PyObject **dicts;
-    uint64_t *versions;
+    Dict *dicts;
     Py_ssize_t n_dicts;
     List *lists;
     Py_ssize_t n_lists;
@@ -39,85 +50,157 @@ typedef struct {
     Py_ssize_t n_cells;
     Pair *objects;
     Py_ssize_t n_objects;
+    Function *functions;
+    Py_ssize_t n_functions;
 } Watch;
 
+static int watch_traverse(Watch *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    for (Py_ssize_t i = 0; i < self->n_lists; i++)
+        for (Py_ssize_t j = 0; j < self->lists[i].count; j++) Py_VISIT(self->lists[i].items[j]);
+    for (Py_ssize_t i = 0; i < self->n_cells; i++) Py_VISIT(self->cells[i].held);
+    for (Py_ssize_t i = 0; i < self->n_objects; i++) Py_VISIT(self->objects[i].held);
+    for (Py_ssize_t i = 0; i < self->n_functions; i++) {
+        Py_VISIT(self->functions[i].code);
+        Py_VISIT(self->functions[i].defaults);
+        Py_VISIT(self->functions[i].kwdefaults);
+    }
+    return 0;
+}
+
+static void let_items_go(List *list) {
+    PyObject **items = list->items;
+    Py_ssize_t count = list->count;
+    list->items = NULL;
+    list->count = 0;
+    for (Py_ssize_t j = 0; j < count; j++) Py_DECREF(items[j]);
+    PyMem_Free(items);
+}
+
+/* Nothing is watched after it. */
+static int watch_clear(Watch *self) {
+    Py_ssize_t n = self->n_lists;
+    self->n_lists = self->n_dicts = 0;
+    for (Py_ssize_t i = 0; i < n; i++) let_items_go(&self->lists[i]);
+    n = self->n_cells;
+    self->n_cells = 0;
+    for (Py_ssize_t i = 0; i < n; i++) Py_CLEAR(self->cells[i].held);
+    n = self->n_objects;
+    self->n_objects = 0;
+    for (Py_ssize_t i = 0; i < n; i++) Py_CLEAR(self->objects[i].held);
+    n = self->n_functions;
+    self->n_functions = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_CLEAR(self->functions[i].code);
+        Py_CLEAR(self->functions[i].defaults);
+        Py_CLEAR(self->functions[i].kwdefaults);
+    }
+    return 0;
+}
+
 static void watch_dealloc(Watch *self) {
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
     PyMem_Free(self->dicts);
-    PyMem_Free(self->versions);
-    for (Py_ssize_t i = 0; i < self->n_lists; i++) PyMem_Free(self->lists[i].items);
     PyMem_Free(self->lists);
     PyMem_Free(self->cells);
     PyMem_Free(self->objects);
+    PyMem_Free(self->functions);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free((PyObject *)self);
     Py_DECREF(type);
 }
 
+/* Memory for what is said of each thing in `list`; -1 with an error set if there is none. */
+static int space_for(PyObject *list, size_t size, void *out) {
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    *(void **)out = PyMem_Calloc(n ? n : 1, size);
+    if (*(void **)out != NULL) return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int wrong(const char *message) {
+    PyErr_SetString(PyExc_TypeError, message);
+    return -1;
+}
+
 /* A list of pairs (object, held) as an array; -1 with an error set if it is none. */
 static int pairs_of(PyObject *list, Pair **out, Py_ssize_t *count) {
-    Py_ssize_t n = PyList_GET_SIZE(list);
-    *out = PyMem_Calloc(n ? n : 1, sizeof(Pair));
-    if (*out == NULL) {
+    if (space_for(list, sizeof(Pair), out) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return wrong("a pair is a tuple of two");
+        (*out)[i].object = PyTuple_GET_ITEM(pair, 0);
+        (*out)[i].held = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
+        *count = i + 1;
+    }
+    return 0;
+}
+
+static int dicts_of(Watch *self, PyObject *list) {
+    if (space_for(list, sizeof(Dict), &self->dicts) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *dict = PyList_GET_ITEM(list, i);
+        if (!PyDict_Check(dict)) return wrong("not a dict");
+        self->dicts[i] = (Dict){dict, version_of(dict)};
+        self->n_dicts = i + 1;
+    }
+    return 0;
+}
+
+static int hold_items(List *list) {
+    Py_ssize_t count = PyList_GET_SIZE(list->list);
+    list->items = PyMem_Calloc(count ? count : 1, sizeof(PyObject *));
+    if (list->items == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *pair = PyList_GET_ITEM(list, i);
-        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-            PyErr_SetString(PyExc_TypeError, "a pair is a tuple of two");
-            return -1;
-        }
-        (*out)[i].object = PyTuple_GET_ITEM(pair, 0);
-        (*out)[i].held = PyTuple_GET_ITEM(pair, 1);
+    list->count = count;
+    for (Py_ssize_t j = 0; j < count; j++) list->items[j] = Py_NewRef(PyList_GET_ITEM(list->list, j));
+    return 0;
+}
+
+static int lists_of(Watch *self, PyObject *lists) {
+    if (space_for(lists, sizeof(List), &self->lists) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); i++) {
+        self->lists[i].list = PyList_GET_ITEM(lists, i);
+        if (!PyList_Check(self->lists[i].list)) return wrong("not a list");
+        if (hold_items(&self->lists[i]) < 0) return -1;
+        self->n_lists = i + 1;
     }
-    *count = n;
+    return 0;
+}
+
+static void hold_definition(Function *function) {
+    PyFunctionObject *now = function->function;
+    Py_XSETREF(function->code, Py_XNewRef(now->func_code));
+    Py_XSETREF(function->defaults, Py_XNewRef(now->func_defaults));
+    Py_XSETREF(function->kwdefaults, Py_XNewRef(now->func_kwdefaults));
+    function->version = now->func_kwdefaults == NULL ? 0 : version_of(now->func_kwdefaults);
+}
+
+static int functions_of(Watch *self, PyObject *list) {
+    if (space_for(list, sizeof(Function), &self->functions) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *function = PyList_GET_ITEM(list, i);
+        if (!PyFunction_Check(function)) return wrong("not a function");
+        self->functions[i].function = (PyFunctionObject *)function;
+        hold_definition(&self->functions[i]);
+        self->n_functions = i + 1;
+    }
     return 0;
 }
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *dicts, *lists, *cells, *objects;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!", &PyList_Type, &dicts, &PyList_Type, &lists, &PyList_Type, &cells,
-                          &PyList_Type, &objects))
+    PyObject *dicts, *lists, *cells, *objects, *functions;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyList_Type, &dicts, &PyList_Type, &lists, &PyList_Type, &cells,
+                          &PyList_Type, &objects, &PyList_Type, &functions))
         return NULL;
     Watch *self = (Watch *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    Py_ssize_t n = PyList_GET_SIZE(dicts);
-    self->dicts = PyMem_Calloc(n ? n : 1, sizeof(PyObject *));
-    self->versions = PyMem_Calloc(n ? n : 1, sizeof(uint64_t));
-    Py_ssize_t m = PyList_GET_SIZE(lists);
-    self->lists = PyMem_Calloc(m ? m : 1, sizeof(List));
-    if (self->dicts == NULL || self->versions == NULL || self->lists == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    self->n_dicts = n;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *dict = PyList_GET_ITEM(dicts, i);
-        if (!PyDict_Check(dict)) {
-            PyErr_SetString(PyExc_TypeError, "not a dict");
-            goto fail;
-        }
-        self->dicts[i] = dict;
-        self->versions[i] = version_of(dict);
-    }
-    self->n_lists = m;
-    for (Py_ssize_t i = 0; i < m; i++) {
-        PyObject *list = PyList_GET_ITEM(lists, i);
-        if (!PyList_Check(list)) {
-            PyErr_SetString(PyExc_TypeError, "not a list");
-            goto fail;
-        }
-        Py_ssize_t count = PyList_GET_SIZE(list);
-        self->lists[i].list = list;
-        self->lists[i].count = count;
-        self->lists[i].items = PyMem_Calloc(count ? count : 1, sizeof(PyObject *));
-        if (self->lists[i].items == NULL) {
-            PyErr_NoMemory();
-            goto fail;
-        }
-        for (Py_ssize_t j = 0; j < count; j++) self->lists[i].items[j] = PyList_GET_ITEM(list, j);
-    }
-    if (pairs_of(cells, &self->cells, &self->n_cells) < 0 || pairs_of(objects, &self->objects, &self->n_objects) < 0)
+    if (dicts_of(self, dicts) < 0 || lists_of(self, lists) < 0 || pairs_of(cells, &self->cells, &self->n_cells) < 0 ||
+        pairs_of(objects, &self->objects, &self->n_objects) < 0 || functions_of(self, functions) < 0)
         goto fail;
     for (Py_ssize_t i = 0; i < self->n_cells; i++)
         if (!PyCell_Check(self->cells[i].object)) {
@@ -137,6 +220,13 @@ static int list_changed(const List *list) {
     return 0;
 }
 
+static int function_changed(const Function *function) {
+    PyFunctionObject *now = function->function;
+    return now->func_code != function->code || now->func_defaults != function->defaults ||
+           now->func_kwdefaults != function->kwdefaults ||
+           (now->func_kwdefaults != NULL && version_of(now->func_kwdefaults) != function->version);
+}
+
 static PyObject *numbered(Py_ssize_t n, PyObject *found, char kind) {
     PyObject *item = Py_BuildValue("(Cn)", kind, n);
     if (item == NULL || PyList_Append(found, item) < 0) {
@@ -147,22 +237,25 @@ static PyObject *numbered(Py_ssize_t n, PyObject *found, char kind) {
     return found;
 }
 
-/* None if nothing has changed; else a list of (kind, number): which dicts 'd', lists 'l', cells 'c', objects 'o'. */
+/* None if nothing has changed; else a list of (kind, number): which dicts 'd', lists 'l', cells 'c', objects 'o',
+ * functions 'f'. */
 static PyObject *watch_changed(Watch *self, PyObject *unused) {
     uint64_t differ = 0; /* without a branch for each: the loads do not wait for one another */
-    for (Py_ssize_t i = 0; i < self->n_dicts; i++) differ |= version_of(self->dicts[i]) ^ self->versions[i];
+    for (Py_ssize_t i = 0; i < self->n_dicts; i++)
+        differ |= version_of(self->dicts[i].dict) ^ self->dicts[i].version;
     uintptr_t other = 0;
     for (Py_ssize_t i = 0; i < self->n_cells; i++)
         other |= (uintptr_t)PyCell_GET(self->cells[i].object) ^ (uintptr_t)self->cells[i].held;
     for (Py_ssize_t i = 0; i < self->n_objects; i++)
         other |= (uintptr_t)Py_TYPE(self->objects[i].object) ^ (uintptr_t)self->objects[i].held;
-    int lists = 0;
-    for (Py_ssize_t i = 0; i < self->n_lists; i++) lists |= list_changed(&self->lists[i]);
-    if (!differ && !other && !lists) Py_RETURN_NONE;
+    int some = 0;
+    for (Py_ssize_t i = 0; i < self->n_lists; i++) some |= list_changed(&self->lists[i]);
+    for (Py_ssize_t i = 0; i < self->n_functions; i++) some |= function_changed(&self->functions[i]);
+    if (!differ && !other && !some) Py_RETURN_NONE;
     PyObject *found = PyList_New(0);
     if (found == NULL) return NULL;
     for (Py_ssize_t i = 0; i < self->n_dicts; i++)
-        if (version_of(self->dicts[i]) != self->versions[i] && !numbered(i, found, 'd')) goto fail;
+        if (version_of(self->dicts[i].dict) != self->dicts[i].version && !numbered(i, found, 'd')) goto fail;
     for (Py_ssize_t i = 0; i < self->n_lists; i++)
         if (list_changed(&self->lists[i]) && !numbered(i, found, 'l')) goto fail;
     for (Py_ssize_t i = 0; i < self->n_cells; i++)
@@ -170,6 +263,8 @@ static PyObject *watch_changed(Watch *self, PyObject *unused) {
     for (Py_ssize_t i = 0; i < self->n_objects; i++)
         if ((PyObject *)Py_TYPE(self->objects[i].object) != self->objects[i].held && !numbered(i, found, 'o'))
             goto fail;
+    for (Py_ssize_t i = 0; i < self->n_functions; i++)
+        if (function_changed(&self->functions[i]) && !numbered(i, found, 'f')) goto fail;
     return found;
 fail:
     Py_DECREF(found);
@@ -181,23 +276,32 @@ static PyObject *watch_settle(Watch *self, PyObject *args) {
     int kind;
     Py_ssize_t i;
     if (!PyArg_ParseTuple(args, "Cn", &kind, &i)) return NULL;
-    Py_ssize_t count = kind == 'd' ? self->n_dicts : kind == 'l' ? self->n_lists : kind == 'c' ? self->n_cells : 0;
+    Py_ssize_t count = kind == 'd'   ? self->n_dicts
+                       : kind == 'l' ? self->n_lists
+                       : kind == 'c' ? self->n_cells
+                       : kind == 'f' ? self->n_functions
+                                     : 0;
     if (i < 0 || i >= count) {
         PyErr_SetString(PyExc_IndexError, "no such thing is watched");
         return NULL;
     }
     if (kind == 'd') {
-        self->versions[i] = version_of(self->dicts[i]);
+        self->dicts[i].version = version_of(self->dicts[i].dict);
     } else if (kind == 'c') {
-        self->cells[i].held = PyCell_GET(self->cells[i].object);
+        Py_XSETREF(self->cells[i].held, Py_XNewRef(PyCell_GET(self->cells[i].object)));
+    } else if (kind == 'f') {
+        hold_definition(&self->functions[i]);
     } else {
-        List *list = &self->lists[i];
-        Py_ssize_t n = PyList_GET_SIZE(list->list);
-        if (n != list->count) {
+        List *list = &self->lists[i], before = *list;
+        if (PyList_GET_SIZE(list->list) != list->count) {
             PyErr_SetString(PyExc_ValueError, "a list of another length");
             return NULL;
         }
-        for (Py_ssize_t j = 0; j < n; j++) list->items[j] = PyList_GET_ITEM(list->list, j);
+        if (hold_items(list) < 0) {
+            *list = before;
+            return NULL;
+        }
+        let_items_go(&before);
     }
     Py_RETURN_NONE;
 }
@@ -210,14 +314,16 @@ static PyMethodDef watch_methods[] = {
 
 static PyType_Slot watch_slots[] = {
     {Py_tp_new, watch_new},
+    {Py_tp_traverse, watch_traverse},
+    {Py_tp_clear, watch_clear},
     {Py_tp_dealloc, watch_dealloc},
     {Py_tp_methods, watch_methods},
-    {Py_tp_doc, "Watch(dicts, lists, cells, objects): whether any of these has changed since."},
+    {Py_tp_doc, "Watch(dicts, lists, cells, objects, functions): whether any of these has changed since."},
     {0, NULL},
 };
 
-static PyType_Spec watch_spec = {"firstloss.runtime.guards._guards.Watch", sizeof(Watch), 0, Py_TPFLAGS_DEFAULT,
-                                 watch_slots};
+static PyType_Spec watch_spec = {"firstloss.runtime.guards._guards.Watch", sizeof(Watch), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watch_slots};
 
 static PyObject *dict_version(PyObject *module, PyObject *dict) {
     if (!PyDict_Check(dict)) {
@@ -238,6 +344,25 @@ static PyObject *same_items(PyObject *module, PyObject *args) {
     }
     return PyBool_FromLong(
         n == 0 || memcmp(((PyListObject *)a)->ob_item, ((PyListObject *)b)->ob_item, n * sizeof(PyObject *)) == 0);
+}
+
+/* The objects of which one of these attributes is something. */
+static PyObject *with_any(PyObject *module, PyObject *args) {
+    PyObject *objects, *names;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &objects, &PyTuple_Type, &names)) return NULL;
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(objects); i++) {
+        PyObject *object = Py_NewRef(PyList_GET_ITEM(objects, i)); /* Python code may run within */
+        int some = 0;
+        for (Py_ssize_t j = 0; !some && j < PyTuple_GET_SIZE(names); j++) {
+            PyObject *value = PyObject_GetAttr(object, PyTuple_GET_ITEM(names, j));
+            some = value == NULL ? -1 : value == Py_None ? 0 : PyObject_IsTrue(value);
+            Py_XDECREF(value);
+        }
+        if (some < 0 || (some && PyList_Append(found, object) < 0)) Py_CLEAR(found);
+        Py_DECREF(object);
+    }
+    return found;
 }
 
 /* -- which code runs -- */
@@ -381,6 +506,7 @@ static PyMethodDef methods[] = {
      "all are compared or shown; None for no more."},
     {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
+    {"with_any", with_any, METH_VARARGS, "with_any(objects, names): those of which an attribute so named is true."},
     {"start", start, METH_VARARGS,
      "start(codes, whole, called): note in `codes`, by its address, the code that this thread runs from here on, with "
      "its globals; in `whole` the globals of code that asks for all of them; and call called(function, frame) before "

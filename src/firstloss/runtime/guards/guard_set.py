@@ -10,7 +10,7 @@ import torch
 
 from ...capture.lost_history import is_returned
 from ...capture.recorder import DeferredTensor
-from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, is_parameter, post_accumulate_grad_hooks
+from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
 from .describe import with_article
 from .executed import Lines
 from .guards import Change, ListGuard, same
@@ -51,7 +51,8 @@ class GuardSet:
         self.lists = list(values.lists.values())
         self.cells = list(values.cells.values())
         self._classes_of = [(owner, type(owner)) for owner in values.objects.values()]
-        self._reads_list = list(values.reads.values())
+        self._functions = list(values.functions.values())
+        self._reads = list(values.reads.values())
         self._orders = [
             (g, tuple(g.table)) for g in self.tables if g.whole and len(g.table) > 1 and type(g.table) is not dict
         ]
@@ -75,8 +76,8 @@ class GuardSet:
 
     def let_go(self) -> None:
         """Watch nothing any more, and keep nothing alive."""
-        kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._reads_list, self._orders]
-        for collection in (*kept, self._weights, self._hooked, self._apart, self._facts, self.tensors):
+        kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
+        for collection in (*kept, self._orders, self._weights, self._hooked, self._apart, self._facts, self.tensors):
             collection.clear()
         self._watch = None
 
@@ -88,6 +89,7 @@ class GuardSet:
                 [guard.list for guard in self.lists],
                 [(guard.cell, guard.expected[None]) for guard in self.cells],
                 self._classes_of,
+                [guard.function for guard in self._functions],
             )
 
     def changes(self, move: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], bool]) -> list[Change]:
@@ -102,6 +104,7 @@ class GuardSet:
                 *(("d", i) for i in range(len(self.tables))),
                 *(("l", i) for i in range(len(self.lists))),
                 *(("c", i) for i in range(len(self.cells))),
+                *(("f", i) for i in range(len(self._functions))),
                 *(("o", i) for i, (owner, cls) in enumerate(self._classes_of) if type(owner) is not cls),
             ]
         else:
@@ -109,7 +112,7 @@ class GuardSet:
         found: list[Change] = []
         if hits is not None:
             found = self._differing(hits, move)
-        for guard in self._reads_list:
+        for guard in self._reads:
             now = guard.read()
             if not same(guard.expected, now):
                 found.append(Change(guard.what, guard.name, guard.expected, now, guard.place))
@@ -145,7 +148,7 @@ class GuardSet:
         return []
 
     def _guard(self, kind: str, n: int) -> Any:
-        kinds: dict[str, list[Any]] = {"d": self.tables, "l": self.lists, "c": self.cells}
+        kinds: dict[str, list[Any]] = {"d": self.tables, "l": self.lists, "c": self.cells, "f": self._functions}
         return kinds[kind][n]
 
     def _moved(self, found: list[tuple[Any, tuple]], move: Any) -> bool:
@@ -179,11 +182,17 @@ class GuardSet:
 
 def _hooks(tensors: list[torch.Tensor]) -> list[Any]:
     found: list[Any] = []
-    for tensor in tensors:
-        hooks, after = backward_hooks(tensor), post_accumulate_grad_hooks(tensor)
-        if hooks or after:
-            found.append((id(tensor), *(tuple(table.values()) for table in (hooks, after) if table)))
+    for tensor in _with_any(tensors, HOOK_TABLES):
+        tables = (getattr(tensor, name) for name in HOOK_TABLES)
+        found.append((id(tensor), *(tuple(table.values()) for table in tables if table)))
     return found
+
+
+def _some_attribute(objects: list, names: tuple[str, ...]) -> list:
+    return [found for found in objects if any(getattr(found, name) for name in names)]
+
+
+_with_any = getattr(native, "with_any", _some_attribute)
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[tuple]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .kinds import items_of, table_of
-from .objects import MISSING
+from .objects import MISSING, definition
 from .pytorch import undisguised
 from .same import same, same_items
 
@@ -108,6 +108,28 @@ class CellGuard:
     def change(self, key: Any, old: Any, new: Any) -> Change:
         """As of a TableGuard."""
         return Change(self.what, self.name, old, new, id(self.cell))
+
+
+class FunctionGuard:
+    """The code of a function, and its default arguments."""
+
+    __slots__ = ("function", "expected", "what", "name")
+
+    def __init__(self, function: types.FunctionType, expected: tuple, what: str, name: str) -> None:
+        self.function = function
+        self.expected = expected
+        self.what = what
+        self.name = name
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """As of a TableGuard."""
+        now = definition(self.function)
+        if not same(self.expected, now):
+            yield MISSING, self.expected, now
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """As of a TableGuard."""
+        return Change(self.what, self.name, old, new, id(self.function))
 
 
 class ReadGuard(NamedTuple):

@@ -20,7 +20,7 @@ from . import caches, contents
 from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
-from .guards import CellGuard, ListGuard, ReadGuard, TableGuard
+from .guards import CellGuard, FunctionGuard, ListGuard, ReadGuard, TableGuard
 from .kinds import WEAK, Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, may_die
 from .objects import MISSING, class_table, definition, own_attributes
 from .same import same
@@ -32,7 +32,7 @@ class Values:
     """The guards of one trace, as they are collected.
 
     Attributes:
-        tables, lists, cells, reads: the guards, by what they guard.
+        tables, lists, cells, functions, reads: the guards, by what they guard.
         objects: by id, those whose class counts.
         leaves: by id, tensors, for what PyTorch keeps beside their content.
         classes: with the names that are looked up on their objects.
@@ -53,6 +53,7 @@ class Values:
         self.lists: dict[int, ListGuard] = {}
         self.cells: dict[int, CellGuard] = {}
         self.objects: dict[int, Any] = {}
+        self.functions: dict[int, FunctionGuard] = {}
         self.reads: dict[Any, ReadGuard] = {}
         self.leaves: dict[int, torch.Tensor] = {}
         self.classes: dict[type, set[str]] = {}
@@ -277,7 +278,7 @@ class Values:
             )
 
     def definition(self, function: types.FunctionType) -> None:
-        if id(function) in self.reads:
+        if id(function) in self.functions:
             return
         name = function.__name__
         known = self._snapshot.definitions.get(id(function))
@@ -288,7 +289,7 @@ class Values:
             self.read((id(function), told), read, read(), f"{told} of {function.__qualname__}", told)
         if id(function.__dict__) in self._snapshot.tables:
             self.some(function.__dict__, describe_attribute(function))
-        self.read(id(function), lambda: definition(function), before, what, name)
+        self.functions[id(function)] = FunctionGuard(function, before, what, name)
         positional, defaults = before[0].co_varnames[: before[0].co_argcount], before[1] or ()
         for name, default in (
             *zip(positional[len(positional) - len(defaults) :], defaults, strict=True),

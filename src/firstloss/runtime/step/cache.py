@@ -40,7 +40,7 @@ class StepCache:
         self._name = name
         self._refuse = refuse
         self._check = check
-        self._seen: tuple | None = None
+        self._seen: tuple[Backend, int] | None = None
         self._all: list[torch.nn.Parameter] = []
         # By id, what arguments are that the step meets in another way, too.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -145,8 +145,8 @@ class StepCache:
 
         They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
         """
-        if self._seen != (id(backend), len(backend.models)):
-            self._seen = (id(backend), len(backend.models))
+        if self._seen is None or self._seen[0] is not backend or self._seen[1] != len(backend.models):
+            self._seen = (backend, len(backend.models))
             self._all = [p for model in backend.models for p in model.parameters()]
             self._read_later = {}
         return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
