@@ -17,7 +17,7 @@ import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
 from tests import forked
 from tests.init.odd_model import TABLE, Layers, Mixed
-from tests.init.stablehlo_devices import program_of
+from tests.init.stablehlo_devices import MESHES, program_of
 
 pytestmark = pytest.mark.optimized
 
@@ -34,7 +34,10 @@ def program(count=2, seed=0):
     return fl.init_program(fl.deferred_init(Layers, count))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "rows and columns", pytest.param("columns", marks=pytest.mark.sweep)])
+# "rows and columns" cuts rows, columns and both; the default, of "fsdp", is what the processes below have.
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(n, marks=[pytest.mark.sweep] * (n != "rows and columns")) for n in MESHES if n != "one"]
+)
 def test_eight_devices_make_eagers_weights(mesh, tmp_path):
     command = ["-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
     done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)

@@ -135,7 +135,11 @@ def sent(executables):
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param("fsdp", marks=pytest.mark.sweep), *list(DEEP)[1:]])
+# The others have one axis that cuts weights and one that cuts the batch, or that axis alone.
+IN_SWEEP = ("fsdp", "data parallel and fsdp")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in IN_SWEEP)) for name in DEEP])
 def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatch, tmp_path):
     """The losses of one device; what is sent is what XLA's partitioner sends, when it sees all of the step."""
     run = DeepRun(tmp_path, *DEEP[name])
@@ -158,12 +162,17 @@ def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatc
     assert sum(apart.values()) <= 1.02 * sum(together.values()), (apart, together)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp and tensor parallel"])
-def test_what_differs_from_one_device_is_rounding(name, cut_early, tmp_path):
+@pytest.fixture(scope="module")
+def exact_losses(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_SAVED", 100)
+        return DeepRun(tmp_path_factory.mktemp("exact"), dtype=torch.float64, lr=1e-2).train(20)
+
+
+@pytest.mark.parametrize("name", [pytest.param("fsdp", marks=pytest.mark.sweep), "fsdp and tensor parallel"])
+def test_what_differs_from_one_device_is_rounding(name, exact_losses, cut_early, tmp_path):
     """In float64 nothing of it is left, at a rate of learning that carries rounding on: a mesh computes the same."""
-    one, mesh = (
-        DeepRun(tmp_path, *where, dtype=torch.float64, lr=1e-2).train(20) for where in ((None, None), DEEP[name])
-    )
+    one, mesh = exact_losses, DeepRun(tmp_path, *DEEP[name], dtype=torch.float64, lr=1e-2).train(20)
     assert one[-1] < 0.9 * one[0]
     # float64's rounding is 2e-9 of float32's, which comes to some 1e-5 at this rate. Measured: up to 2e-15.
     assert mesh == pytest.approx(one, rel=1e-13)
@@ -179,9 +188,16 @@ def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, mon
     assert functions(10) == functions(5)
 
 
-def test_state_is_updated_in_place_segment_by_segment(cut_early, tmp_path):
+def train_ahead(run):
+    """Nobody reads a loss, so that steps are dispatched ahead: XLA's CPU client hangs if all of them are begun."""
+    tokens = torch.randint(0, 128, (32, 16))
+    losses = [run.step(tokens)[0] for _ in range(40)]
+    assert losses[-1].item() < losses[0].item()
+
+
+def test_many_steps_are_begun_at_once_and_update_state_in_place_segment_by_segment(cut_early, tmp_path):
     run = DeepRun(tmp_path, {"fsdp": 8})
-    run.train(1)
+    train_ahead(run)
     weights = [array_of(p) for p in run.model.parameters()]
     moments = [array_of(s) for p in run.model.parameters() for s in run.optimizer.state[p].values() if s.dim()]
     run.train(1)
@@ -189,14 +205,9 @@ def test_state_is_updated_in_place_segment_by_segment(cut_early, tmp_path):
     assert kept == []
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_many_steps_at_once(cut, monkeypatch, tmp_path):
-    """Nobody reads a loss, so that steps are dispatched ahead: XLA's CPU client hangs if all of them are begun."""
-    monkeypatch.setattr(segments, "_SAVED", 100 if cut else 1 << 30)
-    run = DeepRun(tmp_path, {"fsdp": 8})
-    tokens = torch.randint(0, 128, (32, 16))  # as above, where it has been compiled
-    losses = [run.step(tokens)[0] for _ in range(40)]
-    assert losses[-1].item() < losses[0].item()
+def test_many_steps_that_are_not_cut_are_begun_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(segments, "_SAVED", 1 << 30)
+    train_ahead(DeepRun(tmp_path, {"fsdp": 8}))
 
 
 def test_a_gradient_norm_over_all_layers(cut_early, tmp_path):

@@ -1,5 +1,6 @@
 """A traced tensor in a place for a number: the right result, or an error at that line."""
 
+import math
 import threading
 
 import numpy as np
@@ -81,7 +82,7 @@ REFUSED = {
     "a gradient's alpha": lambda t: torch.autograd.grad(
         torch.add(X, y := X.clone().requires_grad_(), alpha=t).square().sum(), y
     ),
-    "math": lambda t: __import__("math").sqrt(t),
+    "math": lambda t: math.sqrt(t),
     "a format": lambda t: f"{t.sum():.3f}",
     "min": lambda t: min(t, 0.5) * X,
 }

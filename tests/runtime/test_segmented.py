@@ -142,8 +142,11 @@ def close(a, b, bound):
     return float((a.double() - b.double()).abs().max() if b.numel() else 0.0) <= bound * scale
 
 
-# Of what "sgd" computes, "accumulating" computes all.
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.sweep] * (c == "sgd")) for c in CASES])
+# Of what "sgd" computes, "accumulating" computes all, and of what "adamw" does, "dropout".
+IN_SWEEP = ("sgd", "adamw")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.sweep] * (c in IN_SWEEP)) for c in CASES])
 def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole, results, state = train(case, tmp_path)
