@@ -174,7 +174,7 @@ def global_batch(batch: Any) -> Any:
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
     from .runtime.device.tensors import resident
-    from .runtime.mesh.mesh import put_parts
+    from .runtime.mesh.arrays import put_parts
     from .runtime.structures import flatten
 
     mesh = backend.mesh

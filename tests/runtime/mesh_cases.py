@@ -18,6 +18,10 @@ from torch import nn  # noqa: E402
 import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
 from firstloss.runtime.mesh import placement as mesh_placement  # noqa: E402
+from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
+from tests.runtime import test_first_loss  # noqa: E402
+
+computed, train_a_net = test_first_loss.computed, test_first_loss.run
 
 # Sums over a batch or a dimension that is cut are added up in another order: some ulp a step of float32, which training
 # carries on. Measured here: up to 2e-6 of the loss after four steps.
@@ -141,11 +145,12 @@ def test_moved_and_captured_weights_are_placed_alike(lazy, tmp_path):
     assert array_of(run.model.embed.weight).addressable_shards[0].data.shape == (125, 64)
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("way", ["in place", "sent", "whole"])
 @pytest.mark.parametrize("spec", [(), ("a",), (None, "a"), ("a", "b"), (("a", "b"),), (None, ("b", "a"))])
-def test_every_part_has_the_bits_of_the_whole(spec, shared, tmp_path, monkeypatch):
-    """On CPUs parts are made in the devices' memory, on other devices they are sent there."""
-    monkeypatch.setattr(mesh_placement, "on_cpu", lambda: shared)
+def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
+    """On CPUs parts are made in the devices' memory, on other devices they are sent there; for a first loss by
+    PyTorch's kernels weights are made whole."""
+    monkeypatch.setattr(mesh_placement, "on_cpu", lambda: way != "sent")
     monkeypatch.setattr(mesh_placement, "_CHUNK", 1 << 18)
 
     def make():
@@ -162,7 +167,7 @@ def test_every_part_has_the_bits_of_the_whole(spec, shared, tmp_path, monkeypatc
     torch.manual_seed(3)
     expected = make().state_dict()
     torch.manual_seed(3)
-    backend = fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path)
+    backend = fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path, first_loss="eager" if way == "whole" else "compiled")
     with backend.device:
         layer = make()
     fl.shard(layer, {name: spec[: tensor.dim()] for name, tensor in expected.items() if tensor.dim() == 2}, mesh)
@@ -176,6 +181,30 @@ def test_every_part_has_the_bits_of_the_whole(spec, shared, tmp_path, monkeypatc
         for shard in array.addressable_shards:  # each device, also those that hold copies
             part = np.asarray(shard.data).astype(np.float64)
             assert np.array_equal(part, whole.double().numpy()[shard.index]), (name, shard.device)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": nn.BatchNorm1d}, {"dropout": 0.2}], ids=["norm", "batch", "dropout"])
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"dp": 2, "fsdp": 4}], ids=["fsdp", "dp and fsdp"])
+def test_the_first_loss_is_that_of_pytorchs_kernels(axes, options, computed, tmp_path):
+    """Bit for bit; the training is that of the compiled step, as if that had computed the first loss, too."""
+    name = "XLA" if "dropout" in options else "CPU"  # random numbers are those of the compiled step
+    expected, _ = train_a_net(fl.backend(name, artifact_dir=tmp_path), **options)
+    computed.clear()
+    losses, weights = train_a_net(fl.backend("XLA", mesh=axes, artifact_dir=tmp_path), **options)
+    assert computed == [1]
+    backend = fl.backend("XLA", mesh=axes, artifact_dir=tmp_path, first_loss="compiled")
+    compiled, same = train_a_net(backend, **options)
+    assert computed == [1]
+    assert torch.equal(losses[0], expected[0])
+    assert all(map(torch.equal, losses[1:], compiled[1:]))
+    assert all(torch.equal(weights[key], same[key]) for key in same)
+
+
+def test_devices_that_are_not_there_when_they_are_asked_for(tmp_path):
+    mesh = Mesh({"fsdp": 64}, put_off=True)
+    assert mesh.is_there and mesh.axes == {"fsdp": 64} and mesh.of_batch((128,)) is mesh.of_batch((64, 2))
+    with pytest.raises(BackendError, match=r"mesh_cases.py:\d+.*a mesh of .'fsdp': 64. takes 64 devices"):
+        _ = mesh.whole.named
 
 
 def test_cluster_config(tmp_path):
@@ -196,8 +225,8 @@ def test_a_mesh_of_jax(tmp_path):
 def test_the_batch_is_cut_or_said_not_to_be(tmp_path):
     run = Run(tmp_path, {"dp": 4, "tp": 2})
     mesh = run.backend.mesh
-    assert mesh.of_batch((16, 3)).spec == jax.sharding.PartitionSpec(("dp",))
-    assert mesh.of_batch(()).is_fully_replicated
+    assert mesh.of_batch((16, 3)).named.spec == jax.sharding.PartitionSpec(("dp",))
+    assert mesh.of_batch(()).named.is_fully_replicated
     with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be cut for 4 devices"):
         loss = run.step(torch.arange(6)).item()
     assert loss == pytest.approx(Run(tmp_path).step(torch.arange(6)).item(), rel=REORDERED)

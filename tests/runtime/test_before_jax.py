@@ -23,17 +23,19 @@ pytestmark = pytest.mark.skipif(not pages.are_there(), reason="this system moves
 
 SCRIPT = f"""
 import hashlib, json, sys, tempfile
-way, imported = sys.argv[1:]
+way, imported, mesh = sys.argv[1:]
 if imported == "jax":
     import jax
 import torch
 from torch import nn
 import firstloss as fl
-backend = fl.backend("XLA", artifact_dir=tempfile.mkdtemp())
+backend = fl.backend("XLA", artifact_dir=tempfile.mkdtemp(), mesh=json.loads(mesh))
 torch.manual_seed(0)
 with backend.device:
     wide = [nn.Linear({WIDE}, {WIDE}) for _ in range(2)]
     net = nn.Sequential(*wide, nn.LayerNorm({WIDE}), nn.Linear({WIDE}, 3))
+if way == "given":
+    net.load_state_dict({{name: torch.full(value.shape, 0.1) for name, value in net.state_dict().items()}})
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 model = fl.compile(net, backend)
 @fl.trace
@@ -65,9 +67,10 @@ print(json.dumps([there, pages._moved, losses, digest]))
 """
 
 
-def outcome(way, imported):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", SCRIPT, way, imported]
+def outcome(way, imported, mesh=None):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **(flags if mesh else {})}
+    command = [sys.executable, "-c", SCRIPT, way, imported, json.dumps(mesh)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -79,6 +82,24 @@ def test_a_process_has_its_first_loss_before_jax_is_imported_and_the_same_traini
     assert (there, moved) == ([True], 0)
     for way in ("loop", "executor"):
         assert outcome(way, "nothing") == [[False], 2, *trained], way
+
+
+def test_a_mesh_of_one_process_has_its_first_loss_so_too():
+    one, mesh = outcome("loop", "nothing"), {"fsdp": 4}
+    there, moved, *trained = outcome("loop", "jax", mesh)
+    assert (there, moved) == ([True], 0)
+    assert trained[0][0] == one[2][0]  # PyTorch's kernels, of the same weights
+    assert trained[0] == pytest.approx(one[2], rel=2e-5)  # the order of sums is another one: see mesh_cases.py
+    for way in ("loop", "executor"):
+        assert outcome(way, "nothing", mesh) == [[False], 0, *trained], way
+
+
+def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
+    """Theirs is no first loss of PyTorch's kernels."""
+    mesh = {"dp": 2, "fsdp": 2}
+    there, moved, *trained = outcome("given", "nothing", mesh)
+    assert (there, moved) == ([], 0)
+    assert outcome("given", "jax", mesh)[2:] == trained
 
 
 def test_the_list_of_rules_is_that_of_the_table():
@@ -231,6 +252,59 @@ def test_a_plugin_may_bring_another_device(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(jax_there.importlib.metadata, "entry_points", lambda group: [group])
     assert not jax_there.certainly_cpu.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 8),
+        ({"XLA_FLAGS": "--a=b --xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=2"}, 2),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_NUM_CPU_DEVICES": "4"}, 4),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_NUM_CPU_DEVICES": "-1"}, 8),
+        ({"XLA_FLAGS": "flags.txt"}, 0),
+        ({"JAX_NUM_CPU_DEVICES": "many"}, 0),
+    ],
+    ids=["nothing", "a flag", "the last flag", "JAX's own", "none of JAX's own", "a file", "no number"],
+)
+def test_how_many_devices_there_will_be(environment, expected, monkeypatch):
+    for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    assert jax_there.cpu_devices() == expected
+
+
+def test_jax_agrees_on_how_many_devices_there_are():
+    script = """
+from firstloss.runtime import jax_there
+import jax
+print(jax_there.cpu_devices(), len(jax.devices()))
+"""
+    flags = "--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count=5"
+    for more in ({"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "-1"}):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags, **more}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        said, found = done.stdout.split()
+        assert said == found, more
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        (None, True),
+        ({"fsdp": 4, "tp": 2}, True),
+        ({"fsdp": 16}, False),
+        ({"fsdp": "8"}, False),
+        ("fsdp", False),
+    ],
+    ids=["none", "as many as there are", "too many", "no sizes", "no mesh"],
+)
+def test_on_what_mesh_jax_may_wait(mesh, expected, monkeypatch):
+    monkeypatch.setattr(jax_there, "is_there", lambda: False)
+    monkeypatch.setattr(jax_there, "certainly_cpu", lambda: True)
+    monkeypatch.setattr(jax_there, "cpu_devices", lambda: 8)
+    assert jax_there.may_wait(mesh) == expected
 
 
 def test_an_operation_without_a_rule_is_refused_at_the_first_call(tmp_path):

@@ -174,7 +174,9 @@ class Backend:
             return
         from .device import placement
 
-        placement.move_to_device(tensors, self.mesh, behind, only_asked_for=not self.is_e2e_execution)
+        executes = self.is_e2e_execution
+        first = executes and self.first_loss == "eager" and not self.stepped
+        placement.move_to_device(tensors, self.mesh, behind, only_asked_for=not executes, multiplied=first)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

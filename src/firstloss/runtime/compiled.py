@@ -54,7 +54,7 @@ class CompiledModel(StandIn):
             BackendError: if the weights are on a mesh, and the step that is traced is to be one for other devices.
         """
         mesh, backend = self._backend.mesh, current_backend()
-        if mesh is None or backend.mesh is not None and backend.mesh.devices == mesh.devices:
+        if mesh is None or backend.mesh is mesh or backend.mesh is not None and backend.mesh.devices == mesh.devices:
             return
         theirs = None if backend.mesh is None else backend.mesh.axes
         has = "none" if theirs is None else f"one of {theirs}" + ", of other devices" * (theirs == mesh.axes)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
+import re
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .device import pages
@@ -41,9 +44,36 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("jax", "jaxlib"))
 
 
-def may_wait() -> bool:
-    """Whether the import of JAX can be put off: it is installed, and its device is known without it."""
-    return not is_there() and is_installed() and certainly_cpu() and pages.are_there()
+def may_wait(mesh: Any = None) -> bool:
+    """Whether the import of JAX can be put off: it is installed, and its device is known without it, or those of a mesh
+    that is given as sizes of axes."""
+    if is_there() or not is_installed() or not certainly_cpu() or not pages.are_there():
+        return False
+    if mesh is None:
+        return True
+    if not isinstance(mesh, Mapping) or any(type(size) is not int for size in mesh.values()):
+        return False
+    return math.prod(mesh.values()) <= cpu_devices()
+
+
+def cpu_devices() -> int:
+    """How many devices JAX will make of this machine's CPU, by the environment; 0 if that cannot be told."""
+    if (number := os.environ.get("JAX_NUM_CPU_DEVICES", "")) and not number.startswith("-"):
+        return int(number) if number.isdecimal() else 0
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flags and not flags.lstrip().startswith("--"):  # the name of a file
+        return 0
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(found[-1]) if found else 1
+
+
+def process_count() -> int:
+    """How many processes JAX has been told of."""
+    if not is_there():
+        return 1
+    import jax
+
+    return jax.process_count()
 
 
 @functools.cache

@@ -115,13 +115,7 @@ def backend(
         # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
         # transformers, would take as long as the import.
         with timeline.span("import"), uncollected():
-            if (
-                first_loss == "compiled"
-                or mesh is not None
-                or compile_only
-                or validate_only
-                or not jax_there.may_wait()
-            ):
+            if first_loss == "compiled" or compile_only or validate_only or not jax_there.may_wait(mesh):
                 require_jax(f"firstloss.backend({name!r})")
                 from . import jaxlib  # noqa: F401
                 from .step import segmented  # noqa: F401
@@ -132,7 +126,7 @@ def backend(
         if mesh is not None:
             from .mesh.mesh import Mesh
 
-            devices = Mesh(mesh)
+            devices = Mesh(mesh, put_off=not jax_there.is_there())
         if devices is not None and not (devices.is_there or validate_only):
             raise BackendError(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import NamedSharding
 
+    from ..mesh.mesh import MeshSharding
+
 # Smaller weights are copied from host memory: asking the device for memory takes longer.
 _DIRECT_BYTES = 1 << 16
 
@@ -81,7 +83,7 @@ class DeviceBuffer:
         value: Value,
         array: jax.Array | None = None,
         pending: Future | None = None,
-        sharding: NamedSharding | None = None,
+        sharding: MeshSharding | NamedSharding | None = None,
     ) -> None:
         """`sharding` is that of the content on a mesh; None for the default device."""
         self.value = value  # for its geometry
@@ -320,9 +322,9 @@ class DeviceBuffer:
 
         if self.sharding is None:
             return to_device(tensor)
-        from ..mesh import mesh
+        from ..mesh import arrays
 
-        return mesh.put(tensor, self.sharding)
+        return arrays.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping the copy."""
@@ -337,9 +339,9 @@ class DeviceBuffer:
 
     def _read(self, array: jax.Array) -> torch.Tensor:
         from ..jaxlib import to_host
-        from ..mesh import mesh
+        from ..mesh import arrays
 
-        return laid_out(to_host(mesh.readable(array)), self.value)
+        return laid_out(to_host(arrays.readable(array)), self.value)
 
     def _content(self) -> torch.Tensor | None:
         """The content, where it is on the host and there is no array of it yet."""
@@ -353,9 +355,9 @@ class DeviceBuffer:
         if self.sharding is None or self._edited:
             return self.read()
         from ..jaxlib import to_host
-        from ..mesh import mesh
+        from ..mesh import arrays
 
-        return laid_out(to_host(mesh.readable(mesh.gather(self.array()))), self.value)
+        return laid_out(to_host(arrays.readable(arrays.gather(self.array()))), self.value)
 
     def pieces(self) -> list[OwnedPart]:
         """The parts of the content, each with the process that saves it; together they are all of it, once."""

@@ -1,9 +1,10 @@
-"""Weights drawn before JAX is there, in memory of our own, of which XLA's arrays are made without a copy."""
+"""Weights drawn into memory of our own, for PyTorch's kernels: before JAX is there, which makes arrays of it without a
+copy, or for a mesh, over whose devices it is cut."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,9 @@ from .pages import LEAST_BYTES, Pages
 if TYPE_CHECKING:
     import jax
 
+    from ..mesh.mesh import MeshSharding
+    from ..mesh.placement import Whole
+
 
 def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]:
     """Run the recipes of `values`."""
@@ -31,9 +35,20 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
         return own.tensor
 
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
-    drawn = {value: Drawn(buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
+    drawn = {value: Drawn(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
     pages.clear()  # of what is no weight, too
-    together = _Together([each for each in drawn.values() if each.pages is not None])
+    return _lazily(drawn, _Together([each for each in drawn.values() if each.pages is not None]))
+
+
+def make_whole(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
+    """As `make`, of weights that go to several devices of this machine's CPU. The first loss needs all of each weight;
+    to draw it so takes no longer than to draw its parts."""
+    buffers = materialize_values(list(shardings), allocate=allocate_huge, niceness=niceness)
+    drawn = {value: Drawn(value, buffer) for value, buffer in buffers.items()}
+    return _lazily(drawn, _OnMesh(shardings))
+
+
+def _lazily(drawn: dict[Value, Drawn], together: _Together | _OnMesh) -> dict[Value, LazyArray]:
     for each in drawn.values():
         each.together = together
     return {value: LazyArray(each.array, borrow=each.borrow) for value, each in drawn.items()}
@@ -42,9 +57,10 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
 class Drawn:
     """The content of one weight, until it is an array of XLA's."""
 
-    def __init__(self, content: torch.Tensor, pages: Pages | None) -> None:
+    def __init__(self, value: Value, content: torch.Tensor, pages: Pages | None = None) -> None:
+        self.value = value
         self.pages = pages
-        self.together: _Together | None = None
+        self.together: _Together | _OnMesh | None = None
         self._content: torch.Tensor | None = content
         self._array: jax.Array | None = None
         self._lock = threading.Lock()
@@ -67,17 +83,8 @@ class Drawn:
             return self._array
 
     def _made(self) -> jax.Array:
-        from ..jaxlib import to_device
-
-        content, pages = self._content, self.pages
-        assert content is not None and self.together is not None
-        if pages is None:
-            return to_device(content)
-        array, memory = self.together.allocate(self)
-        pages.tensor = content  # one tensor, and not two, so that others can be counted
-        if not pages.moved and (is_held(content) or not pages.move(memory)):
-            memory.copy_(content)
-        return array
+        assert self._content is not None and self.together is not None
+        return self.together.array(self, self._content)
 
 
 class _Together:
@@ -90,7 +97,20 @@ class _Together:
         self._made: dict[int, tuple[jax.Array, torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
-    def allocate(self, drawn: Drawn) -> tuple[jax.Array, torch.Tensor]:
+    def array(self, drawn: Drawn, content: torch.Tensor) -> jax.Array:
+        """The array of one, which is small, or one of them."""
+        from ..jaxlib import to_device
+
+        pages = drawn.pages
+        if pages is None:
+            return to_device(content)
+        array, memory = self._allocate(drawn)
+        pages.tensor = content  # one tensor, and not two, so that others can be counted
+        if not pages.moved and (is_held(content) or not pages.move(memory)):
+            memory.copy_(content)
+        return array
+
+    def _allocate(self, drawn: Drawn) -> tuple[jax.Array, torch.Tensor]:
         """The array for one of them, and its memory, which nobody has written."""
         from ..jaxlib import empties
 
@@ -104,3 +124,26 @@ class _Together:
         with self._lock:
             if self._made is not None:
                 self._made.pop(id(drawn), None)
+
+
+class _OnMesh:
+    """As `_Together`, on a mesh."""
+
+    def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
+        self._shardings = shardings
+        self._whole: Whole | None = None
+        self._lock = threading.Lock()
+
+    def array(self, drawn: Drawn, content: torch.Tensor) -> jax.Array:
+        """The array of one."""
+        with self._lock:
+            if self._whole is None:
+                from ..mesh.placement import Whole
+
+                self._whole = Whole(self._shardings)
+        return self._whole.array(drawn.value, content)
+
+    def forget(self, drawn: Drawn) -> None:
+        """It has its array."""
+        if self._whole is not None:
+            self._whole.forget(drawn.value)

@@ -13,7 +13,7 @@ from .. import backend as backends
 from ..jax_there import is_there, on_cpu
 from ..mesh.processes import processes
 from ..structures import flatten
-from .lazy import lent_later
+from .lazy import LazyArray, lent_later, put_later
 from .numpy_arrays import from_numpy
 
 
@@ -54,9 +54,10 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         # It may be what this process has read for itself, for `global_batch`: the step sends it if it is all of it.
         return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
     if mesh is not None:
-        from ..mesh.mesh import put as put_on
-
-        made = resident(put_on(tensor, mesh.of_batch(tuple(tensor.shape))))
+        sharding = mesh.of_batch(tuple(tensor.shape))
+        sent = put_later(tensor, sharding)
+        lazily = (tuple(tensor.shape), tensor.dtype, sharding) if type(sent) is LazyArray else ()
+        made = resident(sent, *lazily)
         return made.requires_grad_(True) if tensor.requires_grad else made
     with torch.no_grad():
         own = tensor.detach().clone(memory_format=torch.contiguous_format)

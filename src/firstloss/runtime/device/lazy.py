@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..jax_there import is_there
+
 if TYPE_CHECKING:
     import jax
+
+    from ..mesh.mesh import MeshSharding
 
 
 class LazyArray:
@@ -86,3 +90,20 @@ def lent_later(content: torch.Tensor) -> LazyArray:
         return lend(content)
 
     return LazyArray(lent, content)
+
+
+def put_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
+    """A copy of `tensor`, cut over a mesh; where there is no JAX yet, lazily."""
+    if is_there():
+        from ..mesh.arrays import put
+
+        return put(tensor, sharding)
+    with torch.no_grad():
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def placed() -> jax.Array:
+        from ..mesh.arrays import put
+
+        return put(own, sharding)
+
+    return LazyArray(placed, own)

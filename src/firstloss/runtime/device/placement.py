@@ -30,7 +30,7 @@ from ...compat.torch_names import (
 )
 from ...engine.run import default_threads, materialize_values
 from ...program.graph import Ref, Value, dense_count
-from ..jax_there import is_there, on_cpu
+from ..jax_there import is_there, on_cpu, process_count
 from . import drawn, pages
 from .buffer import DeviceBuffer, is_direct
 from .conjugated import without_bits
@@ -88,13 +88,19 @@ def begin_behind() -> None:
 
 
 def move_to_device(
-    tensors: Iterable[torch.Tensor], mesh: Mesh | None = None, behind: bool = False, only_asked_for: bool = False
+    tensors: Iterable[torch.Tensor],
+    mesh: Mesh | None = None,
+    behind: bool = False,
+    only_asked_for: bool = False,
+    multiplied: bool = False,
 ) -> None:
     """Move `tensors` to the device or the mesh. Returns at once; reading a deferred one waits for it.
 
     Args:
         behind: the first loss does not need these; those that it needs are made first.
         only_asked_for: make deferred ones only when one of them is read.
+        multiplied: PyTorch's kernels may be given them, for the first loss: deferred ones are made where those can read
+            them whole.
     """
     close_door()
     pending: list[DeferredStorage] = []
@@ -110,7 +116,7 @@ def move_to_device(
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, behind, only_asked_for)
+        _materialize_in_background(pending, mesh, behind, only_asked_for, multiplied)
 
 
 def _is_copied(value: Value) -> bool:
@@ -125,7 +131,7 @@ def _is_copied(value: Value) -> bool:
 
 
 def _materialize_in_background(
-    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool
+    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
 ) -> None:
     shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
@@ -135,9 +141,16 @@ def _materialize_in_background(
         wait(before_us)
         if mesh is None:
             return _make(list(shardings), niceness)
-        from ..mesh import placement as mesh_placement
+        made: dict[Value, Any] = {}
+        sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
+        if multiplied and not behind and on_cpu() and process_count() == 1:
+            whole = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
+            made = drawn.make_whole(whole, niceness)
+        if sharded:
+            from ..mesh import placement as mesh_placement
 
-        return mesh_placement.make(shardings, niceness)
+            made |= mesh_placement.make(sharded, niceness)
+        return made
 
     materialization = _Materialization(make)
     for store in stores:
@@ -218,7 +231,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         if mesh is None:
             array = to_device(base)
         else:
-            from ..mesh.mesh import put
+            from ..mesh.arrays import put
 
             sharding = mesh.of_store(store)
             array = put(base, sharding)

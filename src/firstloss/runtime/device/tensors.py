@@ -13,28 +13,30 @@ from .buffer import DeviceBuffer
 from .lazy import LazyArray
 
 
-def resident(array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> DeferredTensor:
-    """A tensor on the backend that holds `array`; shape and dtype must be given for a lazy one."""
+def resident(
+    array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, sharding: Any = None
+) -> DeferredTensor:
+    """A tensor on the backend that holds `array`; shape, dtype and on a mesh sharding must be given for a lazy one."""
     shape = tuple(array.shape) if shape is None else shape
     if dtype is None:
         from ...lower.dtypes import to_torch
 
         dtype = to_torch(array.dtype)
     value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
-    return DeferredTensor.wrap(store_of(array, value), shape, value.stride, 0, dtype)
+    return DeferredTensor.wrap(store_of(array, value, sharding), shape, value.stride, 0, dtype)
 
 
-def store_of(array: Any, like: Value) -> DeferredStorage:
-    """A storage on the backend, laid out as `like`, that holds `array`."""
+def store_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
+    """A storage on the backend, laid out as `like`, that holds `array`; on a mesh, sharding of a lazy one."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
     store = DeferredStorage(value)
-    store.resident = DeviceBuffer(value, sharding=mesh_sharding(array))
+    store.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
     store.resident.set(array)
     return store
 
 
 def mesh_sharding(array: Any) -> Any:
     """The sharding of an array on a mesh; None for one device."""
-    if type(array) is LazyArray:  # only steps without a mesh make these
+    if type(array) is LazyArray:
         return None
     return array.sharding if len(array.sharding.device_set) > 1 else None

@@ -13,7 +13,7 @@ from ...lower.segments import Cut
 from ...lower.sharding import Placed, Spec, propagate
 from ...program.graph import Value
 from ..jaxlib import x64
-from .mesh import Mesh
+from .mesh import Mesh, MeshSharding, named
 
 
 class Edges:
@@ -27,9 +27,9 @@ class Edges:
         self,
         cut: Cut,
         mesh: Mesh,
-        given: Mapping[Value, NamedSharding],
+        given: Mapping[Value, MeshSharding | NamedSharding],
         batch: Container[Value],
-        wanted: Mapping[Value, NamedSharding],
+        wanted: Mapping[Value, MeshSharding | NamedSharding],
     ) -> None:
         """
         Args:
@@ -37,23 +37,25 @@ class Edges:
             batch: those of them that are the batch.
             wanted: the shardings that outputs have to have; the others are as they come.
         """
-        self.whole = mesh.whole
-        placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in given.items()}
-        specs = {value: spec_of(where, len(value.shape)) for value, where in wanted.items()}
+        self.whole = mesh.whole.named
+        places = {value: named(where) for value, where in given.items()}
+        ends = {value: named(where) for value, where in wanted.items()}
+        placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
+        specs = {value: spec_of(where, len(value.shape)) for value, where in ends.items()}
         found = propagate(cut.segments, placed, specs, mesh.axes)
-        named: dict[Spec, NamedSharding] = {}
+        cut_so: dict[Spec, NamedSharding] = {}
 
         def sharding(spec: Spec) -> NamedSharding:
             while spec and not spec[-1]:
                 spec = spec[:-1]
             if not spec:
-                return mesh.whole
-            if spec not in named:
+                return self.whole
+            if spec not in cut_so:
                 entries = (None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
-                named[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
-            return named[spec]
+                cut_so[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
+            return cut_so[spec]
 
-        self._where = {**{value: sharding(placed.spec) for value, placed in found.items()}, **given, **wanted}
+        self._where = {**{value: sharding(placed.spec) for value, placed in found.items()}, **places, **ends}
         self._of_batch = {value for value, placed in found.items() if placed.of_batch}
         numbers: dict[Hashable, int] = {}
         segments = []
@@ -77,7 +79,8 @@ class Edges:
             return jax.make_array_from_callback(values.shape, self.whole, lambda index: values[index])
 
 
-def spec_of(where: NamedSharding, dims: int) -> Spec:
+def spec_of(where: MeshSharding | NamedSharding, dims: int) -> Spec:
     """For each of `dims` dimensions the axes that cut it."""
-    entries = (*where.spec, *(None,) * (dims - len(where.spec)))
+    spec = named(where).spec
+    entries = (*spec, *(None,) * (dims - len(spec)))
     return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)

@@ -2,48 +2,88 @@
 
 Shardings say where arrays are and nothing about what is computed: the step is traced as for one device, and XLA's
 partitioner cuts it. So any sharding gives the same losses, up to the order in which sums are taken.
+
+Nothing here imports JAX before somebody asks for devices, or for a sharding of JAX's: the first loss needs neither.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, ShardingError
 from ...init import shardings
-from ...lower.program import constant
 from ...program.graph import Ref, is_contiguous
-from ...program.source import UNKNOWN, here
-from ..jaxlib import x64
+from ...program.source import UNKNOWN, Source, here
+from ..jax_there import process_count
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
 
 # Smaller weights are whole on each device, unless their sharding is said: to gather them costs more than they take.
 SMALL = 4096  # elements
+
+
+class MeshSharding:
+    """How arrays are cut over a mesh. A mesh makes one for each spec."""
+
+    def __init__(self, mesh: Mesh, spec: shardings.Spec) -> None:
+        self._mesh = mesh
+        self._spec = spec
+
+    @functools.cached_property
+    def named(self) -> NamedSharding:
+        """The same in JAX's words."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        entries = (entry if entry else None for entry in self._spec)
+        return NamedSharding(self._mesh.devices, PartitionSpec(*entries))
+
+
+def named(sharding: MeshSharding | NamedSharding) -> NamedSharding:
+    """A sharding in JAX's words."""
+    return sharding.named if isinstance(sharding, MeshSharding) else sharding
 
 
 class Mesh:
     """Devices with named axes, and how arrays are cut over them.
 
     Attributes:
-        devices: the `jax.sharding.Mesh`; for a plan, an `AbstractMesh` of devices that need not exist.
         axes: sizes of its axes by name.
         data: the axes that the batch is cut over.
+        whole: the sharding of what is whole on each device.
     """
 
-    def __init__(self, mesh: Any) -> None:
-        self.devices = _jax_mesh(mesh)
-        self.axes = shardings.axes_of(self.devices)
+    def __init__(self, mesh: Any, put_off: bool = False) -> None:
+        """
+        Args:
+            put_off: JAX need not be asked for the devices yet. `mesh` are the sizes of axes.
+
+        Raises:
+            BackendError: if JAX has not so many devices.
+            ShardingError: if `mesh` is none.
+        """
+        self._shardings: dict[shardings.Spec, MeshSharding] = {}
+        self.axes = shardings.axes_of(mesh)
+        self._given = dict(self.axes) if isinstance(mesh, Mapping) else mesh
+        self._source = here()
+        if not put_off:
+            self.devices  # noqa: B018 - raises where there are none
         self.data = tuple(axis for axis in self.axes if axis in shardings.DATA_AXES)
-        self.whole = NamedSharding(self.devices, PartitionSpec())
+        self.whole = self._cut(())
         self._ways = math.prod(self.axes[axis] for axis in self.data)
         self._warned: set[tuple[int, ...]] = set()
+
+    @functools.cached_property
+    def devices(self) -> Any:
+        """The `jax.sharding.Mesh`; for a plan, an `AbstractMesh` of devices that need not exist."""
+        return _jax_mesh(self._given, self._source)
 
     @property
     def scatters(self) -> bool:
@@ -53,11 +93,15 @@ class Mesh:
     @property
     def is_there(self) -> bool:
         """Whether it has devices."""
+        if isinstance(self._given, Mapping):
+            return True
+        import jax
+
         return not isinstance(self.devices, jax.sharding.AbstractMesh)
 
     # -- shardings --
 
-    def of_store(self, store: DeferredStorage) -> NamedSharding:
+    def of_store(self, store: DeferredStorage) -> MeshSharding:
         """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
 
         Raises:
@@ -82,12 +126,12 @@ class Mesh:
             placed = shardings.divided(tuple(value.shape), spec, self.axes)
             if placed.moved:
                 warnings.warn(f"{_at(mark)}a weight of shape {list(value.shape)}: {placed.moved}.", stacklevel=2)
-            return self._named(placed.spec)
+            return self._cut(placed.spec)
         if value.numel < SMALL:
             return self.whole
-        return self._named(shardings.by_default(tuple(value.shape), self.axes))
+        return self._cut(shardings.by_default(tuple(value.shape), self.axes))
 
-    def of_batch(self, shape: tuple[int, ...]) -> NamedSharding:
+    def of_batch(self, shape: tuple[int, ...]) -> MeshSharding:
         """The sharding of a tensor of the batch: its first dimension over the data axes, if they divide it."""
         if not shape or self._ways == 1:
             return self.whole
@@ -100,7 +144,7 @@ class Mesh:
                     stacklevel=2,
                 )
             return self.whole
-        return NamedSharding(self.devices, PartitionSpec(self.data))
+        return self._cut((self.data,))
 
     def follow(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give gradients and optimizer state the shardings of their parameters, if these are marked."""
@@ -125,12 +169,12 @@ class Mesh:
                     f"{self.axes}. Give fl.shard the backend's mesh."
                 )
 
-    def _named(self, spec: shardings.Spec) -> NamedSharding:
-        return NamedSharding(self.devices, PartitionSpec(*(entry if entry else None for entry in spec)))
+    def _cut(self, spec: shardings.Spec) -> MeshSharding:
+        return self._shardings.setdefault(spec, MeshSharding(self, spec))
 
-    def of_results(self) -> NamedSharding | None:
+    def of_results(self) -> MeshSharding | None:
         """The sharding of results: None is as they come; of several processes each has all of them, to read."""
-        return self.whole if jax.process_count() > 1 else None
+        return self.whole if process_count() > 1 else None
 
 
 def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
@@ -153,57 +197,11 @@ def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
     return None
 
 
-def fit(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """`array` where `sharding` wants it; itself if it is there."""
-    return array if array.sharding == sharding else jax.device_put(array, sharding)
+def _jax_mesh(mesh: Any, source: Source) -> Any:
+    """`mesh`, given at `source`, whose axes XLA's partitioner deals with, whatever type they had."""
+    import jax
+    import numpy as np
 
-
-def put(tensor: torch.Tensor, sharding: NamedSharding) -> jax.Array:
-    """A copy of `tensor`, which every process has, cut over the devices."""
-    values = constant(tensor)
-    with x64():
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
-
-
-def put_parts(tensor: torch.Tensor, mesh: Mesh) -> jax.Array:
-    """A batch of which this process has the rows in `tensor`, and each other process as many."""
-    rows, processes = tensor.shape[0], jax.process_count()
-    shape = (rows * processes, *tensor.shape[1:])
-    sharding = mesh.of_batch(shape)
-    if processes > 1 and sharding.is_fully_replicated:
-        raise ShardingError(
-            f"{processes} processes with {rows} rows each have no batch that can be cut over the mesh {mesh.axes}. "
-            "Give each of them a multiple of its share of the data axes."
-        )
-    with x64():
-        return jax.make_array_from_process_local_data(sharding, constant(tensor), shape)
-
-
-def readable(array: jax.Array) -> jax.Array:
-    """An array with the values of `array` that this process can read.
-
-    Raises:
-        ShardingError: if parts of it are in other processes.
-    """
-    if array.is_fully_replicated:
-        return array.addressable_data(0)
-    if not array.is_fully_addressable:
-        raise ShardingError(
-            f"parts of this tensor of shape {list(array.shape)} are in other processes, so its values cannot be read "
-            "in this one alone. Call firstloss.distributed.gather(tensor) in all of them, or save it with fl.save."
-        )
-    return array
-
-
-def gather(array: jax.Array) -> jax.Array:
-    """`array`, all of it on each device. All processes have to call this."""
-    sharding = NamedSharding(array.sharding.mesh, PartitionSpec())
-    with x64():
-        return jax.jit(lambda x: x, out_shardings=sharding)(array)
-
-
-def _jax_mesh(mesh: Any) -> Any:
-    """`mesh`, whose axes XLA's partitioner deals with, whatever type they had."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return mesh
     if isinstance(mesh, jax.sharding.Mesh):
@@ -213,14 +211,14 @@ def _jax_mesh(mesh: Any) -> Any:
         count, own = math.prod(axes.values()), jax.devices()
         if count > len(own) or jax.process_count() > 1 and count != len(own):
             raise BackendError(
-                f"{here()}: a mesh of {axes} takes {count} devices, and JAX finds {len(own)} ({own[0].platform})."
+                f"{source}: a mesh of {axes} takes {count} devices, and JAX finds {len(own)} ({own[0].platform})."
                 + (_HOW.format(count) if own[0].platform == "cpu" else "")
             )
         if isinstance(mesh, Mapping):
             devices, names = np.array(own[:count]).reshape(tuple(axes.values())), tuple(axes)
         else:
             raise BackendError(
-                f"{here()}: {mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes as {axes}."
+                f"{source}: {mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes as {axes}."
             )
     return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 

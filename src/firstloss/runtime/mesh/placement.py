@@ -16,12 +16,15 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...engine.plan import Planner
 from ...engine.run import materialize_values
 from ...init.stablehlo.host import make_on_host
+from ...init.stablehlo.memory import Kind, tensor_at
+from ...init.stablehlo.memory import unwritten as unwritten_shards
 from ...lower import unwritten
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
 from ...program.graph import Node, Ref, Value, is_contiguous
 from ...program.source import UNKNOWN
 from ..jaxlib import on_cpu, x64
+from .mesh import MeshSharding, named
 
 aten = torch.ops.aten
 # Bytes of weights made at a time, where they are made whole or in host memory first.
@@ -55,8 +58,11 @@ class Shard(NamedTuple):
     devices: list[jax.Device]
 
 
-def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) -> dict[Value, jax.Array]:
+def make(
+    shardings: Mapping[Value, MeshSharding | NamedSharding], niceness: Sequence[int] = ()
+) -> dict[Value, jax.Array]:
     """Run the recipes of the parts that devices of this process hold; `niceness` as in `engine.run.run`."""
+    wanted = {value: named(sharding) for value, sharding in shardings.items()}
     planner = Planner()
     drawn = {
         value: sharding for value, sharding in wanted.items() if _is_straight(value) and planner.can_run(value, True)
@@ -80,6 +86,28 @@ def make(wanted: Mapping[Value, NamedSharding], niceness: Sequence[int] = ()) ->
             memory.take(shard, parts[shard.part])
         out |= memory.arrays()
     return out
+
+
+class Whole:
+    """Arrays on this machine's CPU devices of weights that have been drawn whole: allocated in one call."""
+
+    def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
+        kinds = [Kind(tuple(v.shape), to_jax(v.dtype), sharding.named) for v, sharding in shardings.items()]
+        with x64():
+            self._made = dict(zip(shardings, unwritten_shards(kinds), strict=True))
+
+    def array(self, value: Value, content: torch.Tensor) -> jax.Array:
+        """The array of one of them, which is given its content. May be called again until it is forgotten."""
+        array, addresses = self._made[value]
+        local = array.sharding.shard_shape(array.shape)
+        with DisableTorchDispatch():
+            for device, index in array.sharding.devices_indices_map(array.shape).items():
+                tensor_at(addresses[device], local, value.dtype).copy_(content[index])
+        return array
+
+    def forget(self, value: Value) -> None:
+        """Somebody else has its array."""
+        self._made.pop(value, None)
 
 
 def _is_straight(value: Value) -> bool:

@@ -12,7 +12,7 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy import LazyArray, lent_later, ready
+from ..device.lazy import LazyArray, lent_later, put_later, ready
 from ..jax_there import is_there
 from .owners import Owner, Owners
 from .parameter_groups import Hyperparameter
@@ -75,8 +75,10 @@ class Inputs:
     def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
         place = self._places.get(value)
         owner = self._owners[value] if place is None else leaves[place]
-        if type(owner) is DeferredTensor and not self.where and owner._ref().whole:
-            owner = owner._store
+        if type(owner) is DeferredTensor and owner._ref().whole:
+            store = owner._store
+            if store.resident is not None and store.resident.sharding is self.where.get(value):  # and need not be sent
+                owner = store
         return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
@@ -93,14 +95,12 @@ class Inputs:
         elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
             array = self._argument(owner._store.resident)
         elif where is not None:
-            from ..mesh.mesh import put
-
-            return put(owner, where)
+            return put_later(owner, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
         if where is None:
             return array
-        from ..mesh.mesh import fit
+        from ..mesh.arrays import fit
 
         return fit(array, where)
 
@@ -122,7 +122,9 @@ class Inputs:
 
     def same_shardings(self, other: Inputs) -> bool:
         """On a mesh: whether the inputs of another step that does the same have these shardings."""
-        return list(self.where.values()) == list(other.where.values())
+        from ..mesh.mesh import named
+
+        return [*map(named, self.where.values())] == [*map(named, other.where.values())]
 
     def _sharding(self, value: Value, mesh: Mesh) -> Any:
         owner = self._owners[value]

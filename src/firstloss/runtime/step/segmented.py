@@ -341,9 +341,9 @@ class SegmentedRun:
         step = self._step
         begin_behind()
         step.lower()
+        self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
-        self._slots[:] = map(ready, self._slots)
         self._run(step._calls)
         step.ran = True
 
