@@ -90,9 +90,10 @@ class OptimizerStates:
 
     def forget_new(self) -> None:
         """The step could not be traced: what it has made is no state."""
+        new = set(map(id, self.new))
         for optimizer in self._seen:
             for entries in optimizer.state.values():
-                made = [k for k, v in entries.items() if any(v is n for n in self.new) or is_traced(v, self._trace)]
+                made = [k for k, v in entries.items() if id(v) in new or is_traced(v, self._trace)]
                 for key in made:
                     del entries[key]
 
