@@ -196,3 +196,17 @@ def test_what_does_not_divide_is_cut_elsewhere_and_said():
         made = program.plan(AXES, {"weight": ("tp",)})
     assert made.weights[0].local == (51, 16)
     assert made.to_dict()["moved"]
+
+
+def test_the_first_pattern_holds_whether_it_has_a_wildcard_or_not():
+    names = dict.fromkeys(("a.weight", "a.bias", "b.weight", "c[0]", "c0"))
+    first = {"a.weight": (1,), "*.weight": (2,), "a.*": (3,), "c[0]": (4,)}
+    expected = {"a.weight": (1,), "a.bias": (3,), "b.weight": (2,), "c0": (4,)}
+    assert shardings.match(names, first, shardings.UNKNOWN) == expected
+    later = {"*.weight": (2,), "a.weight": (1,)}
+    assert shardings.match(names, later, shardings.UNKNOWN) == {"a.weight": (2,), "b.weight": (2,)}
+    for pattern in ("c", "a.weigh", "d[0]"):
+        with pytest.raises(ShardingError, match="matches no weight"):
+            shardings.match(names, {pattern: ()}, shardings.UNKNOWN)
+    with pytest.raises(ShardingError, match="matches no weight"):
+        shardings.match({"c[0]": None}, {"c[0]": ()}, shardings.UNKNOWN)  # it is c0 that it matches

@@ -126,19 +126,23 @@ def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: 
             f"{_at(source)}the shardings {specs!r:.120} are no mapping of name patterns. Write a dict, as "
             "{'*.weight': ('fsdp', None)}"
         )
+    # A plan's patterns are the names of all weights: what has no wildcard is looked up.
+    wild = [pattern for pattern in specs if any(sign in pattern for sign in "*?[")]
+    plain = specs.keys() - wild
     for pattern in specs:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if pattern not in names if pattern in plain else not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(list(names)[:3])
             raise ShardingError(
                 f"{_at(source)}the pattern {pattern!r} matches no weight. Weights have names like {near}; "
                 "a pattern has to match all of a name, as '*.weight' does"
             )
+    order = {pattern: place for place, pattern in enumerate(specs)}
     found = {}
     for name in names:
-        for pattern, spec in specs.items():
-            if fnmatchcase(name, pattern):
-                found[name] = spec
-                break
+        fitting = [pattern for pattern in wild if fnmatchcase(name, pattern)][:1]
+        fitting += [name] if name in plain else []
+        if fitting:
+            found[name] = specs[min(fitting, key=order.__getitem__)]
     return found
 
 
