@@ -3,6 +3,7 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
+from . import objects
 from .draft import Draft, block
 from .places import Place, place, variable
 
@@ -366,6 +367,15 @@ def exchanged(d: Draft) -> None:
 
     others = "\n    ".join(put(d.pick("i", "(i + 3) % 8", "7", "9")) for _ in range(d.rng.randint(2, 3)))
     d.each.append(f"if i % {d.pick(2, 3)}:\n    {put('5')}\nelse:\n    {others}")
+
+
+def of_kinds(d: Draft) -> None:
+    """An object of some kind that the step reads, and that is changed between its calls."""
+    case, make, read, events = d.pick(*objects.OWN), *(d.name(stem) for stem in ("make", "read", "events"))
+    d.setup.append(f"{case.function(make)}\n{read}, {events} = {make}()")
+    d.mid.append(f"loss = loss * (1 + 0.01 * {read}())")
+    for i in range(len(case.events)):
+        d.at(f"{events}[{i}]()", 2 + 2 * i + d.rng.randint(0, 1))
 
 
 def _use_number_always(d: Draft, n: str) -> None:
@@ -1250,6 +1260,7 @@ PIECES = (
     + [counter] * 7
     + [changed_outside] * 6
     + [exchanged]
+    + [of_kinds] * 6
     + [advanced] * 3
     + [generator] * 2
     + [sized] * 4

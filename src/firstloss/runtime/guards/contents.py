@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...compat.python_names import environment_of
-from .same import same_items
+from ...compat.python_names import environment_of, is_python_class
+from .same import State, same_items
 
 # Of what holds more items than this, the items are watched, but not what is in them.
 LARGEST = 1024
@@ -42,8 +42,30 @@ _BLOCK = 64  # bytes of an array for each
 _SEQUENCES = (list, collections.deque)
 _SETS = (set, frozenset)
 _BUFFERS = (bytearray, array.array)
-C_DATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes.c_int.__base__)  # all but pointers
-LOCK = type(threading.Lock())
+_SIMPLE: Any = ctypes.c_int.__base__
+C_DATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, _SIMPLE)
+# Functions of C libraries, which may do anything, and pointers, which lead to memory that is not theirs.
+FOREIGN: Any = (
+    type(ctypes.pythonapi.Py_IncRef).__mro__[1],
+    type(ctypes.pointer(ctypes.c_int())).__mro__[1],
+    ctypes.py_object,
+    ctypes.c_char_p,
+    ctypes.c_wchar_p,
+)
+
+
+def has_pointers(cls: Any) -> bool:
+    """Whether data of a class of ctypes leads to memory that is not its own."""
+    if issubclass(cls, FOREIGN):
+        return True
+    if issubclass(cls, ctypes.Array):
+        return has_pointers(cls._type_)
+    fields = [field for base in cls.__mro__ for field in vars(base).get("_fields_", ())]
+    return any(has_pointers(kind) for _, kind, *_ in fields)
+
+
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_MODULES_OF_ITERATORS = ("builtins", "itertools", "_collections")
 _DECIMAL = ("prec", "rounding", "Emin", "Emax")  # of decimal's context
 _WRAPPERS = (collections.UserDict, collections.UserList)
 
@@ -62,10 +84,16 @@ def reader(held: Any) -> Callable[[], Any] | None:
         return _bytes_of(held)
     if isinstance(held, contextvars.ContextVar):
         return lambda: value_in(held)
+    if isinstance(held, contextvars.Context):
+        return lambda: (*held.keys(), *held.values())
     if isinstance(held, C_DATA):
         return _bytes_of(held, lambda: np.frombuffer(held, np.uint8))
-    if isinstance(held, LOCK):
-        return held.locked
+    if isinstance(held, LOCKS):
+        return functools.partial(repr, held)
+    if isinstance(held, decimal.Context):
+        return functools.partial(repr, held)
+    if isinstance(held, np.void):
+        return lambda: (held.dtype, None if held.dtype.hasobject else held.tobytes())
     if isinstance(held, logging.Logger):
         return lambda: (held.getEffectiveLevel(), held.disabled, held.manager.disable)
     if isinstance(held, types.GeneratorType):
@@ -73,14 +101,15 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, random.Random):
         return held.getstate
     if isinstance(held, np.random.Generator):
-        return lambda: _State(held.bit_generator.state)
+        return lambda: State(held.bit_generator.state)
     if isinstance(held, np.random.RandomState):
-        return lambda: _State(held.get_state())
+        return lambda: State(held.get_state())
     if held is os.environ:
         return environment
-    if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
+    if is_iterator_of_c(kind):
         return lambda: _stands_at(held)
-    if hasattr(kind, "get_vocab_size"):  # of the package tokenizers; all of it takes milliseconds to write down
+    # Of the package tokenizers; all of it takes milliseconds to write down.
+    if str(getattr(kind, "__module__", "")).partition(".")[0] == "tokenizers" and hasattr(kind, "get_vocab_size"):
         return lambda: (held.get_vocab_size(), repr(held.padding), repr(held.truncation))
     return None
 
@@ -112,17 +141,6 @@ def put_back(held: Any, before: Any) -> bool:
     else:
         return False
     return True
-
-
-class _State(str):
-    """The state of a generator of NumPy's, compared as text: it holds arrays."""
-
-    state: Any
-
-    def __new__(cls, state: Any) -> _State:
-        text = super().__new__(cls, repr(state))
-        text.state = state
-        return text
 
 
 def environment() -> tuple:
@@ -196,7 +214,8 @@ def _sample(held: Any, length: int) -> tuple:
 
 
 def _array_of(held: np.ndarray) -> Callable[[], Any]:
-    """Its shape and dtype, and its bytes; of an array of objects, these."""
+    """Its shape and dtype, and its bytes; of an array of objects, these. Attributes of a subclass's are apart."""
+    held = np.asarray(held)
     if held.dtype.hasobject:
         return lambda: (held.shape, *(held.ravel().tolist() if held.size <= MOST_ITEMS else ()))
     if held.flags.c_contiguous and held.dtype.itemsize:
@@ -266,6 +285,8 @@ def inside(held: Any) -> Iterable[Any]:
         return (held.data,)
     if isinstance(held, contextvars.ContextVar):
         return (value_in(held),)
+    if isinstance(held, contextvars.Context):
+        return held.values()
     if isinstance(held, np.ndarray):
         return held.ravel().tolist() if held.dtype.hasobject and held.size <= LARGEST else ()
     if isinstance(held, weakref.ref):
@@ -274,7 +295,9 @@ def inside(held: Any) -> Iterable[Any]:
         return (held.func, *held.args, *held.keywords.values())
     if isinstance(held, types.GeneratorType):
         return () if held.gi_frame is None else list(held.gi_frame.f_locals.values())
-    if hasattr(type(held), "__next__") and type(held).__module__ in ("builtins", "itertools"):
+    if isinstance(held, np.void):
+        return held.tolist() if held.dtype.hasobject else ()
+    if is_iterator_of_c(type(held)):
         state = _stands_at(held)
         return state if isinstance(state, tuple) else ()
     return ()
@@ -293,6 +316,22 @@ def _place_of(generator: types.GeneratorType) -> Any:
     """Where a generator stands, and what its variables are."""
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
+def is_iterator_of_c(cls: type) -> bool:
+    """Whether it is one of Python's own classes of iterators."""
+    # Not `hasattr`, for what a class of Python's would make of it: a mock's makes another mock.
+    # (A class of ctypes' may be of no module.)
+    return (
+        getattr(cls, "__module__", None) in _MODULES_OF_ITERATORS
+        and not is_python_class(cls)
+        and hasattr(cls, "__next__")
+    )
+
+
+def tells_where_it_stands(cls: type) -> bool:
+    """Whether an iterator of that class, made in C, says how it would be pickled."""
+    return cls.__reduce__ is not object.__reduce__
 
 
 def _stands_at(iterator: Any) -> Any:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 
 from ...program.source import Source
 from . import bytecode
-from .kinds import INSTALLED_FOLDERS, is_closed, is_installed
+from .kinds import INSTALLED_FOLDERS, is_closed_function, is_installed, own_module
 from .recording import Recording
 from .snapshot import Snapshot
 
 # Code of the user's that mentions one of these may look at all attributes of an object.
 _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
                   "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
+_TELL_FIELDS = {"dataclasses", "typing", "inspect"}
 _BY_METHOD = {"__setattr__", "__delattr__"}
 _PAST_LOOKUP = {"__getattribute__", "__get__", "getattr_static"}
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
@@ -29,19 +30,22 @@ class Executed:
         any_attribute: some of that may look at all attributes of an object.
         reads_past_classes: some of that looks attributes up by a method of a class, `object.__getattribute__` mostly.
         stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
+        asks_for_fields: modules have run that look at the annotations of classes, and at the fields of dataclasses.
         lines: where it does so.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
+        ran = [table.get("__name__") for _, table in (recording.codes or {}).values()]
+        self.asks_for_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(ran)
         executed = recording.executed()
         if executed is None:
             executed = [
                 (inner, functions[0].__globals__)
                 for code, functions in snapshot.functions.items()
-                if not is_installed(functions[0].__module__)  # nobody changes those between the first two calls
+                if not is_installed(own_module(functions[0]))  # nobody changes those between the first two calls
                 for inner in bytecode.with_inner(code)
             ]
-        self.cached = [f for f in snapshot.cached if not is_closed(f.__module__) and not is_installed(f.__module__)]
+        self.cached = [f for f in snapshot.cached if not is_closed_function(f) and not is_installed(own_module(f))]
         executed += [(inner, f.__globals__) for f in self.cached for inner in bytecode.with_inner(f.__code__)]
         self.code = executed
         self.lines = Lines([code for code, _ in executed])

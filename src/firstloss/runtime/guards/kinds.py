@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import array
+import ast
 import collections
 import contextlib
 import contextvars
-import ctypes
+import datetime
+import decimal
 import enum
 import functools
+import gc
 import logging
+import operator
 import os
 import random
+import re
+import struct
 import sys
 import sysconfig
 import threading
 import types
 import weakref
+import zoneinfo
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
@@ -26,7 +33,7 @@ import torch
 
 from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
 from ..stand_in import StandIn
-from .contents import C_DATA, LOCK
+from .contents import C_DATA, FOREIGN, LOCKS, has_pointers, is_iterator_of_c, tells_where_it_stands
 from .native import native
 
 # Code here reads no state of the user's.
@@ -63,21 +70,34 @@ class Kind(Enum):
     UNKNOWN = auto()  # an object of C: nobody can tell whether it has changed
 
 
-_LEAVES = (
-    int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, slice, types.CodeType,
+# In objects of these nothing changes, and from them nothing leads on. Each is named: a class made in C is not known by
+# the module that it says it is from.
+_LEAVES: tuple[type, ...] = (
+    int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, types.CodeType,
     types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
-    types.UnionType, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.generic,
-    np.ufunc, Enum, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), torch.Generator, torch.Stream,
-    types.TracebackType, types.FrameType, logging.Handler, logging.Formatter, logging.Manager,
+    types.UnionType, operator.attrgetter, re.Pattern, re.Match, struct.Struct, decimal.Decimal, contextvars.Token,
+    datetime.date, datetime.time, datetime.timedelta, datetime.timezone,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.Stream,
+    type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), np.dtype, np.generic, np.ufunc,
+    logging.Manager,
 )  # fmt: skip
-# Modules whose classes, in C, have objects in which nothing changes that decides anything.
-_HARMLESS = {"re", "datetime", "decimal", "fractions", "_thread", "threading", "typing", "_operator", "operator",
-             "functools", "zoneinfo", "uuid", "_struct", "ast", "_ctypes", "ctypes", "logging",
-             "torch", "torch._C", "torch._ops", "torch._C._autograd", "torch._C._functions", "torch._C._profiler",
-             "torch._C._distributed_c10d", "torch.distributed.distributed_c10d", "pybind11_builtins", "types",
-             "collections", "_collections", "builtins", "_functools", "pathlib", "_abc", "_weakref",
-             "weakref", "_contextvars"}  # fmt: skip
+# Classes made in C from which others are made by Python, and in whose objects nothing is hidden.
+_PLAIN_BASES = {object, types.SimpleNamespace, datetime.tzinfo, zoneinfo.ZoneInfo}
+# Modules of packages whose classes, made in C, have objects in which nothing changes that decides anything.
+_HARMLESS = {"typing", "torch", "pybind11_builtins", "_abc", "_collections"}
+# What is held by objects of these, made in C, and cannot be exchanged: all that leads on from them.
+_HOLDERS: tuple[type, ...] = (
+    slice, super, operator.itemgetter, operator.methodcaller, type(functools.cmp_to_key(lambda a, b: 0)),
+    type({}.keys()), type({}.values()), type({}.items()),
+)  # fmt: skip
+# Of these nobody can tell what they hold, or what is in memory that they show.
+_UNKNOWN: tuple[type, ...] = (
+    weakref.finalize,  # it looks at a table of Python's own
+    torch.jit.ScriptModule,  # its attributes are in C++
+    torch.UntypedStorage, torch.TypedStorage, memoryview, types.FrameType, types.TracebackType, types.CoroutineType,
+    types.AsyncGeneratorType, *FOREIGN,
+)  # fmt: skip
 
 
 def kind_of(cls: type) -> Kind:
@@ -92,11 +112,13 @@ _kinds: dict[type, Kind] = {}
 
 
 def _kind_of(cls: type) -> Kind:
-    if issubclass(cls, enum.Enum) and any(kind_of(type(value)) not in _PLAIN for value in _values(cls)):
-        return Kind.INSTANCE
+    if issubclass(cls, enum.Enum):
+        return Kind.LEAF if is_closed_class(cls) and not _changes(cls) else Kind.INSTANCE
+    if issubclass(cls, np.void):  # a row of an array
+        return Kind.UNKNOWN if issubclass(cls, np.record) else Kind.OPAQUE
     if issubclass(cls, _LEAVES):
-        return Kind.LEAF
-    if issubclass(cls, weakref.finalize):  # it looks at a table of Python's own
+        return Kind.INSTANCE if _has_attributes(cls) and not is_closed_class(cls) else Kind.LEAF
+    if issubclass(cls, _UNKNOWN) or issubclass(cls, C_DATA) and has_pointers(cls):
         return Kind.UNKNOWN
     for kinds, kind in (
         (torch.Tensor, Kind.TENSOR),
@@ -108,38 +130,44 @@ def _kind_of(cls: type) -> Kind:
         (types.FunctionType, Kind.FUNCTION),
         (types.CellType, Kind.CELL),
         ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, property,
-          staticmethod, classmethod, functools.cached_property,
+          staticmethod, classmethod, functools.cached_property, *_HOLDERS,
           *WEAK, types.MappingProxyType,
           lru_cache_wrapper), Kind.BINDING),
         (type, Kind.CLASS),
         (types.ModuleType, Kind.MODULE),
-        ((np.ndarray, bytearray, array.array, contextvars.ContextVar, types.GeneratorType, random.Random,
-          np.random.Generator, np.random.RandomState, logging.Logger, LOCK, *C_DATA), Kind.OPAQUE),
+        ((np.ndarray, bytearray, array.array, contextvars.ContextVar, contextvars.Context, types.GeneratorType,
+          random.Random, np.random.Generator, np.random.RandomState, logging.Logger, decimal.Context, *LOCKS, *C_DATA),
+         Kind.OPAQUE),
     ):  # fmt: skip
         if issubclass(cls, kinds):
             return kind
-    if hasattr(cls, "__next__") and cls.__module__ in ("builtins", "itertools"):
+    if is_iterator_of_c(cls):
+        return Kind.OPAQUE if tells_where_it_stands(cls) else Kind.UNKNOWN
+    if module_of_class(cls).partition(".")[0] == "tokenizers":
         return Kind.OPAQUE
-    if (cls.__module__ or "").partition(".")[0] == "tokenizers":
-        return Kind.OPAQUE
-    if is_ours(cls.__module__) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
-        held = cls.__module__.startswith(_THE_USERS) and bool(cls.__dictoffset__) and not issubclass(cls, type)
+    if is_ours(module_of_class(cls)) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
+        held = module_of_class(cls).startswith(_THE_USERS) and bool(cls.__dictoffset__) and not issubclass(cls, type)
         return Kind.OURS if held else Kind.LEAF
-    if issubclass(cls, torch.jit.ScriptModule):  # its attributes are in C++
-        return Kind.UNKNOWN
     if issubclass(cls, threading.local):
         return Kind.INSTANCE
     if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
         return Kind.UNKNOWN
-    if (cls.__module__ or "").partition(".")[0] in _STATELESS and cls.__module__ not in _WITH_STATE:
+    if module_of_class(cls).partition(".")[0] in _STATELESS:
         return Kind.LEAF
-    if cls.__dictoffset__ or slots(cls):
-        return Kind.INSTANCE
-    return Kind.LEAF
+    return Kind.INSTANCE if _has_attributes(cls) else Kind.LEAF
 
 
 _THE_USERS = ("firstloss.optim.", "firstloss.metrics.", "firstloss.amp.")
 _PLAIN = (Kind.LEAF, Kind.FUNCTION, Kind.TUPLE)
+
+
+def _has_attributes(cls: type) -> bool:
+    return bool(cls.__dictoffset__ or slots(cls))
+
+
+def _changes(cls: type[enum.Enum]) -> bool:
+    """Whether the values of an enumeration's members may change."""
+    return any(kind_of(type(value)) not in _PLAIN for value in _values(cls))
 
 
 def _values(cls: type[enum.Enum]) -> Iterator[Any]:
@@ -149,9 +177,7 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
 
 
 # Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
-_STATELESS = {"logging", "unittest", "inspect", "typing", "importlib", "concurrent", "multiprocessing", "subprocess",
-              "tempfile", "warnings", "traceback", "abc", "ast", "contextlib", "asyncio", "zipfile"}  # fmt: skip
-_WITH_STATE = {"multiprocessing.sharedctypes", "concurrent.futures._base"}
+_STATELESS = {"typing", "importlib", "abc"}
 
 
 def is_of_python(cls: type) -> bool:
@@ -159,15 +185,10 @@ def is_of_python(cls: type) -> bool:
     return has_managed_dict(cls) or "__slots__" in vars(cls)
 
 
-def _is_harmless(cls: type) -> bool:
-    if cls is memoryview or issubclass(cls, _FOREIGN):
-        return False
-    if cls is object or issubclass(cls, (BaseException, types.SimpleNamespace, threading.local)):
+def _is_harmless(base: type) -> bool:
+    if base in _PLAIN_BASES or issubclass(base, (BaseException, threading.local, ast.AST)):
         return True
-    return is_harmless_module(cls.__module__ or "")
-
-
-_FOREIGN: Any = type(ctypes.pythonapi.Py_IncRef).__mro__[1]  # a function of a C library, which may do anything
+    return is_harmless_module(module_of_class(base))
 
 
 def is_harmless_module(module: str) -> bool:
@@ -186,6 +207,34 @@ def is_closed(module: Any) -> bool:
     return not isinstance(module, str) or module.partition(".")[0] in _CLOSED and module != "__main__"
 
 
+def module_of_class(cls: type) -> str:
+    """The module that a class says it is from. Some of ctypes' say none, and of one made in C it may be a descriptor."""
+    module = getattr(cls, "__module__", None)
+    return module if isinstance(module, str) else "builtins"
+
+
+def is_closed_class(cls: type) -> bool:
+    """As `is_closed`, of the module that a class is from: one that was made without a module says `builtins`, and one
+    of `dataclasses.make_dataclass` says `types`."""
+    module = module_of_class(cls)
+    if module in ("builtins", "types") and is_python_class(cls):
+        return vars(sys.modules[module]).get(cls.__qualname__) is cls
+    return is_closed(module)
+
+
+def own_module(function: types.FunctionType) -> str | None:
+    """The module in which a function was made, or that it says it is from, as where `functools.wraps` has made it: the
+    user's, if one of them is. None if it was made without."""
+    names = [None if n == "builtins" else n for n in (function.__globals__.get("__name__"), function.__module__)]
+    return next((n for n in names if n is None or not is_closed(n) and not is_installed(n)), names[1])
+
+
+def is_closed_function(function: types.FunctionType) -> bool:
+    """As `is_closed`, of that module."""
+    module = own_module(function)
+    return module is not None and is_closed(module)
+
+
 @functools.cache
 def is_installed(module: str | None) -> bool:
     """Whether a module is an installed package's, and not the user's own."""
@@ -201,7 +250,7 @@ def can_be_instrumented(cls: type) -> bool:
     return (
         is_python_class(cls)
         and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))
-        and (not is_ours(cls.__module__) or issubclass(cls, torch.optim.Optimizer))
+        and (not is_ours(module_of_class(cls)) or issubclass(cls, torch.optim.Optimizer))
     )
 
 
@@ -261,6 +310,8 @@ def behind(binding: Any) -> Iterator[Any]:
         yield from binding.values()
     elif isinstance(binding, lru_cache_wrapper):
         yield binding.__wrapped__
+    elif isinstance(binding, _HOLDERS):
+        yield from gc.get_referents(binding)
 
 
 def items_of(container: Any) -> list[Any]:

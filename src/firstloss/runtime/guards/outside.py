@@ -75,10 +75,10 @@ class Outside:
                 self.generators[id(owner)] = (owner, state_of(owner))
             return True
         module, what = _name_of(function)
-        if not _looks_outside(function, module):
+        if not _looks_outside(function, module, frame):
             return False
         if what not in self.asked:
-            asks, where = _asked_by(frame, module in _CLOCKS)
+            asks, where = _asked_by(frame, module in _OF_NO_LIBRARY)
             if asks:
                 self.asked[what] = Asked(what, where)
         return True
@@ -136,7 +136,20 @@ _SOME: dict[str, set[str]] = {
     "_io": {"open", "open_code", "read", "readline", "readlines", "readinto", "readinto1", "read1", "readall", "peek"},
     "builtins": {"open", "input"},
     "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
-    "sys": {"getallocatedblocks", "_current_frames", "_current_exceptions", "getrefcount"},
+    "sys": {
+        "getallocatedblocks",
+        "_current_frames",
+        "_current_exceptions",
+        "getrefcount",
+        "_getframe",
+        "_getframemodulename",
+        "getswitchinterval",
+        "gettrace",
+        "getprofile",
+        "is_finalizing",
+    },
+    "_weakref": {"getweakrefcount", "getweakrefs"},
+    "_thread": {"_count", "get_ident", "get_native_id", "stack_size"},
     "numpy": {"fromfile"},
     "functools": {"cache_clear", "cache_info"},
     "_ctypes": {"get_errno", "get_last_error"},
@@ -158,6 +171,8 @@ _IN_PYTHON: dict[types.CodeType, str] = {
 }
 _SOME["io"] = _SOME["_io"]
 _CLOCKS = {"time", "datetime"}
+# What libraries look at for messages, and for locks.
+_OF_NO_LIBRARY = {*_CLOCKS, "sys", "_thread", "_weakref"}
 _NOW = {"now", "utcnow", "today"}
 # What these look at decides what they write: messages, progress bars.
 _WRITERS = {"logging", "warnings", "traceback", "linecache", "importlib", "tokenize", "tqdm", "rich", "tensorboard",
@@ -181,8 +196,11 @@ def _defining(cls: type, method: Any) -> type:
     return next((base for base in cls.__mro__ if method.__name__ in vars(base)), cls)
 
 
-def _looks_outside(function: Any, module: str) -> bool:
+def _looks_outside(function: Any, module: str, frame: types.FrameType) -> bool:
     name, owner = function.__name__, function.__self__
+    if module == "_thread" and (caller := frame.f_globals.get("__name__")) in sys.stdlib_module_names:
+        if caller != "threading":  # to know that it is not within itself, as in `repr`
+            return False
     if isinstance(owner, (io.StringIO, io.BytesIO)):
         return False
     if isinstance(owner, type) and issubclass(owner, datetime.date):
@@ -217,7 +235,7 @@ def _is_of_runtime(frame: types.FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
-def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source | None]:
+def _asked_by(frame: types.FrameType | None, of_no_library: bool) -> tuple[bool, Source | None]:
     """Whether the call made by `frame` is the user's, directly or by way of a library, and the user's line."""
     asks = False
     while frame is not None:
@@ -232,7 +250,7 @@ def _asked_by(frame: types.FrameType | None, clock: bool) -> tuple[bool, Source 
         if name.startswith(_READERS):
             asks = True
         elif not asks and top not in sys.stdlib_module_names:
-            if is_closed(name) or clock:
+            if is_closed(name) or of_no_library:
                 return False, None
             asks = True
         frame = frame.f_back

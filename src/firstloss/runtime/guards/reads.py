@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import logging
 import operator
 import os
 import random
@@ -26,11 +27,11 @@ from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
 from .guard_set import GuardSet
 from .guards import CellGuard
-from .kinds import Kind, is_closed, is_installed, is_ours, items_of, kind_of
+from .kinds import Kind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
 from .objects import MISSING, cell_content, own_attributes, slot_reader
 from .outside import state_of
-from .pytorch import namespaces
-from .recording import Recording, is_closed_code
+from .pytorch import namespaces, undisguised
+from .recording import Recording, Site, is_closed_code
 from .snapshot import Snapshot, apart_in_optimizers
 from .stores import guard_stores
 from .values import Values
@@ -95,6 +96,12 @@ class Reads:
                     cells.setdefault(id(cell), (cell, name, function, []))[3].extend(uses)
         for (_, name), (table, uses) in globals_.items():
             self._global(table, name, uses)
+        for code, table in (recording.codes or {}).values():
+            if table.get("__name__") in sys.stdlib_module_names:
+                expected = self._values.table(table, describe_global(table), None).expected
+                for name in bytecode.global_names(code):
+                    if name in table:
+                        expected.setdefault(name, undisguised(table[name]))
         for cell, name, function, uses in cells.values():
             self._cell(cell, name, function, uses)
         for table in recording.whole:
@@ -144,6 +151,8 @@ class Reads:
         for (_, name), (owner, sites) in list(recording.reads.items()):
             if id(owner) not in snapshot.seen:  # made in the step
                 continue
+            if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
+                continue  # it decides what is written
             uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
             self._values.of_object(owner)
             if isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name):
@@ -175,7 +184,7 @@ class Reads:
 
         if self._executed.reads_past_classes:  # nobody has noted which
             for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
-                if not is_installed(type(known.owner).__module__):
+                if not is_installed(module_of_class(type(known.owner))):
                     self._any_attribute(known.owner)
             for slotted in list(snapshot.slotted.values()):
                 self._any_attribute(slotted.owner)
@@ -335,7 +344,12 @@ _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:
     """Whether it is a module's own code, or a named tuple's."""
-    return code.co_name == "<module>" or str(table.get("__name__", "namedtuple_")).startswith("namedtuple_")
+    return code.co_name == "<module>" or str(table.get("__name__")).startswith("namedtuple_")
+
+
+def _is_of_logging(site: Site) -> bool:
+    code, _ = site
+    return code.co_filename.startswith(os.path.dirname(logging.__file__) + os.sep)
 
 
 def _is_closed_file(code: types.CodeType) -> bool:

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import operator
+from math import copysign
 from typing import Any
 
+import numpy as np
 import torch
 
 from .native import native
 
-_PLAIN = (int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype, torch.device, torch.Size)
+# Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
+_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size}
+
+
+class State(str):
+    """The state of something, compared as text.
+
+    Attributes:
+        state: what it is a text of.
+    """
+
+    state: Any
+
+    def __new__(cls, state: Any) -> State:
+        text = super().__new__(cls, repr(state))
+        text.state = state
+        return text
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether they are the same object, or equal plain ones."""
     if a is b:
         return True
-    if type(a) is not type(b):
+    kind = type(a)
+    if kind is not type(b):
         return False
-    if isinstance(a, _PLAIN):
-        return bool(a == b) or a != a
-    if isinstance(a, (tuple, frozenset)) and len(a) == len(b):
-        return all(map(operator.is_, a, b)) or all(map(same, a, b)) if isinstance(a, tuple) else a == b
+    if kind in _PLAIN or isinstance(a, State):
+        return bool(a == b)
+    if kind is float:
+        return a == b and (a != 0 or copysign(1, a) == copysign(1, b)) or a != a and b != b
+    if kind is complex:
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, np.generic) and not isinstance(a, (np.void, np.object_)):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if kind is tuple or isinstance(a, tuple) and not kind.__dictoffset__:
+        return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(same, a, b)))
+    if kind is frozenset:
+        return len(a) == len(b) and {(type(x), x) for x in a} == {(type(x), x) for x in b}
     return False
 
 

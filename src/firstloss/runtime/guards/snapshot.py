@@ -33,10 +33,14 @@ from .kinds import (
     Kind,
     behind,
     is_closed,
+    is_closed_class,
+    is_closed_function,
     is_installed,
     is_ours,
     items_of,
     kind_of,
+    module_of_class,
+    own_module,
     slots,
     table_of,
 )
@@ -261,7 +265,7 @@ class Snapshot:
             self.types.append((what, cls))
             if cls not in self.classes:
                 self.classes.add(cls)
-                todo += [base for base in cls.__mro__ if not is_closed(base.__module__)]
+                todo += [base for base in cls.__mro__ if not is_closed_class(base)]
             if isinstance(what, torch.nn.Module):
                 self.modules.append(what)
 
@@ -289,17 +293,17 @@ class Snapshot:
 
     def _function(self, what: types.FunctionType, todo: list[Any]) -> None:
         code = what.__code__
-        generated = what.__module__ in (None, "builtins")  # Python code that was run by exec
-        if is_ours(what.__module__) or is_closed(what.__module__) and not generated:
-            if what.__closure__ and not is_ours(what.__module__):  # a decorator of a library around a user's function
+        own = own_module(what)
+        if is_ours(own) or is_closed_function(what):
+            if what.__closure__ and not is_ours(own):  # a decorator of a library around a user's function
                 todo += [content for cell in what.__closure__ if callable(content := cell_content(cell))]
             return
-        if what.__dict__ or not is_installed(what.__module__):
+        if what.__dict__ or not is_installed(own):
             self._table(what.__dict__, what, "attributes", todo)
         self.functions.setdefault(code, []).append(what)
         self.definitions[id(what)] = (what, definition(what))
-        self._globals(what.__globals__, set(names_in(code)), is_installed(what.__module__), todo)
-        if not is_installed(what.__module__):  # what a package imports, the user seldom changes
+        self._globals(what.__globals__, set(names_in(code)), is_installed(own), todo)
+        if not is_installed(own):  # what a package imports, the user seldom changes
             self._set_in_modules(what)
             imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
             todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
@@ -328,12 +332,13 @@ class Snapshot:
                     todo.append(table[name])
 
     def _class(self, what: type, todo: list[Any]) -> None:
-        if is_closed(what.__module__):
+        if is_closed_class(what):
             return
         table = class_table(what)
         self.tables[id(table)] = Table(table, table.copy(), what, "attributes")
-        todo += [value for name, value in table.items() if name not in _NOT_THE_USERS]
-        todo += [base for base in what.__mro__[1:] if not is_closed(base.__module__)]
+        skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - _OF_FIELDS
+        todo += [value for name, value in table.items() if name not in skipped]
+        todo += [base for base in (type(what), *what.__mro__[1:]) if not is_closed_class(base)]
 
     def _module(self, what: types.ModuleType, todo: list[Any]) -> None:
         if what is sys:
@@ -357,8 +362,9 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
 _OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+_OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
-                  "_abc_impl", "__dataclass_fields__", "__getattribute__"}  # fmt: skip
+                  "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 
 
 def apart_in_optimizers(name: str) -> bool:

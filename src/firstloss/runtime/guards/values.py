@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import io
 import operator
 import sys
 import types
@@ -21,8 +22,23 @@ from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
 from .executed import Executed
 from .guards import CellGuard, FunctionGuard, ListGuard, ReadGuard, TableGuard
-from .kinds import WEAK, Kind, behind, can_be_instrumented, is_closed, is_installed, items_of, kind_of, may_die
+from .kinds import (
+    WEAK,
+    Kind,
+    behind,
+    can_be_instrumented,
+    is_closed,
+    is_closed_class,
+    is_closed_function,
+    is_installed,
+    is_ours,
+    items_of,
+    kind_of,
+    may_die,
+    module_of_class,
+)
 from .objects import MISSING, class_table, definition, own_attributes
+from .pytorch import undisguised
 from .same import same
 from .snapshot import SETTINGS_OF_SYS, Snapshot, Table
 from .updates import Updates
@@ -95,7 +111,7 @@ class Values:
         if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
             self._container(value, kind, what, inside, name)
         elif kind is Kind.FUNCTION:
-            if not is_closed(value.__module__):
+            if not is_closed_function(value):
                 self.definition(value)
         elif kind is Kind.BINDING:
             if id(value) in self._snapshot.opaque:
@@ -117,7 +133,7 @@ class Values:
                 self.cells.setdefault(id(value), CellGuard(value, known[1], what, name))
                 self.value(known[1], what, name)
         elif kind is Kind.CLASS:
-            if not is_closed(value.__module__):
+            if not is_closed_class(value):
                 self.of_class(value, set())
             if isinstance(value, abc.ABCMeta):
                 token = abc.get_cache_token
@@ -127,8 +143,8 @@ class Values:
             self._ambient(value, name)
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self.some(vars(value), describe_global(vars(value)))
-            elif value.__name__ in sys.stdlib_module_names:
-                self._of_python(vars(value))
+            elif is_closed(value.__name__) and not is_ours(value.__name__):
+                self._of_library(vars(value))
         elif kind is Kind.OPAQUE:
             self._opaque(value, what, inside, name)
         elif kind is Kind.OURS:
@@ -140,19 +156,22 @@ class Values:
                 self.objects.setdefault(id(value), value)
             self.classes.setdefault(type(value), set())
         if isinstance(value, BaseException):
-            self._in_c(value, ("args",), what, name)
+            fields: Any = type(value)
+            self._in_c(value, _fields_in_c(fields), what, name)
         if kind is Kind.INSTANCE and not _reads_are_noted(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
 
-    def _of_python(self, table: dict) -> None:
-        """A module of Python's own library, in which somebody may have put or replaced something."""
+    def _of_library(self, table: dict) -> None:
+        """A module of Python's own library, of PyTorch's or NumPy's, in which somebody may have put or replaced
+        something."""
         expected = self.table(table, describe_global(table), None).expected
         for name in self._executed.mentioned:
-            expected.setdefault(name, table.get(name, MISSING))
-            if table is vars(sys) and name in SETTINGS_OF_SYS:
-                self.value(table[name], f"sys.{name}", name)
+            found = undisguised(table.get(name, MISSING))
+            expected.setdefault(name, found)
+            if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(found, types.ModuleType):
+                self.value(found, f"{table.get('__name__')}.{name}", name)
 
     def _ambient(self, value: Any, name: str) -> None:
         """Settings of the thread's, by which a class or the functions of a module go."""
@@ -214,10 +233,11 @@ class Values:
 
     def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
         """Attributes that are no names in a dict: which objects they are, and what is in those."""
-        held = operator.attrgetter(*names)
-        self.read((id(value), names), functools.partial(held, value), held(value), f"what is in {what}", name)
-        for attribute in names:
-            self.value(getattr(value, attribute), what, name)
+        read = functools.partial(_attributes, value, names)
+        self.read((id(value), names), read, read(), f"what is in {what}", name)
+        for content in read():
+            if content is not MISSING:
+                self.value(content, what, name)
 
     def _opaque(self, value: Any, what: str, inside: str, name: str) -> None:
         large = contents.unwatched(value)
@@ -234,7 +254,7 @@ class Values:
         before = self.before(table)
         all_of_them = all_of_them or self._executed.any_attribute
         for name in before if all_of_them else self._executed.mentioned & before.keys():
-            if not (isinstance(name, str) and name.startswith("__")):
+            if name not in _OF_EVERY_MODULE:
                 self.name(table, name, before[name], describe)
         guard = self.table(table, describe, None)
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
@@ -287,6 +307,12 @@ class Values:
         for told in _TOLD & self._executed.mentioned:
             read = functools.partial(operator.attrgetter(told), function)
             self.read((id(function), told), read, read(), f"{told} of {function.__qualname__}", told)
+            self.value(read(), f"{told} of {function.__qualname__}", told)
+        if "__globals__" in self._executed.mentioned:
+            self.some(function.__globals__, describe_global(function.__globals__), all_of_them=True)
+        if not _LOOKS_AT_VARIABLES.isdisjoint(self._executed.mentioned):
+            for cell in function.__closure__ or ():
+                self.value(cell, f"a variable that {function.__qualname__} uses", "")
         if id(function.__dict__) in self._snapshot.tables:
             self.some(function.__dict__, describe_attribute(function))
         self.functions[id(function)] = FunctionGuard(function, before, what, name)
@@ -300,12 +326,15 @@ class Values:
     # -- classes --
 
     def of_class(self, cls: type, names: set[str]) -> None:
-        if is_closed(cls.__module__) and not issubclass(cls, (torch.nn.Module, torch.optim.Optimizer)):
+        if is_ours(module_of_class(cls)) or not is_python_class(cls):
             return
-        if not is_closed(cls.__module__) and not is_installed(cls.__module__):
+        if not is_closed_class(cls) and not is_installed(module_of_class(cls)):
             bases = operator.attrgetter("__mro__")
             what = f"the base classes of {cls.__qualname__}"
             self.read((id(cls), "__mro__"), functools.partial(bases, cls), cls.__mro__, what, "__bases__")
+            for told in _TOLD_OF_CLASSES & self._executed.mentioned:
+                read = functools.partial(operator.attrgetter(told), cls)
+                self.read((id(cls), told), read, read(), f"{told} of {cls.__qualname__}", told)
         self._in_class += 1
         for base in (*cls.__mro__, *type.mro(type(cls))):
             self._base(base, names)
@@ -315,31 +344,38 @@ class Values:
         if (base, len(names)) in self._classes_seen:
             return
         self._classes_seen.add((base, len(names)))
-        if is_closed(base.__module__):
+        if is_closed_class(base):
             self._closed_base(base, names)
         else:
             table = class_table(base)
             before = self.before(table)
             describe = describe_attribute(base)
             guard = self.table(table, describe, None)
-            installed = is_installed(base.__module__)
+            installed = is_installed(module_of_class(base))
+            told = _TOLD_OF_FIELDS if self._executed.asks_for_fields else ()
             for name in before:
                 if installed and (name in names or _is_operator(name)):
                     guard.expected.setdefault(name, before[name])
-                elif name in names or name in self._executed.mentioned or _is_operator(name):
+                elif name in names or name in self._executed.mentioned or _is_operator(name) or name in told:
                     self.name(table, name, before[name], describe)
-            missing = names if installed else names | self._executed.mentioned
+            missing = names | (_GIVEN_TO_OTHERS if installed else self._executed.mentioned | _OPERATORS)
             for name in missing - before.keys():
                 guard.expected.setdefault(name, MISSING)
 
     def _closed_base(self, base: type, names: set[str]) -> None:
-        """A class of PyTorch's, of which somebody may replace a method."""
-        if not is_python_class(base) or base.__module__.partition(".")[0] != "torch":
+        """A class of PyTorch's, or of Python's own library, of which somebody may replace a method."""
+        if not is_python_class(base):
             return
         table = class_table(base)
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
+        if not module_of_class(base).startswith("torch"):
+            looked_up |= self._executed.mentioned
         found = {name: table.get(name, MISSING) for name in looked_up}
         self.table(table, describe_attribute(base), None).expected.update(found)
+
+
+def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
+    return tuple([getattr(value, name, MISSING) for name in names])
 
 
 def _reads_are_noted(cls: type) -> bool:
@@ -355,11 +391,40 @@ def _reading_of(container: Any, items: Any) -> Any:
     return contents.reader(list(items))()  # type: ignore[misc]
 
 
+# The names by which Python looks, in a class, for what operators and statements do: a class has only some of them.
+_OPERATORS = {
+    *(name for kind in (object, type, int, float, list, dict, set, str, bytes, property, memoryview, io.StringIO)
+      for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name, None))),
+    "__aenter__", "__aexit__", "__aiter__", "__anext__", "__array__", "__array_function__", "__array_ufunc__",
+    "__await__", "__bool__", "__class_getitem__", "__complex__", "__copy__", "__deepcopy__", "__del__", "__delete__",
+    "__float__",
+    "__fspath__", "__getattr__", "__imatmul__", "__index__", "__instancecheck__", "__int__", "__length_hint__",
+    "__match_args__", "__matmul__", "__missing__", "__mro_entries__", "__rmatmul__", "__set__", "__set_name__",
+    "__subclasscheck__", "__torch_dispatch__", "__torch_function__",
+} - {"__class__"}  # fmt: skip
+# Those of them that a package's class may be given.
+_GIVEN_TO_OTHERS = {"__call__", "__getattr__", "__getattribute__"}
+
+
 def _is_operator(name: Any) -> bool:
     return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
 
 
+@functools.cache
+def _fields_in_c(cls: Any) -> tuple[str, ...]:
+    """The names of what exceptions of a class hold in C."""
+    kinds = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    bases = [base for base in cls.__mro__ if not is_python_class(base)]
+    names = {name: None for base in bases for name, member in vars(base).items() if isinstance(member, kinds)}
+    return tuple(name for name in names if name not in ("__dict__", "__traceback__"))
+
+
+# What Python's own machinery looks up in modules.
+_OF_EVERY_MODULE = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
+_LOOKS_AT_VARIABLES = {"__closure__", "cell_contents", "getclosurevars"}
+_TOLD_OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
+_TOLD_OF_CLASSES = {"__name__", "__qualname__"}
 _TOLD = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # of functions, beside code and defaults
 _NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
-                 "__getattribute__", "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
-                 "__parameters__", "__match_args__", "__firstlineno__", "__static_attributes__"}  # fmt: skip
+                 "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
+                 "__parameters__", "__firstlineno__", "__static_attributes__"}  # fmt: skip
