@@ -208,7 +208,7 @@ def is_closed(module: Any) -> bool:
 
 
 def module_of_class(cls: type) -> str:
-    """The module that a class says it is from. Some of ctypes' say none, and of one made in C it may be a descriptor."""
+    """The module that a class says it is from. Some of ctypes say none; of one made in C it may be a descriptor."""
     module = getattr(cls, "__module__", None)
     return module if isinstance(module, str) else "builtins"
 
