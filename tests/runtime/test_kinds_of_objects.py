@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss.compat.python_names import is_python_class
+from firstloss.runtime.guards.kinds import LEAVES, Kind, kind_of, module_of_class
 from tests.fuzz.draft import imports
 from tests.fuzz.objects import CASES
 
@@ -51,3 +53,23 @@ def test_what_has_changed_is_seen(case, tmp_path):
     expected = losses(case, fl.backend("CPU"))
     # XLA adds four products in another order than PyTorch, in float32 over seven steps.
     assert losses(case, fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(expected, rel=1e-4, nan_ok=True)
+
+
+# Of classes made in C, those in whose objects nothing changes, beside those that the guards know by name: PyTorch's, what
+# is used within named tuples and by time zones, and the runtime's own.
+PLAIN = {"torch", "_collections", "datetime", "zoneinfo", "typing", "pybind11_builtins", "_abc"}
+PLAIN |= {"jax", "jaxlib", "firstloss"}
+
+
+def subclasses(cls, seen):
+    for found in type.__subclasses__(cls):
+        if found not in seen:
+            seen.add(found)
+            yield found
+            yield from subclasses(found, seen)
+
+
+def test_no_class_made_in_c_is_taken_for_plain_because_of_its_module():
+    made_in_c = [cls for cls in subclasses(object, set()) if not is_python_class(cls)]
+    plain = [cls for cls in made_in_c if kind_of(cls) is Kind.LEAF and not issubclass(cls, LEAVES)]
+    assert {module_of_class(cls).partition(".")[0] for cls in plain} <= PLAIN

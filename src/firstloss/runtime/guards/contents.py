@@ -59,7 +59,7 @@ def has_pointers(cls: Any) -> bool:
     if issubclass(cls, FOREIGN):
         return True
     if issubclass(cls, ctypes.Array):
-        return has_pointers(cls._type_)
+        return has_pointers(getattr(cls, "_type_", ctypes.c_byte))
     fields = [field for base in cls.__mro__ for field in vars(base).get("_fields_", ())]
     return any(has_pointers(kind) for _, kind, *_ in fields)
 

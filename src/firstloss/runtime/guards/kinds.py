@@ -72,7 +72,7 @@ class Kind(Enum):
 
 # In objects of these nothing changes, and from them nothing leads on. Each is named: a class made in C is not known by
 # the module that it says it is from.
-_LEAVES: tuple[type, ...] = (
+LEAVES: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, types.CodeType,
     types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
@@ -116,7 +116,7 @@ def _kind_of(cls: type) -> Kind:
         return Kind.LEAF if is_closed_class(cls) and not _changes(cls) else Kind.INSTANCE
     if issubclass(cls, np.void):  # a row of an array
         return Kind.UNKNOWN if issubclass(cls, np.record) else Kind.OPAQUE
-    if issubclass(cls, _LEAVES):
+    if issubclass(cls, LEAVES):
         return Kind.INSTANCE if _has_attributes(cls) and not is_closed_class(cls) else Kind.LEAF
     if issubclass(cls, _UNKNOWN) or issubclass(cls, C_DATA) and has_pointers(cls):
         return Kind.UNKNOWN
