@@ -55,7 +55,7 @@ def test_what_has_changed_is_seen(case, tmp_path):
     assert losses(case, fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(expected, rel=1e-4, nan_ok=True)
 
 
-# Of classes made in C, those in whose objects nothing changes, beside those that the guards know by name: PyTorch's, what
+# Of classes made in C, those whose objects do not change, beside those that the guards know by name: PyTorch's, what
 # is used within named tuples and by time zones, and the runtime's own.
 PLAIN = {"torch", "_collections", "datetime", "zoneinfo", "typing", "pybind11_builtins", "_abc"}
 PLAIN |= {"jax", "jaxlib", "firstloss"}
