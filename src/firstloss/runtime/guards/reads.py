@@ -111,6 +111,9 @@ class Reads:
             for name, value in self._values.before(table).items():
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
+        for library in {table.get("__name__") for _, table in (recording.codes or {}).values()} & _HOW_TO_PRINT.keys():
+            read = functools.partial(_how_to_print, _HOW_TO_PRINT[library])
+            self._values.read(library, read, read(), f"how {str(library).partition('.')[0]} prints", "set_printoptions")
         if {"environ", "getenv"} & self._executed.mentioned:
             self._values.read("environ", contents.environment, snapshot.environment, "what is in os.environ", "environ")
 
@@ -340,6 +343,17 @@ _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy":
 # Methods that ask for the state, or set one that may be there already.
 _ASK_OF_GENERATORS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
 _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
+
+
+# What modules that ran go by when they give a text.
+_HOW_TO_PRINT: dict[str, Callable[[], Any]] = {
+    "numpy._core.arrayprint": np.get_printoptions,
+    "numpy.core.arrayprint": np.get_printoptions,  # before NumPy 2
+}
+
+
+def _how_to_print(options: Callable[[], Any]) -> str:
+    return repr(options())
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:
