@@ -147,8 +147,8 @@ class Left:
             cls = type(value)
             if cls in (tuple, frozenset):
                 return lambda env: cls([part(env) for part in parts])
-            if hasattr(value, "_fields"):
-                return lambda env: cls(*[part(env) for part in parts])
+            if isinstance(getattr(cls, "_fields", None), tuple):
+                return lambda env: tuple.__new__(cls, [part(env) for part in parts])
             return self._cannot(value)
         if kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
             return self._once(value, self._sequence(value))

@@ -111,7 +111,8 @@ class Reads:
             for name, value in self._values.before(table).items():
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
-        for library in {table.get("__name__") for _, table in (recording.codes or {}).values()} & _HOW_TO_PRINT.keys():
+        ran = {str(table.get("__name__")) for _, table in (recording.codes or {}).values()}
+        for library in ran & _HOW_TO_PRINT.keys():
             read = functools.partial(_how_to_print, _HOW_TO_PRINT[library])
             self._values.read(library, read, read(), f"how {str(library).partition('.')[0]} prints", "set_printoptions")
         if {"environ", "getenv"} & self._executed.mentioned:
