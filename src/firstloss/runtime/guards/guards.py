@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,8 @@ class TableGuard:
         """Key, old and new content of what has changed; the key is MISSING for the dict as a whole."""
         plain = type(self.table) is dict
         get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
-        if plain and all(map(operator.is_, map(self.table.get, self.expected), self.expected.values())):
+        found = map(self.table.get, self.expected, itertools.repeat(MISSING))
+        if plain and all(map(operator.is_, found, self.expected.values())):
             entries: Iterable[tuple[Any, Any]] = ()  # there may be thousands, as in PyTorch's modules
         else:
             entries = self.expected.items()
