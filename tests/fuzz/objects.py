@@ -320,6 +320,7 @@ _OF_THE_PROCESS = {
     "path_obj",  # it keeps its text, once somebody has asked for it
     "np_void",  # `compare` cannot compare rows
     "np_record",
+    "np_objects",  # nor arrays of lists
     "argv",
     "deterministic",
     "env",
