@@ -88,9 +88,7 @@ def reader(held: Any) -> Callable[[], Any] | None:
         return lambda: (*held.keys(), *held.values())
     if isinstance(held, C_DATA):
         return _bytes_of(held, lambda: np.frombuffer(held, np.uint8))
-    if isinstance(held, LOCKS):
-        return functools.partial(repr, held)
-    if isinstance(held, decimal.Context):
+    if isinstance(held, (*LOCKS, decimal.Context)):
         return functools.partial(repr, held)
     if isinstance(held, np.void):
         return lambda: (held.dtype, None if held.dtype.hasobject else held.tobytes())

@@ -30,13 +30,14 @@ class Executed:
         any_attribute: some of that may look at all attributes of an object.
         reads_past_classes: some of that looks attributes up by a method of a class, `object.__getattribute__` mostly.
         stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
+        modules: the names of the modules whose code that is, libraries' as well.
         asks_for_fields: modules have run that look at the annotations of classes, and at the fields of dataclasses.
         lines: where it does so.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
-        ran = [table.get("__name__") for _, table in (recording.codes or {}).values()]
-        self.asks_for_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(ran)
+        self.modules = {table.get("__name__") for _, table in (recording.codes or {}).values()}
+        self.asks_for_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(self.modules)
         executed = recording.executed()
         if executed is None:
             executed = [

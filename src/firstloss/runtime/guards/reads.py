@@ -111,10 +111,8 @@ class Reads:
             for name, value in self._values.before(table).items():
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
-        ran = {str(table.get("__name__")) for _, table in (recording.codes or {}).values()}
-        for library in ran & _HOW_TO_PRINT.keys():
-            read = functools.partial(_how_to_print, _HOW_TO_PRINT[library])
-            self._values.read(library, read, read(), f"how {str(library).partition('.')[0]} prints", "set_printoptions")
+        if not _PRINTS_ARRAYS.isdisjoint(self._executed.modules):
+            self._values.read("numpy prints", _how_numpy_prints, _how_numpy_prints(), "how NumPy prints", "")
         if {"environ", "getenv"} & self._executed.mentioned:
             self._values.read("environ", contents.environment, snapshot.environment, "what is in os.environ", "environ")
 
@@ -346,15 +344,11 @@ _ASK_OF_GENERATORS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"see
 _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
 
 
-# What modules that ran go by when they give a text.
-_HOW_TO_PRINT: dict[str, Callable[[], Any]] = {
-    "numpy._core.arrayprint": np.get_printoptions,
-    "numpy.core.arrayprint": np.get_printoptions,  # before NumPy 2
-}
+_PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter before NumPy 2
 
 
-def _how_to_print(options: Callable[[], Any]) -> str:
-    return repr(options())
+def _how_numpy_prints() -> str:
+    return repr(np.get_printoptions())
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:

@@ -11,9 +11,6 @@ import torch
 
 from .native import native
 
-# Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
-_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size}
-
 
 class State(str):
     """The state of something, compared as text.
@@ -30,6 +27,10 @@ class State(str):
         return text
 
 
+# Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
+_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, State}
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether they are the same object, or equal plain ones."""
     if a is b:
@@ -37,7 +38,7 @@ def same(a: Any, b: Any) -> bool:
     kind = type(a)
     if kind is not type(b):
         return False
-    if kind in _PLAIN or isinstance(a, State):
+    if kind in _PLAIN:
         return bool(a == b)
     if kind is float:
         return a == b and (a != 0 or copysign(1, a) == copysign(1, b)) or a != a and b != b

@@ -34,7 +34,6 @@ from .kinds import (
     behind,
     is_closed,
     is_closed_class,
-    is_closed_function,
     is_installed,
     is_ours,
     items_of,
@@ -294,7 +293,7 @@ class Snapshot:
     def _function(self, what: types.FunctionType, todo: list[Any]) -> None:
         code = what.__code__
         own = own_module(what)
-        if is_ours(own) or is_closed_function(what):
+        if is_ours(own) or own is not None and is_closed(own):
             if what.__closure__ and not is_ours(own):  # a decorator of a library around a user's function
                 todo += [content for cell in what.__closure__ if callable(content := cell_content(cell))]
             return
@@ -336,7 +335,7 @@ class Snapshot:
             return
         table = class_table(what)
         self.tables[id(table)] = Table(table, table.copy(), what, "attributes")
-        skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - _OF_FIELDS
+        skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - OF_FIELDS
         todo += [value for name, value in table.items() if name not in skipped]
         todo += [base for base in (type(what), *what.__mro__[1:]) if not is_closed_class(base)]
 
@@ -362,7 +361,7 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
 _OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
-_OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
+OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 

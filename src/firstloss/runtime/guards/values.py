@@ -40,7 +40,7 @@ from .kinds import (
 from .objects import MISSING, class_table, definition, own_attributes
 from .pytorch import undisguised
 from .same import same
-from .snapshot import SETTINGS_OF_SYS, Snapshot, Table
+from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, Snapshot, Table
 from .updates import Updates
 
 
@@ -352,7 +352,7 @@ class Values:
             describe = describe_attribute(base)
             guard = self.table(table, describe, None)
             installed = is_installed(module_of_class(base))
-            told = _TOLD_OF_FIELDS if self._executed.asks_for_fields else ()
+            told = OF_FIELDS if self._executed.asks_for_fields else ()
             for name in before:
                 if installed and (name in names or _is_operator(name)):
                     guard.expected.setdefault(name, before[name])
@@ -422,7 +422,6 @@ def _fields_in_c(cls: Any) -> tuple[str, ...]:
 # What Python's own machinery looks up in modules.
 _OF_EVERY_MODULE = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
 _LOOKS_AT_VARIABLES = {"__closure__", "cell_contents", "getclosurevars"}
-_TOLD_OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 _TOLD_OF_CLASSES = {"__name__", "__qualname__"}
 _TOLD = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # of functions, beside code and defaults
 _NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
