@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import logging
 import os
 import random
 import re
@@ -598,7 +599,10 @@ def raise_if(x):
 READS = {
     "branch": raise_if,
     "print": lambda x: print(x),
+    "logging": lambda x: logging.getLogger("a step").warning("%s", x),
     "format": lambda x: f"{x.sum():.3f}",
+    "text": lambda x: str(x),
+    "text in a list": lambda x: [repr({"x": x})],
     "assert": lambda x: _assert(x),
     "to cpu": lambda x: x.to("cpu").tolist(),
     "cpu": lambda x: x.cpu().numpy(),
@@ -618,20 +622,64 @@ def _assert(x):
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_reading_a_value_in_a_step_names_the_line(kind, capsys):
+def test_reading_a_value_in_a_step_names_the_line(kind, capsys, caplog):
     @fl.trace
     def step(x):
         READS[kind](x)
         return x
 
-    if kind == "print":  # what eager would print is not known yet; what is printed says so, and does no harm
+    if kind in ("print", "logging"):  # what eager would print is not known yet; this says so, and nothing keeps it
         assert step(X).tolist() == X.tolist()
-        assert "traced tensor" in capsys.readouterr().out
+        assert "traced tensor" in (capsys.readouterr().out + caplog.text)
         return
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X)
     instead = "F.one_hot" if kind == "while" else "torch.where"  # of unique: sort, and compare neighbours
     assert f"{__file__}:" in str(caught.value) and instead in str(caught.value)
+
+
+def test_the_text_of_a_constant_is_known():
+    @fl.trace
+    def step(x):
+        return x * len(str(torch.tensor([1, 2]) + 1))
+
+    assert step(X).tolist() == (X * len("tensor([2, 3])")).tolist()
+
+
+def test_detecting_anomalies_is_named():
+    weight = torch.ones(2, requires_grad=True)
+
+    @fl.trace
+    def step(x):
+        (weight * x).sum().backward()
+
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(fl.errors.ValueReadError, match="set_detect_anomaly"):
+        step(X)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_tensor_of_rows_is_refused_at_its_line():
+    rows = torch.eye(2).to_sparse_csr()
+    with pytest.raises(fl.errors.CaptureError, match=f"{__file__}:.*sparse_csr.*dense"):
+        fl.trace(lambda x: rows @ x)(X)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
+def test_an_argument_that_is_not_dense_is_refused_at_its_line(kind):
+    given = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([X, X[:1]]),
+        "quantized": lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
+    }[kind]()
+    with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*dense.*{kind}"):
+        fl.trace(lambda x, given: x.sum())(X, given)
+
+
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])
+def test_a_view_beyond_its_storage_is_refused_at_its_line(made):
+    with pytest.raises(fl.errors.CaptureError, match=f"{__file__}:.*as_strided.*16"):
+        fl.trace(lambda x: made(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
 
 
 def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):

@@ -150,3 +150,50 @@ def test_constructors_side_by_side():
     torch.manual_seed(3)
     eager = sorted(nn.Linear(50, 50, bias=False).weight.sum().item() for _ in models)
     assert ours == eager and torch.equal(after, torch.rand(4))
+
+
+class Loads(threading.local):
+    """Attributes of each thread's own, which begin with those that it is given."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@pytest.mark.parametrize("make", [threading.local, lambda: Loads(2.0)], ids=["plain", "subclass"])
+def test_what_a_step_reads_of_one_thread_is_not_what_it_reads_in_another(make, tmp_path):
+    def losses(backend):
+        local = make()
+        local.scale = 3.0
+        weight = nn.Parameter(torch.ones(2))
+
+        @fl.trace
+        def step(x):
+            return (weight * x).sum() * getattr(local, "scale", 1.0)
+
+        found = []
+
+        def call():
+            found.append(step(torch.ones(2)).item())
+
+        for number in range(6):
+            if number == 3:
+                local.scale = 5.0
+            call()
+            side_by_side([call])
+        return found
+
+    expected = losses(fl.backend("CPU"))
+    assert len(set(expected)) == 3
+    assert losses(fl.backend("XLA", artifact_dir=tmp_path)) == expected
+
+
+def test_another_thread_that_computes_with_the_steps_tensors_is_told_so(tmp_path):
+    fl.backend("XLA", artifact_dir=tmp_path)
+
+    @fl.trace
+    def step(x):
+        side_by_side([lambda: x + 1])
+        return x
+
+    with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*another thread"):
+        step(torch.ones(2))

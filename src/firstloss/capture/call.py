@@ -8,10 +8,14 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..compat.torch_names import OpOverload, schema_of
+from ..errors import CaptureError
+from ..program.source import here
 from .tensor import DeferredTensor
 from .traits import Traits
 
 Tensor = torch.Tensor
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Call:
@@ -58,6 +62,11 @@ class Call:
                 self.real.append(arg)
                 if isinstance(arg, UninitializedTensorMixin):  # it has no shape, and says so with an error
                     continue
+                if arg.layout in _COMPRESSED:
+                    raise CaptureError(
+                        f"{here()}: {self.op} is given a tensor of layout {arg.layout}, beside one that has no values "
+                        "yet. Give it a dense one (`.to_dense()`)."
+                    )
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
             elif kind is torch.SymFloat or kind is torch.SymInt:
                 self.symbolic = True

@@ -13,6 +13,8 @@ import textwrap
 from types import FrameType
 from typing import NamedTuple
 
+import torch
+
 from ..compat.torch_names import OpOverload
 from ..program.source import UNKNOWN, Source, user_frame
 
@@ -91,6 +93,12 @@ _BACKWARD = (
 )
 
 
+_ANOMALY = (
+    "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient. Look for anomalies on backend "
+    "'CPU', where the step is not compiled, or ask in a step closure whether the loss and the weights are finite."
+)
+
+
 class Asked(NamedTuple):
     """Who asks for a value: the line, the expression as written, if it is known, and what kind it is."""
 
@@ -102,6 +110,8 @@ class Asked(NamedTuple):
 def advice(op: OpOverload, asked: Asked, reads: bool) -> str:
     """What to write instead of `asked`, which came down to `op`."""
     name = op.overloadpacket.__name__
+    if asked.kind in ("backward", "grad") and torch.is_anomaly_enabled():
+        return _ANOMALY
     if asked.kind in ("backward", "grad") and not reads:
         return _BACKWARD
     if reads or name in VALUES:
@@ -141,6 +151,17 @@ def who_asks() -> Asked:
         line = linecache.getline(source.file, source.line)
         kind = "assert" if line.lstrip().startswith("assert") else "if"
     return Asked(source, textwrap.shorten(text, 80, placeholder=" ..."), kind)
+
+
+def is_shown() -> bool:
+    """Whether the user's expression only shows what it is given: to whoever reads the output, a log, or a debugger."""
+    frame = user_frame()
+    if frame is None or frame.f_globals.get("__name__") in _SHOW:
+        return True
+    return _kind(_text(frame)) == "print"
+
+
+_SHOW = {"logging", "traceback", "pdb", "pydevd"}
 
 
 def _text(frame: FrameType) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from ..compat.torch_names import OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
-from ..program.graph import Node, Ref, Value, dense_count
+from ..program.graph import Node, Ref, Value, dense_count, span
 from ..program.kinds import ASKS_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
@@ -146,6 +146,8 @@ def _record(call: Call) -> Any:
         if not call.deferred and trace is not None:
             shift = outer_geometry(call.real[0])[2] - int(call.real[0].storage_offset())
             geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
+        if call.op is aten.as_strided.default:
+            _refuse_beyond(store, geometry[0])
         views = [DeferredTensor.wrap(store, *g) for g in geometry]
         return views[0] if call.returns_one() else views
 
@@ -202,6 +204,18 @@ def _record(call: Call) -> Any:
         if store.mirrors is not None or store.mirrored_by:
             lazy_views.written(store)
     return _results(call, made)
+
+
+def _refuse_beyond(store: DeferredStorage, geometry: Any) -> None:
+    """`as_strided` may ask for more than the storage holds."""
+    size, stride, offset, dtype = geometry
+    held = span(store.value.shape, store.value.stride) * store.value.dtype.itemsize
+    wanted = (offset + span(size, stride)) * dtype.itemsize
+    if wanted > held:
+        raise CaptureError(
+            f"{here()}: as_strided with size {list(size)}, stride {list(stride)} and offset {offset} needs {wanted:,} "
+            f"bytes; its tensor's storage has {held:,}."
+        )
 
 
 def _in_turn(call: Call, targets: list[Tensor]) -> Any:

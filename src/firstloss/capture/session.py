@@ -45,6 +45,7 @@ class Tracing:
     """What the recorder needs of a step trace (`step.py`): see there."""
 
     cbfloat16 = False  # what is float16 in the step is cbfloat16
+    is_open = False  # under way, in some thread
     latest: Value | None = None  # what the last recorded operation made
     made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
 
@@ -83,6 +84,9 @@ class Tracing:
         raise NotImplementedError
 
     def refuse_read(self, op: OpOverload) -> None: ...
+
+    def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
+        raise NotImplementedError
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...
 
@@ -156,4 +160,8 @@ def leave() -> None:
 def set_trace(new: Any) -> Any:
     """Make `new` (or None) the step trace under way in this thread; returns the one before."""
     before, _this_thread.trace = _this_thread.trace, new
+    if before is not None:
+        before.is_open = False
+    if new is not None:
+        new.is_open = True
     return before

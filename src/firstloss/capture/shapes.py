@@ -19,6 +19,7 @@ from . import session
 from .call import Call
 from .geometry import Geometry, geometry_of
 from .scalars import is_symbolic, stand_in
+from .taken_dtypes import dtypes_given
 
 Tensor = torch.Tensor
 
@@ -155,6 +156,7 @@ def _ask(call: Call) -> Outcome:
         return Outcome([], None)  # they have no meta kernels
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
+    given = dtypes_given(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
     if call.op in _UNTOLD and session.trace is not None:
         with DisableTorchDispatch():
             return Outcome(list(_UNTOLD[call.op](call.args)), None)
@@ -166,6 +168,7 @@ def _ask(call: Call) -> Outcome:
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
     geometry = _of_list(call) if call.is_foreach else _on_meta(call)
+    geometry = _with_dtypes(geometry, given)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
     if result is not None and (result.is_floating_point or result.is_complex):
@@ -173,6 +176,16 @@ def _ask(call: Call) -> Outcome:
         if call.kwargs.get("dtype") is None and not any(d.is_floating_point or d.is_complex for d in real):
             default = result
     return Outcome(geometry, default)
+
+
+def _with_dtypes(geometry: list[Any], dtypes: list[torch.dtype | None] | None) -> list[Any]:
+    """The geometry with the dtypes that a CPU's kernel gives, where the meta kernel is mistaken about those."""
+    if dtypes is None or len(dtypes) != len(geometry):
+        return geometry
+    return [
+        (*one[:3], dtype) if isinstance(one, tuple) and dtype is not None else one
+        for one, dtype in zip(geometry, dtypes, strict=True)
+    ]
 
 
 def _of_list(call: Call) -> list[Any]:

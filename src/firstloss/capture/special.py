@@ -9,6 +9,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
 from ..errors import CaptureError
+from ..program.graph import span
 from ..program.source import here
 from . import session
 from .call import Call
@@ -45,9 +46,20 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """A question that no tensor is needed for."""
+    """A question for which no tensor's content is needed."""
     with DisableTorchDispatch():
         return op(*args, **kwargs)
+
+
+def _same_storage_numel(op: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Asked by forward-mode differentiation."""
+    held = []
+    for tensor in args:
+        value = tensor._store.value if type(tensor) is DeferredTensor else None
+        with DisableTorchDispatch():
+            real = tensor.untyped_storage().nbytes() // tensor.itemsize if value is None else 0
+        held.append(real if value is None else span(value.shape, value.stride))
+    return held[0] == held[1]
 
 
 def _is_real(arg: Any) -> bool:
@@ -211,6 +223,8 @@ SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     aten.native_batch_norm.default: _normalize,
     aten._local_scalar_dense.default: _read_scalar,
     aten.can_cast.default: _of_dtypes,
+    aten.is_same_size.default: _of_dtypes,
+    aten._has_same_storage_numel.default: _same_storage_numel,
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,
     aten.lift_fresh.default: _lift,

@@ -50,6 +50,11 @@ class Traced:
         Raises:
             TraceError: always.
         """
+        if tensor._store.trace.is_open:
+            raise TraceError(
+                f"{here()}: another thread than the one that is tracing a step computes with the step's tensors. Only "
+                "the thread that calls the step can: compute there."
+            )
         raise TraceError(
             f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
             "Return it from the step, or keep it in a module's buffer or an optimizer's state."

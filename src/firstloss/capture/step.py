@@ -34,6 +34,7 @@ from ..uncollected import pause
 from ..undo import Undo
 from . import dynamic, numbers_in_memory, recorder, session
 from .geometry import contiguous_stride, geometry_of, is_dense
+from .known import known as known_value
 from .new_layout import NewLayouts
 from .new_memory import NewMemory
 from .recorder import CaptureMode as _Capture
@@ -216,6 +217,10 @@ class StepTrace(recorder._Tracing):
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value, or for what depends on one."""
         raise ValueReadError(dynamic.message(op))
+
+    def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
+        """Whether a description of a tensor does for its text: it has no value yet, and nobody keeps the text."""
+        return known_value(tensor) is None and dynamic.is_shown()
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
         """A random operation, perhaps from a generator that it was given: the next key of the step's stream."""

@@ -345,9 +345,9 @@ class DeferredTensor(Tensor):
         return real.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
-        if session.trace is not None:
+        if session.trace is not None and session.trace.may_stand_for_text(self):
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
-        real = Hooks.value_of(self)
+        real = Hooks.value_of(self)  # an error if it has none yet
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
 
     def __format__(self, spec):

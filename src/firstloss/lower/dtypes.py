@@ -214,6 +214,14 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return lax.select(*broadcast(condition, cast(x, dtype), cast(y, dtype)))
 
 
+def impossible(dtype: np.dtype) -> float | int | None:
+    """What stands where eager PyTorch would have raised: NaN; of integers the smallest, or the largest of those that
+    have no sign; None of booleans."""
+    if dtype.kind in "iu":
+        return int(np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max)
+    return None if dtype.kind == "b" else np.nan
+
+
 def axis(dim: int, ndim: int) -> int:
     """A dimension counted from the left; a tensor without dimensions counts as having one, as in PyTorch."""
     return dim % max(ndim, 1)

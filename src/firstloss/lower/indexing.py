@@ -1,7 +1,9 @@
 """Reading and writing at places that tensors name.
 
 Eager PyTorch raises on a place out of range. A compiled program cannot: such a read gives NaN (the smallest integer,
-for integers), so that it shows, and such a write is dropped.
+for integers), so that it shows, and such a write writes that in the first place instead. (Booleans have nothing of the
+kind: there such a write is dropped.) Few operations take places from the end, -1 for the last: to the others these are
+out of range.
 """
 
 from __future__ import annotations
@@ -15,23 +17,56 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import axis, broadcast, broadcast_to, cast, is_integer, is_number, opmath, promoted, times, where
+from .dtypes import (
+    axis,
+    broadcast,
+    broadcast_to,
+    cast,
+    impossible,
+    is_integer,
+    is_number,
+    opmath,
+    promoted,
+    times,
+    where,
+)
 from .registry import rule
 
 aten = torch.ops.aten
 
 
-def read(x, places):
-    """`x[places]`, where a place out of range gives NaN or the smallest integer."""
-    return x.at[places].get(mode="fill")
+def read(x, places, *, from_end=False):
+    """`x[places]`, where a place out of range gives NaN or the smallest integer.
+
+    Args:
+        from_end: whether a negative place counts from the end.
+    """
+    return x.at[places].get(mode="fill", wrap_negative_indices=from_end)
 
 
-def _add_at(self, places, values, **how):
+def _outside(places, shape, from_end=False):
+    """Where one of several places is out of range, each of its own dimension."""
+    beyond = [(p >= n) | (p < (-n if from_end else 0)) for p, n in zip(places, shape, strict=False)]
+    return functools.reduce(lax.bitwise_or, beyond)
+
+
+def _in_range(outside, places):
+    """The places, in range everywhere."""
+    return tuple(where(outside, 0, p) for p in places)
+
+
+def _marked(outside, values, dtype):
+    """Values to be written, such as stand out where their place was out of range."""
+    mark = impossible(dtype)
+    return values if mark is None else where(outside, cast(mark, dtype), cast(values, dtype))
+
+
+def _add_at(self, places, values):
     """Add `values` at `places`, equal places adding up in the dtype PyTorch computes in."""
     wide = opmath(self.dtype)
     if wide.kind == "b":
-        return self.at[places].max(cast(values, wide), **how)
-    return cast(self, wide).at[places].add(cast(values, wide), **how)
+        return self.at[places].max(cast(values, wide))
+    return cast(self, wide).at[places].add(cast(values, wide))
 
 
 # --- index, as in x[i, :, j] ------------------------------------------------------------------------------------------
@@ -71,7 +106,7 @@ def index(self, indices):
     if all(i is None for i in indices):
         return self
     moved, places, _ = _to_front(self, indices)
-    taken = read(moved, places)
+    taken = read(moved, places, from_end=True)
     start, count = _result_start(indices), places[0].ndim
     return jnp.moveaxis(taken, range(count), range(start, start + count))
 
@@ -114,6 +149,9 @@ def index_put(self, indices, values, accumulate=False):
     rest = moved.shape[len(places) :]
     shape = rest[:start] + places[0].shape + rest[start:]
     values = jnp.moveaxis(broadcast_to(values, shape), range(start, start + count), range(count))
+    outside = _outside(places, moved.shape, from_end=True)
+    values = _marked(lax.expand_dims(outside, range(count, values.ndim)), values, self.dtype)
+    places = _in_range(outside, places)
     written = _add_at(moved, places, values) if accumulate else moved.at[places].set(cast(values, self.dtype))
     return lax.transpose(written, np.argsort(order))
 
@@ -141,7 +179,8 @@ def value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim):
     if not keepdim and sizes:
         d = axis(dim, len(sizes))
         grad, indices = lax.expand_dims(grad, [d]), lax.expand_dims(indices, [d])
-    return scatter(lax.full(tuple(sizes), 0, grad.dtype), dim, indices, grad)
+    x, places, src = _scatter_operands(lax.full(tuple(sizes), 0, grad.dtype), dim, indices, grad)
+    return lax.reshape(x.at[places].set(src), tuple(sizes)) if indices.size else x
 
 
 # --- One dimension, one index -----------------------------------------------------------------------------------------
@@ -161,43 +200,52 @@ def index_select(self, dim, index):
     return lax.reshape(taken, ()) if self.ndim == 0 else taken
 
 
+def _rows_to_write(self, dim, index, source, from_end=False):
+    """As `_rows`, each place in range, and what is written there: of a number, as many as there are places."""
+    x, (*whole, index) = _rows(self, dim, index)
+    d = len(whole)
+    shape = (*x.shape[:d], index.size, *x.shape[d + 1 :])
+    source = broadcast_to(source if np.ndim(source) else lax.reshape(jnp.asarray(source), (1,) * len(shape)), shape)
+    outside = _outside([index], [x.shape[d]], from_end)
+    marked = _marked(lax.broadcast_in_dim(outside, shape, [d]), source, source.dtype)
+    return x, (*whole, *_in_range(outside, [index])), marked
+
+
 @rule(aten.index_add.default)
 def index_add(self, dim, index, source, *, alpha=1):
-    x, places = _rows(self, dim, index)
-    source = cast(source, opmath(self.dtype))
-    source = source if source.ndim else lax.reshape(source, (1,))
-    return lax.reshape(_add_at(x, places, times(source, alpha)), self.shape)
+    source = times(cast(source, opmath(self.dtype)), alpha)
+    return lax.reshape(_add_at(*_rows_to_write(self, dim, index, source)), self.shape)
 
 
 @rule(aten.index_copy.default)
 def index_copy(self, dim, index, source):
-    x, places = _rows(self, dim, index)
-    source = source if source.ndim else lax.reshape(source, (1,))
-    return lax.reshape(x.at[places].set(cast(source, x.dtype)), self.shape)
+    x, places, source = _rows_to_write(self, dim, index, cast(source, self.dtype))
+    return lax.reshape(x.at[places].set(source), self.shape)
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(self, dim, index, value):
-    x, places = _rows(self, dim, index)
-    return lax.reshape(x.at[places].set(cast(value, x.dtype)), self.shape)
+    x, places, values = _rows_to_write(self, dim, index, cast(value, self.dtype), from_end=True)
+    return lax.reshape(x.at[places].set(values), self.shape)
 
 
 @rule(aten.index_reduce.default)
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
-    x, places = _rows(self, dim, index)
-    source = source if source.ndim else lax.reshape(source, (1,))
+    x, places, source = _rows_to_write(self, dim, index, source)
     return lax.reshape(_reduce_at(x, places, source, reduce, include_self), self.shape)
 
 
 @rule(aten.take.default)
 def take(self, index):
-    return read(lax.reshape(self, (self.size,)), index)
+    return read(lax.reshape(self, (self.size,)), index, from_end=True)
 
 
 @rule(aten.put.default)
 def put(self, index, source, accumulate=False):
     flat, places = lax.reshape(self, (self.size,)), lax.reshape(index, (index.size,))
-    source = lax.reshape(source, (source.size,))
+    outside = _outside([places], flat.shape, from_end=True)
+    source = _marked(outside, lax.reshape(source, (source.size,)), self.dtype)
+    places = _in_range(outside, [places])
     written = _add_at(flat, places, source) if accumulate else flat.at[places].set(cast(source, self.dtype))
     return lax.reshape(written, self.shape)
 
@@ -230,11 +278,19 @@ def gather(self, dim, index, *, sparse_grad=False):
     return lax.reshape(read(x, places), index.shape)
 
 
+def _scattered(self, dim, index, src):
+    """As `_scatter_operands`, each place in range."""
+    x, places, src = _scatter_operands(self, dim, index, src)
+    d = axis(dim, x.ndim)
+    outside = _outside([places[d]], [x.shape[d]])
+    return x, (*places[:d], *_in_range(outside, [places[d]]), *places[d + 1 :]), _marked(outside, src, x.dtype)
+
+
 @rule(aten.scatter.src, aten.scatter.value)
 def scatter(self, dim, index, src):
     if 0 in index.shape:
         return self
-    x, places, src = _scatter_operands(self, dim, index, src)
+    x, places, src = _scattered(self, dim, index, src)
     return lax.reshape(x.at[places].set(cast(src, x.dtype)), self.shape)
 
 
@@ -242,7 +298,7 @@ def scatter(self, dim, index, src):
 def scatter_add(self, dim, index, src):
     if 0 in index.shape:
         return self
-    x, places, src = _scatter_operands(self, dim, index, src)
+    x, places, src = _scattered(self, dim, index, src)
     return lax.reshape(_add_at(x, places, src), self.shape)
 
 
@@ -280,13 +336,13 @@ def _reduce_at(x, places, src, reduce, include_self):
 def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
     if 0 in index.shape:
         return self
-    x, places, src = _scatter_operands(self, dim, index, src)
+    x, places, src = _scattered(self, dim, index, src)
     return lax.reshape(_reduce_at(x, places, src, reduce, include_self), self.shape)
 
 
 @rule(aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter_with_reduce(self, dim, index, src, *, reduce):
-    x, places, src = _scatter_operands(self, dim, index, src)
+    x, places, src = _scattered(self, dim, index, src)
     return lax.reshape(_reduce_at(x, places, src, reduce, True), self.shape)
 
 
@@ -305,7 +361,7 @@ def masked_scatter(self, mask, source):
     if 0 in (x.size, source.size):
         return x
     order = lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1
-    taken = lax.reshape(source, (source.size,))[lax.max(order, lax.full_like(order, 0))]
+    taken = read(lax.reshape(source, (source.size,)), lax.max(order, lax.full_like(order, 0)))  # there may be too few
     return lax.select(mask, lax.reshape(cast(taken, x.dtype), x.shape), x)
 
 

@@ -61,6 +61,7 @@ def nll_loss_forward(self, target, weight, reduction, ignore_index):
     weights, kept, safe = _class_weights(self, target, weight, ignore_index)
     # Chosen by comparison and sum, not by a gather: it fuses with the log-softmax that makes `self`.
     chosen = lax.reduce_sum(where(_at_target(x.shape, safe, channel), x, 0), (channel,))
+    chosen = where((safe >= 0) & (safe < x.shape[channel]), chosen, np.nan)  # where eager PyTorch raises
     losses = where(kept, -chosen * weights, 0)
     total_weight = lax.reduce_sum(weights, range(weights.ndim))
     if reduction == MEAN:
@@ -134,6 +135,8 @@ def binary_cross_entropy(self, target, weight=None, reduction=MEAN):
     x, y = operands(self, target)
     floor = lax.full_like(x, -100)
     loss = (y - 1) * lax.max(lax.log1p(-x), floor) - y * lax.max(lax.log(x), floor)
+    valid = (x >= 0) & (x <= 1) & (y >= 0) & (y <= 1)
+    loss = where(valid, loss, np.nan)  # eager PyTorch raises
     return _reduced(loss if weight is None else loss * cast(weight, x.dtype), reduction)
 
 

@@ -17,6 +17,7 @@ from .dtypes import (
     cast,
     floating,
     floats,
+    impossible,
     is_complex,
     is_integer,
     is_number,
@@ -231,6 +232,16 @@ def mul(self, other):
     return x & y if x.dtype == bool else lax.mul(x, y)
 
 
+def _of_integers(result: Any, divisor: Any) -> Any:
+    """A quotient or a remainder: of integers divided by zero, where eager PyTorch raises, what stands out."""
+    mark = impossible(result.dtype) if result.dtype.kind in "iu" else None
+    return result if mark is None else where(divisor == 0, cast(mark, result.dtype), result)
+
+
+def _rem(x: Any, y: Any) -> Any:
+    return _of_integers(lax.rem(x, y), y)
+
+
 def _floor_divide(x: Any, y: Any) -> Any:
     """Round towards minus infinity as Python does: exactly, not as `floor(x / y)`, which may round up first.
 
@@ -239,8 +250,8 @@ def _floor_divide(x: Any, y: Any) -> Any:
     if is_integer(x.dtype):
         quotient = lax.div(x, y)
         if x.dtype.kind == "u":
-            return quotient
-        return quotient - cast((lax.rem(x, y) != 0) & ((x < 0) != (y < 0)), x.dtype)
+            return _of_integers(quotient, y)
+        return _of_integers(quotient - cast((lax.rem(x, y) != 0) & ((x < 0) != (y < 0)), x.dtype), y)
     remainder = lax.rem(x, y)
     quotient = (x - remainder) / y
     quotient = where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
@@ -262,8 +273,10 @@ def div_mode(self, other, *, rounding_mode):
     x, y = operands(self, other)
     if rounding_mode == "floor":
         return _floor_divide(x, y)
-    # The quotient is rounded to the operands' dtype before it is cut, so 2.999 is 3 in bfloat16.
-    return lax.div(x, y) if is_integer(x.dtype) else _trunc(rounded(lax.div(x, y), promoted(self, other)))
+    quotient = lax.div(x, y)
+    if is_integer(x.dtype):
+        return _of_integers(quotient, y)
+    return _trunc(rounded(quotient, promoted(self, other)))  # rounded before it is cut, so 2.999 is 3 in bfloat16
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -276,7 +289,7 @@ def remainder(self, other):
     """The remainder that has the sign of the divisor."""
     x, y = operands(self, other)
     left = lax.rem(x, y)
-    return where((left != 0) & ((y < 0) != (left < 0)), left + y, left)
+    return _of_integers(where((left != 0) & ((y < 0) != (left < 0)), left + y, left), y)
 
 
 @rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -344,8 +357,8 @@ def _logaddexp2(x: Any, y: Any) -> Any:
 
 # The operands are promoted together; the flag says that integers become floating point.
 _BINARY = {
-    aten.fmod.Tensor: (lax.rem, False),
-    aten.fmod.Scalar: (lax.rem, False),
+    aten.fmod.Tensor: (_rem, False),
+    aten.fmod.Scalar: (_rem, False),
     aten.maximum.default: (lax.max, False),
     aten.minimum.default: (lax.min, False),
     aten.fmax.default: (_ignoring_nan(lax.max), False),

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, floating, is_complex, operands, opmath, to_jax
+from .dtypes import cast, floating, is_complex, operands, opmath, to_jax, where
 from .registry import rule
 
 aten = torch.ops.aten
@@ -36,6 +36,11 @@ def _result_dtype(dtype):
     return to_jax(dtype or torch.get_default_dtype())
 
 
+def _of_probability(p, drawn, dtype):
+    """What was drawn with probabilities; NaN, where the dtype has it, for what is none: eager PyTorch raises."""
+    return drawn if dtype.kind in "biu" else where((p >= 0) & (p <= 1), cast(drawn, dtype), np.nan)
+
+
 @rule(aten.bernoulli.p)
 def bernoulli_p(self, p=0.5, *, rng_key):
     return jax.random.uniform(rng_key, self.shape) < p
@@ -43,12 +48,13 @@ def bernoulli_p(self, p=0.5, *, rng_key):
 
 @rule(aten.bernoulli.Tensor)
 def bernoulli_tensor(self, p, *, rng_key):
-    return jax.random.uniform(rng_key, self.shape) < jnp.broadcast_to(p, self.shape)
+    p = jnp.broadcast_to(p, self.shape)
+    return _of_probability(p, jax.random.uniform(rng_key, self.shape) < p, self.dtype)
 
 
 @rule(aten.bernoulli.default)
 def bernoulli(self, *, rng_key):
-    return jax.random.uniform(rng_key, self.shape, opmath(self.dtype)) < self
+    return _of_probability(self, jax.random.uniform(rng_key, self.shape, opmath(self.dtype)) < self, self.dtype)
 
 
 @rule(aten.native_dropout.default)
@@ -77,7 +83,8 @@ def normal(self, mean=0.0, std=1.0, *, rng_key):
 @rule(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
 def normal_around(mean, std=1.0, *, rng_key):
     mean, std = operands(mean, std)
-    return _normal(rng_key, mean.shape, mean.dtype) * std + mean
+    drawn = _normal(rng_key, mean.shape, mean.dtype) * std + mean
+    return where(std >= 0, drawn, np.nan)  # eager PyTorch raises
 
 
 @rule(aten.normal.float_float)

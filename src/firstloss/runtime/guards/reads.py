@@ -14,6 +14,7 @@ import operator
 import os
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,11 @@ class Reads:
         self._functions(recording)
         self._attributes(recording)
         guard_stores(snapshot, recording, self._executed, self._values)
+        for known in list(snapshot.tables.values()):
+            if isinstance(known.owner, threading.local):  # each thread has other attributes there
+                whose = functools.partial(_held_attributes, known.owner)
+                what = f"whose attributes {with_article(type(known.owner).__qualname__)} shows, in this thread"
+                self._values.read((id(known.owner), "__dict__"), whose, (known.table,), what, "")
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
@@ -292,6 +298,11 @@ class Reads:
             if guard is not None and name in guard.expected:
                 guard.expected = {**guard.expected, name: old}  # a copy: other guard sets share a namespace's
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
+
+
+def _held_attributes(owner: Any) -> tuple:
+    """The dict of an object's attributes, to be compared as an object."""
+    return (own_attributes(owner),)
 
 
 def _numbers(groups: Any) -> tuple:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...capture.shapes import is_unusual
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
 from ...program.source import here
@@ -145,6 +146,12 @@ class Shapes:
 
 def _kind(leaf: Any) -> tuple:
     if isinstance(leaf, torch.Tensor):
+        if is_unusual(leaf):
+            layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise TraceError(
+                f"{here()}: a compiled step takes dense tensors, and one of its arguments is {layout}. Give it a dense "
+                "tensor, such as `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()` makes."
+            )
         return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     try:
         hash(leaf)
