@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch
+from ..compat.torch_names import DisableTorchDispatch, current_autograd_node
 from .call import Call
 from .scalars import is_symbolic, stand_in
 
@@ -42,6 +42,8 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
     tensors = [*call.deferred, *call.real]
     if not tensors or call.op.namespace != "aten" or call.traits.random or call.traits.view or call.is_foreach:
         return None
+    if "_backward" in call.op.overloadpacket.__name__ and current_autograd_node() is not None:
+        return None  # autograd calls it with what the operation took
     if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return None
     key = (call.op, *map(_kind, call.args), *((name, _kind(arg)) for name, arg in call.kwargs.items()))
