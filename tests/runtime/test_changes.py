@@ -746,3 +746,18 @@ def test_what_is_read_by_a_name_that_is_worked_out_counts_for_weights_in_another
     expected = list(run(fl.backend("CPU")))
     found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+
+
+def test_a_warning_is_at_the_line_of_the_call_and_said_once_there():
+    settings = {"scale": 1.0}
+
+    @fl.trace
+    def step(x):
+        return x * settings["scale"]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for settings["scale"] in (1.0, 2.0, 3.0, 4.0):
+            step(X)
+    assert [(w.filename, w.category) for w in caught] == [(__file__, GraphChangeWarning)] * 3  # three texts
+    assert {w.lineno for w in caught} == {int(str(w.message).split(":")[1]) for w in caught}

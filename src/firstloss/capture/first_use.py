@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..compat.torch_names import (
     parameters_of,
 )
 from ..errors import NotMaterializedWarning
-from ..program.source import here, script_line
+from ..program.source import here, script_line, warn
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
@@ -165,12 +164,12 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
         nbytes = sum(store.value.nbytes for store in mine)
         where, line = here(), script_line()
         within = "" if where == line else f" (in {where})"
-        warnings.warn(
-            f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All "
-            f"{len(mine)} weights and buffers of it ({nbytes:,} bytes) are made now. Call "
-            "firstloss.materialize_module(model) before the model is used, where its weights are to live.",
-            NotMaterializedWarning,
-            stacklevel=2,
+        warn(
+            NotMaterializedWarning(
+                f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All "
+                f"{len(mine)} weights and buffers of it ({nbytes:,} bytes) are made now. Call "
+                "firstloss.materialize_module(model) before the model is used, where its weights are to live."
+            )
         )
         whole.extend(mine)
     whole = list(dict.fromkeys(whole))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from ..capture.distributed import parts_of
 from ..capture.realize import materialize_stores, materialize_tensor, pending
 from ..capture.tensor import DeferredStorage
 from ..errors import MaterializeError, MetaTensorsWarning
-from ..program.source import here
+from ..program.source import here, warn
 
 __all__ = ["materialize_module", "materialize_tensor"]
 
@@ -107,7 +106,7 @@ def _report_meta(module: torch.nn.Module, names: list[str], nothing_else: bool) 
     )
     if nothing_else:
         raise MaterializeError(message)
-    warnings.warn(message, MetaTensorsWarning, stacklevel=3)
+    warn(MetaTensorsWarning(message))
 
 
 def _owner(name: str, modules: dict[str, torch.nn.Module]) -> str:

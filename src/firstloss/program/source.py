@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+import warnings
 from types import FrameType
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class Source(NamedTuple):
 
 
 UNKNOWN = Source("<unknown>", 0)
+
+_told: dict[str, dict] = {}  # by file, what Python notes of warnings so as not to repeat them
 
 
 def here() -> Source:
@@ -66,6 +69,18 @@ def user_frame() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def warn(warning: Warning) -> None:
+    """As `warnings.warn`, at the user's line: what `here` gives, however deep we are."""
+    frame = user_frame()
+    if frame is None:
+        warnings.warn(warning, stacklevel=2)
+        return
+    file = frame.f_code.co_filename
+    told = _told.setdefault(file, {})  # not in the module's globals, where Python would keep it: a step may read those
+    module = frame.f_globals.get("__name__") or "__main__"  # Python keeps quiet of a module without a name
+    warnings.warn_explicit(warning, type(warning), file, frame.f_lineno, module, told)
 
 
 def raised_at(error: BaseException) -> Source:

@@ -8,7 +8,6 @@ eagerly, and one line says why.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ...capture.lost_history import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, Replayed
 from ...program.graph import Value
+from ...program.source import warn
 from ...undo import Undo
 from ..backend import Backend
 from ..guards.left import Env
@@ -214,7 +214,7 @@ class Trials:
         """Run it eagerly from now on, and say so once."""
         self._eager[kind] = why
         text = f"{self._name} runs eagerly on this backend, and not as a CUDA graph: {why}"
-        warnings.warn(text, EagerStepWarning, stacklevel=4)
+        warn(EagerStepWarning(text))
 
     def how(self) -> str:
         """How the last call was run."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from ...errors import GraphChangedError, GraphChangeWarning
 from ...program.compare import Parting
-from ...program.source import here
+from ...program.source import here, warn
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
 
@@ -76,4 +75,4 @@ def _some(texts: list[str]) -> str:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(GraphChangeWarning(f"{here()}: {text}"), stacklevel=6)
+    warn(GraphChangeWarning(f"{here()}: {text}"))

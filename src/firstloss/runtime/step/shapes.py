@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from ...capture.shapes import is_unusual
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
-from ...program.source import here
+from ...program.source import here, warn
 from ..guards.kinds import Kind, kind_of
 from ..structures import flatten
 from .arguments import Arguments, Itself
@@ -141,7 +140,7 @@ class Shapes:
         return "; ".join(changed) + advice
 
     def _say(self, text: str) -> None:
-        warnings.warn(GraphChangeWarning(f"{here()}: {self._step} is compiled anew for {text}."), stacklevel=4)
+        warn(GraphChangeWarning(f"{here()}: {self._step} is compiled anew for {text}."))
 
 
 def _kind(leaf: Any) -> tuple:
