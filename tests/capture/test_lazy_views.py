@@ -8,6 +8,8 @@ from torch import nn
 
 import firstloss as fl
 
+from .same import assert_same, deferred, eager, materialize
+
 VIEWS = ["{t}.conj()", "{t}.conj()[1:]", "{t}[::2].conj()", "{t}.t().conj()", "{t}.adjoint()", "{t}.detach().conj()"]
 VIEWS += ["{t}.conj().imag", "{t}.imag", "torch._neg_view({t})", "{t}.conj().real", "{t}.reshape(-1)", "{t}.mH[:1]"]
 VIEWS += ["{t}.conj().resolve_conj()", "torch.resolve_neg({t}.conj().imag)"]
@@ -184,3 +186,51 @@ def test_views_of_a_weight_on_a_backend():
     assert view.resolve_conj().tolist() == [0j] * 3
     view.fill_(1j)
     assert step().item() == 1.5
+
+
+SHOWN = {
+    "imag": lambda v: v.imag,
+    "conj": lambda v: v.conj(),
+    "conj imag": lambda v: v.conj().imag,
+    "conj real": lambda v: v.conj().real,
+    "twice": lambda v: v.conj().conj().imag,
+    "neg": lambda v: torch._neg_view(v.real.clone()),
+    "neg of a part": lambda v: torch._neg_view(v.real),
+    "every second conj": lambda v: v.conj()[..., ::2],
+    "every second imag": lambda v: v.conj().imag[..., 1::2],
+    "conj transposed": lambda v: v.conj().mT,
+    "imag transposed": lambda v: v.conj().imag.mT,
+}
+DRAWN = {
+    "normal": lambda w: w.normal_(0.1, 0.5),
+    "uniform": lambda w: w.uniform_(),
+    "bernoulli": lambda w: w.bernoulli_(0.3),
+    "exponential": lambda w: w.exponential_(),
+    "truncated": lambda w: nn.init.trunc_normal_(w),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 17), (5, 6), (4, 4, 3)], ids=str)
+@pytest.mark.parametrize("view", SHOWN)
+def test_what_is_drawn_into_a_view_and_what_comes_after_it(view, shape):
+    """PyTorch draws into a copy of a conjugated or negated view, which lies without gaps."""
+
+    def build(draw):
+        whole = torch.randn(shape, dtype=torch.complex64)
+        shown = SHOWN[view](whole)
+        with torch.no_grad():
+            draw(shown)
+        return [whole.clone(), shown.resolve_neg().resolve_conj().clone(), torch.randn(3)]
+
+    compared = 0
+    for name, draw in DRAWN.items():
+        try:
+            expected, generator = eager(lambda draw=draw: build(draw))
+        except (RuntimeError, NotImplementedError):  # complex or negated, which few are for
+            continue
+        compared += 1
+        made, left = deferred(lambda draw=draw: build(draw))
+        materialize(made)
+        assert_same(expected, made)
+        assert generator == left, name
+    assert compared

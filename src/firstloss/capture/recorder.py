@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..compat.torch_names import OpOverload, TorchDispatchMode, schema_of
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count, span
 from ..program.kinds import ASKS_GRAD_MODE
@@ -26,11 +26,12 @@ from .file_value import is_in_file
 from .geometry import contiguous_stride
 from .in_place import resize
 from .known import run_on_known
+from .lazy_bits import NONE, lazy_bits
 from .mapped_file import in_file
 from .scalars import check_places, is_symbolic, number_ref
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
-from .shapes import NeedsValues, infer, is_unusual
+from .shapes import NeedsValues, as_meta, infer, is_unusual
 from .special import SPECIAL
 from .states import Traced, state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
@@ -152,6 +153,8 @@ def _record(call: Call) -> Any:
         return views[0] if call.returns_one() else views
 
     targets = call.written()
+    if how.random is not None and trace is None and len(targets) == 1 and _is_drawn_apart(targets[0]):
+        return _draw_apart(call, targets[0])
     if how.fill and call.op is aten.copy_.default and _is_same_memory(*call.args[:2]):
         return targets[0]  # as matmul's `out`, which C++ does not see to share the memory that it was told to fill
     if len(targets) > 1 and len({id(storage_of(t)) for t in targets}) < len(targets):
@@ -216,6 +219,23 @@ def _refuse_beyond(store: DeferredStorage, geometry: Any) -> None:
             f"{here()}: as_strided with size {list(size)}, stride {list(stride)} and offset {offset} needs {wanted:,} "
             f"bytes; its tensor's storage has {held:,}."
         )
+
+
+def _is_drawn_apart(target: Tensor) -> bool:
+    """Whether PyTorch draws into a copy first, which lies otherwise: `x.conj().imag.normal_()`."""
+    if type(target) is not DeferredTensor or target._store.mirrors is None:
+        return False
+    return lazy_bits(target) != NONE and not target.is_contiguous()
+
+
+def _draw_apart(call: Call, target: Tensor) -> Tensor:
+    with DisableTorchDispatch():
+        copy = torch.empty_like(as_meta(target))
+    options = {"dtype": target.dtype, "device": target.device}
+    drawn = dispatch(aten.empty_strided.default, (tuple(copy.shape), copy.stride()), options)
+    dispatch(call.op, (drawn, *call.args[1:]), call.kwargs)
+    dispatch(aten.copy_.default, (target, drawn), {})
+    return target
 
 
 def _in_turn(call: Call, targets: list[Tensor]) -> Any:
