@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import firstloss as fl
 from firstloss.engine.cuts import Box, cut_dimension
-from firstloss.engine.native_check import trusted
+from firstloss.engine.native_check import bfloat16_trusted, trusted
 from firstloss.engine.reader import Reader
 
 needs_kernel = pytest.mark.skipif(
@@ -56,6 +56,14 @@ def test_parts_are_those_of_the_whole(kind, seed, outer, widths, rows, first):
     assert done
     for part, expected in zip(parts, eager[first : first + rows].split(widths, 2), strict=True):
         assert torch.equal(part, expected)
+
+
+@pytest.mark.skipif(not bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are others")
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_parts_in_bfloat16(kind):
+    ref, eager = recipe(lambda: KINDS[kind](torch.empty(64, 3, 96, dtype=torch.bfloat16)), 1)
+    done, parts = drawn(ref, 2, (16, 48), [33, 63])
+    assert done and torch.equal(torch.cat(parts, 2), eager[16:48])
 
 
 @needs_kernel

@@ -43,7 +43,7 @@ fills = st.sampled_from(
 )
 tensors = st.tuples(
     st.one_of(st.integers(0, 40), st.integers(0, 5000)),
-    st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.bfloat16]),
     st.sampled_from([False, False, False, True]),  # strided
 )
 

@@ -237,7 +237,8 @@ class Reader:
     ) -> None:
         """Draw piece by piece, and apply the edits to each."""
         native = is_native(fill.name, into, *fill.pair)
-        edits, finish = split_finish(step.edits) if native and step.edits else (list(step.edits), None)
+        finishes = native and step.edits and into.dtype == torch.float32  # that kernel knows no other dtype
+        edits, finish = split_finish(step.edits) if finishes else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
         unit = draws.granule(fill.name, dtype_name(fill.target))

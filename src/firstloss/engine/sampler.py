@@ -18,10 +18,11 @@ from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from . import counter_fill
-from .native_check import Doubtful, erfinv_trusted, trusted
+from .native_check import Doubtful, bfloat16_trusted, erfinv_trusted, trusted
 
 _ALONE = 1 << 15  # for up to this many elements PyTorch starts no threads; with ours there would be too many
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class StreamSampler:
@@ -59,7 +60,10 @@ class StreamSampler:
             self._counter = stream, Position(position.words + counter_fill.words_of(target.numel(), target.dtype))
         elif is_native(name, target, first, second):
             cursor = self._native()
-            kernel = cursor.normal if name == "normal" else cursor.uniform
+            if target.dtype == torch.bfloat16:
+                kernel = cursor.normal_bfloat16 if name == "normal" else cursor.uniform_bfloat16
+            else:
+                kernel = cursor.normal if name == "normal" else cursor.uniform
             kernel(target.data_ptr(), target.numel(), first, second)
         else:
             if self._cursor is not None:
@@ -96,7 +100,8 @@ class StreamSampler:
             return False
         self.at = None
         widths = [part.numel() // rows for part in parts]
-        self._native().columns(name, [part.data_ptr() for part in parts], widths, rows, first, second)
+        bfloat16 = parts[0].dtype == torch.bfloat16
+        self._native().columns(name, [part.data_ptr() for part in parts], widths, rows, first, second, bfloat16)
         return True
 
     def has_selection(self, count: int, dtype: torch.dtype) -> bool:
@@ -124,6 +129,7 @@ def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, se
     """Whether `fill_erfinv` can be used for this fill of `target` or parts of it."""
     return (
         name == "uniform"
+        and target.dtype == torch.float32
         and not isinstance(stream, CounterStream)
         and target.numel() < (1 << 31) - native.SPARE
         and is_native(name, target, first, second)
@@ -134,7 +140,7 @@ def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, se
 def is_native(name: str, target: torch.Tensor, first: float, second: float) -> bool:
     """Whether this fill is made by a native kernel, which gains nothing from pieces that fit in a cache."""
     if (
-        target.dtype != torch.float32
+        target.dtype not in (torch.float32, torch.bfloat16)
         or target.device.type != "cpu"
         or target.numel() < native.MIN_NORMAL
         or not target.is_contiguous()
@@ -142,6 +148,14 @@ def is_native(name: str, target: torch.Tensor, first: float, second: float) -> b
         or not trusted()
     ):
         return False
+    if target.dtype == torch.bfloat16:
+        # Nothing that is rounded is NaN; what `uniform_` refuses, or normals that overflow, are left to PyTorch.
+        within = all(-_BFLOAT16_MAX <= number <= _BFLOAT16_MAX for number in (first, second))
+        return (
+            bfloat16_trusted()
+            and within
+            and (second >= 0 if name == "normal" else 0 <= second - first <= _BFLOAT16_MAX)
+        )
     # Invalid arguments are left to PyTorch, which raises the error.
     if name == "normal":
         return first == first and second >= 0

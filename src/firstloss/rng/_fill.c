@@ -1,4 +1,4 @@
-/* Whole float32 fills from PyTorch's CPU random stream, bit for bit what PyTorch's own kernels make.
+/* Whole fills from PyTorch's CPU random stream, float32 and bfloat16, bit for bit what PyTorch's own kernels make.
  *
  * What has to come out is defined by ATen: `uniform_real` (ATen/core/TransformationHelper.h) and `normal_fill`
  * (ATen/native/cpu/DistributionTemplates.h), the latter with the logarithm, sine and cosine of
@@ -116,10 +116,26 @@ FN void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low
 
 /* Rows that are cut into parts side by side: the next numbers of a fill, row by row, each part's to its own memory. */
 struct columns {
-    float *const *out;      /* of each part, where its columns of the first row go; its rows lie one after another */
+    char *const *out;       /* of each part, where its columns of the first row go; its rows lie one after another */
     const int64_t *widths;  /* of each part, a row's numbers */
     int parts;
+    int rounded;            /* whether they are bfloat16, and not float32 */
 };
+
+FN uint16_t to_bfloat16(float x) {
+    const uint32_t bits = AS_BITS(x);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16); /* to the nearest, or the even one; not for NaN */
+}
+
+/* Rounds numbers to bfloat16. A uniform that is rounded up to `high`, which is left out, becomes `low`: ATen compares
+ * again after this rounding. */
+FN void round_all(const float *restrict from, uint16_t *restrict to, int count, int normal, float low, float high) {
+    const uint16_t begin = to_bfloat16(low), end = to_bfloat16(high);
+    for (int i = 0; i < count; i++) {
+        const uint16_t x = to_bfloat16(from[i]);
+        to[i] = !normal && x == end ? begin : x;
+    }
+}
 
 FN void fill_columns(
     struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
@@ -127,6 +143,9 @@ FN void fill_columns(
     ALIGNED uint32_t words[N + CHUNK];
     ALIGNED float uniforms[CHUNK];
     ALIGNED float made[CHUNK];
+    ALIGNED uint16_t rounded[CHUNK];
+    const char *from = to->rounded ? (const char *)rounded : (const char *)made;
+    const size_t size = to->rounded ? sizeof *rounded : sizeof *made;
     memcpy(words, cursor->words, sizeof cursor->words);
     int part = 0;
     int64_t row = 0, column = 0; /* of the part */
@@ -137,10 +156,12 @@ FN void fill_columns(
             normals(uniforms, made, some, first, second);
         else
             scale(uniforms, made, some, first, second);
+        if (to->rounded)
+            round_all(made, rounded, some, normal, first, second);
         for (int taken = 0; taken < some;) {
             const int64_t width = to->widths[part];
             const int64_t next = width - column < some - taken ? width - column : some - taken;
-            memcpy(to->out[part] + row * width + column, made + taken, (size_t)next * sizeof *made);
+            memcpy(to->out[part] + (row * width + column) * (int64_t)size, from + (size_t)taken * size, (size_t)next * size);
             taken += (int)next;
             column += next;
             if (column == width) {
@@ -365,13 +386,13 @@ EXPORT void firstloss_finish(
     (lanes == 16 ? finish_16 : finish_8)(to, from, count, factor, term, low, high);
 }
 
-/* The next `count` elements of a `normal_(mean, std)` or `uniform_(low, high)`: rows, cut into `parts` side by side. Of
- * normals a multiple of 16, and not the fill's last 16 where it is ragged. */
+/* The next `count` elements of a `normal_(mean, std)` or `uniform_(low, high)`: rows, cut into `parts` side by side, in
+ * float32 or, if `rounded`, in bfloat16. Of normals a multiple of 16, and not the fill's last 16 where it is ragged. */
 EXPORT void firstloss_columns(
-    struct cursor *cursor, float *const *out, const int64_t *widths, int parts, int64_t count, int normal, double first,
-    double second, int lanes
+    struct cursor *cursor, char *const *out, const int64_t *widths, int parts, int rounded, int64_t count, int normal,
+    double first, double second, int lanes
 ) {
-    const struct columns to = {out, widths, parts};
+    const struct columns to = {out, widths, parts, rounded};
     (lanes == 16 ? columns_16 : columns_8)(cursor, &to, count, normal, (float)first, (float)second);
 }
 

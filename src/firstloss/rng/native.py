@@ -1,4 +1,4 @@
-"""The native kernels of `_fill.c`: whole float32 fills, three to eight times as fast as PyTorch's own.
+"""The native kernels of `_fill.c`: float32 and bfloat16 fills, three to eight times as fast as PyTorch's own.
 
 They are there if a C compiler was when the package was built, and run on x86-64 with AVX2. That they give PyTorch's
 bits on this machine is for the caller to check: this package does not know PyTorch.
@@ -40,6 +40,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple]] = {
             _CURSOR,
             ctypes.POINTER(_MEMORY),
             ctypes.POINTER(_COUNT),
+            ctypes.c_int,
             ctypes.c_int,
             _COUNT,
             ctypes.c_int,
@@ -124,7 +125,7 @@ class Cursor:
     """A place in a stream, moved on by what is drawn there. One thread at a time.
 
     The kernels run without the interpreter's lock, and write to memory by its address: `count` float32 elements, side
-    by side.
+    by side, or bfloat16 elements where a method says so.
     """
 
     def __init__(self, state: NDArray[np.uint8], width: int | None = None) -> None:
@@ -149,6 +150,19 @@ class Cursor:
     def uniform(self, address: int, count: int, low: float, high: float) -> None:
         """What `uniform_(low, high)` makes of a whole tensor of `count` elements."""
         self._library.firstloss_uniform(self._cursor, address, count, low, high, self._width)
+
+    def normal_bfloat16(self, address: int, count: int, mean: float, std: float) -> None:
+        """As `normal`, in bfloat16. PyTorch makes each block of 16 in float32, and then rounds it."""
+        if count < MIN_NORMAL:
+            raise ValueError(f"{count} normals: the kernel makes {MIN_NORMAL} or more")
+        whole = count - count % MIN_NORMAL
+        self.columns("normal", [address], [whole], 1, mean, std, bfloat16=True)
+        if whole < count:  # the last 16 are made anew
+            self.columns("normal", [address + 2 * (count - MIN_NORMAL)], [MIN_NORMAL], 1, mean, std, bfloat16=True)
+
+    def uniform_bfloat16(self, address: int, count: int, low: float, high: float) -> None:
+        """As `uniform`, in bfloat16."""
+        self.columns("uniform", [address], [count], 1, low, high, bfloat16=True)
 
     def uniform_erfinv(
         self, address: int, count: int, low: float, high: float, then: tuple[float, float, float, float], doubt: Doubt
@@ -188,14 +202,22 @@ class Cursor:
             raise ValueError(f"a selection of {count} normals: the kernel draws a multiple of {MIN_NORMAL} below 2^31")
 
     def columns(
-        self, kind: str, out: Sequence[int], widths: Sequence[int], rows: int, first: float, second: float
+        self,
+        kind: str,
+        out: Sequence[int],
+        widths: Sequence[int],
+        rows: int,
+        first: float,
+        second: float,
+        bfloat16: bool = False,
     ) -> None:
         """Rows of a "normal" or "uniform" fill, cut into parts side by side, each written to its own memory.
 
         Args:
             out: the parts' addresses; the rows of each lie one after another.
             widths: elements in a row of each part.
-            first, second: mean and standard deviation, or low and high.
+            first, second: mean and standard deviation, or low and high; finite for bfloat16.
+            bfloat16: whether the elements are that, and not float32.
         """
         count = rows * sum(widths)
         if kind == "normal" and count % MIN_NORMAL:
@@ -206,6 +228,7 @@ class Cursor:
             (ctypes.c_void_p * parts)(*out),
             (ctypes.c_int64 * parts)(*widths),
             parts,
+            bfloat16,
             count,
             kind == "normal",
             first,
