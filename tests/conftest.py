@@ -6,6 +6,7 @@ in the quickest way. A test that is about either says so by a marker, and `make 
 """
 
 import gc
+import importlib
 import os
 import sys
 
@@ -87,8 +88,9 @@ def quick_compiles(request, compile_cache, monkeypatch):
 
         monkeypatch.setattr(compiler, "get_compile_options", as_users)
         monkeypatch.setenv("XLA_FLAGS", FLAGS)
-    jaxlib = sys.modules.get("firstloss.runtime.jaxlib")  # else nothing has been compiled that could be found
-    if jaxlib is not None and not marked("own_compile_cache"):
+    # If it was never imported, nothing has been compiled that could be found.
+    if "firstloss.runtime.jaxlib" in sys.modules and not marked("own_compile_cache"):
+        jaxlib = importlib.import_module("firstloss.runtime.jaxlib")  # waits for a thread that is importing it still
         use = jaxlib.use_compilation_cache
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
 
