@@ -388,7 +388,7 @@ EXPORT void firstloss_finish(
 
 /* The next `count` elements of a `normal_(mean, std)` or `uniform_(low, high)`: rows, cut into `parts` side by side, in
  * float32 or, if `rounded`, in bfloat16. Of normals a multiple of 16, and not the fill's last 16 where it is ragged. */
-EXPORT void firstloss_columns(
+EXPORT void firstloss_fill_columns(
     struct cursor *cursor, char *const *out, const int64_t *widths, int parts, int rounded, int64_t count, int normal,
     double first, double second, int lanes
 ) {

@@ -34,7 +34,7 @@ _DOUBT = (_DOUBLE, _MEMORY, _MEMORY)
 _FUNCTIONS: dict[str, tuple[Any, tuple]] = {
     "normal": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
     "uniform": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
-    "columns": (
+    "fill_columns": (
         None,
         (
             _CURSOR,
@@ -223,7 +223,7 @@ class Cursor:
         if kind == "normal" and count % MIN_NORMAL:
             raise ValueError(f"{count} normals in columns: the kernel makes a multiple of {MIN_NORMAL}")
         parts = len(out)
-        self._library.firstloss_columns(
+        self._library.firstloss_fill_columns(
             self._cursor,
             (ctypes.c_void_p * parts)(*out),
             (ctypes.c_int64 * parts)(*widths),
