@@ -14,6 +14,10 @@ import pytest
 
 gc.disable()  # until all is collected: nearly all of what imports and the collection make stays
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("untimed", deadline=None)  # the machine may be busy, and no test asserts how long it takes
+settings.load_profile("untimed")
 
 # LLVM does not optimize, and XLA's older code generator makes one kernel a module: a quarter of the time.
 QUICK = {

@@ -18,7 +18,7 @@ def weight_with(gradient):
     return p
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 5))
 def test_the_scale_is_as_pytorchs(overflows, interval):
     mine = fl.amp.GradScaler("dynamic", init_scale=2.0**10, steps_per_increase=interval, max_loss_scale=2.0**40)

@@ -121,7 +121,7 @@ def rounded(x):
     return y if abs(y) >= 2.0**-30 else math.copysign(0.0, x)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64))
 def test_rounding_to_cbfloat16(numbers):
     from firstloss.lower.cbfloat16 import round_cbfloat16

@@ -40,7 +40,7 @@ def drawn(ref, dim, rows, widths, reader=None):
 
 
 @needs_kernel
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 99),

@@ -86,7 +86,7 @@ def test_a_chain_whose_middle_is_seen():
 
 
 @pytest.mark.skipif(not native.available(), reason="there are no native kernels for this machine")
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 15),
     st.integers(0, 200),

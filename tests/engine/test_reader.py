@@ -134,7 +134,7 @@ def both(make):
 
 
 @pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_window_is_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])

@@ -52,7 +52,7 @@ def target(count, dtype, strided):
     return torch.zeros(2 * count, dtype=dtype)[::2] if strided else torch.zeros(count, dtype=dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(fills, tensors), min_size=1, max_size=6), st.booleans())
 def test_fill_after_fill(sequence, trust):
     with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.serialization._base import parse_size_to_int
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from firstloss.init.disk import layout
@@ -24,7 +24,6 @@ def test_what_is_no_size_is_an_error(size):
         layout.parse_size(size)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
 def test_tensors_are_split_as_hugging_face_splits_them(sizes, limit):
     state = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}

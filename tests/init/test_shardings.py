@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,7 +29,6 @@ def specs(draw):
     return shape, mesh, tuple(tuple(entry) for entry in entries)
 
 
-@settings(deadline=None)
 @given(specs())
 def test_what_is_divided_divides_and_uses_no_axis_twice(case):
     shape, mesh, spec = case
@@ -41,7 +40,6 @@ def test_what_is_divided_divides_and_uses_no_axis_twice(case):
     assert bool(placed.moved) == (placed.spec != spec)
 
 
-@settings(deadline=None)
 @given(specs())
 def test_shards_cover_the_weight_once(case):
     shape, mesh, spec = case
@@ -59,7 +57,6 @@ def test_shards_cover_the_weight_once(case):
     assert (covered == copies).all()
 
 
-@settings(deadline=None)
 @given(sizes, axes)
 def test_the_default_cuts_one_dimension_as_finely_as_any_could_be(shape, mesh):
     data = [a for a in mesh if a in shardings.DATA_AXES] or list(mesh)

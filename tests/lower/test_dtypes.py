@@ -38,7 +38,7 @@ numbers = st.sampled_from([True, 3, 2.5, 1 + 2j])
 
 
 @given(tensors, st.one_of(tensors, numbers))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_promotes_as_torch(x, y):
     with jax.enable_x64(True):
         args = [jnp.zeros(a.shape, to_jax(a.dtype)) if isinstance(a, torch.Tensor) else a for a in (x, y)]

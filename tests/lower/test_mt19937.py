@@ -26,7 +26,7 @@ def window(seed):
 
 
 @given(seed=st.integers(0, 99), count=st.integers(0, 1500))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rewind_undoes_extend(seed, count):
     start = window(seed)
     assert np.array_equal(rewind(host.extend(start, count)[count:], count), start)
@@ -54,7 +54,7 @@ _TABLE = table(12)
 
 
 @given(seed=st.integers(0, 99), position=st.integers(0, (1 << 12) - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_windows_at_any_position(seed, position):
     start = window(seed)
     got = windows(start, np.int64(position), _TABLE)

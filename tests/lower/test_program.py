@@ -62,7 +62,7 @@ def geometry(base, view):
     )
 
 
-@settings(max_examples=scale.of(60, 150), deadline=None)
+@settings(max_examples=scale.of(60, 150))
 @given(views())
 def test_a_view_is_read_as_pytorch_reads_it(pair):
     base, view = pair
@@ -71,7 +71,7 @@ def test_a_view_is_read_as_pytorch_reads_it(pair):
     assert np.array_equal(np.asarray(found), view.numpy())
 
 
-@settings(max_examples=scale.of(40, 100), deadline=None)
+@settings(max_examples=scale.of(40, 100))
 @given(views())
 def test_a_view_is_written_as_pytorch_writes_it(pair):
     base, view = pair

@@ -28,7 +28,7 @@ def strided_views(draw):
 
 
 @given(strided_views(), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_as_strided(view, data):
     size, stride, offset = view
     base = torch.arange(120)
@@ -40,7 +40,7 @@ def test_as_strided(view, data):
 
 
 @given(strided_views())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_slices_are_the_view(view):
     """By numpy, which compiles nothing."""
     size, stride, offset = view
@@ -59,7 +59,7 @@ def test_slices_are_the_view(view):
 
 
 @given(st.permutations(range(4)), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_views_of_contiguous_memory_are_slices(order, data):
     """Slices, transposes and broadcasts, in any combination, are recognised, and so are reshapes of whole ones."""
     base = torch.arange(120).reshape(2, 3, 4, 5)

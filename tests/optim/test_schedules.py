@@ -200,7 +200,7 @@ def test_pytorchs_sequence_and_polynomial():
     assert rates(mine, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**40), st.integers(1, 1000), st.integers(1, 5))
 def test_restarts_are_where_counting_finds_them(t, first, factor):
     schedule = ours.CosineAnnealingWarmRestartsLR(sgd(), 1.0, first, factor)

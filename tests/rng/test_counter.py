@@ -15,7 +15,7 @@ WHOLE = {fill: fill(3, 17, 0, 300_000) for fill in FILLS}
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 300_000), st.integers(0, 300_000))
 def test_a_slice_is_the_wholes(fill, a, b):
     begin, end = min(a, b), max(a, b)
@@ -60,7 +60,7 @@ def test_normals_are_near_the_exact_ones():
 
 
 @pytest.mark.skipif(not native_counter.available(), reason="the C kernels were not built: no C compiler")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**63),

@@ -28,7 +28,7 @@ def kernel(numel: int, device: Device, lanes: int) -> tuple[dict[int, tuple[int,
     return made, calls
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 20_000), st.sampled_from(["float32", "bfloat16", "float64"]))
 def test_the_layout_is_the_kernels(numel, dtype):
     made, calls = kernel(numel, SMALL, 2 if dtype == "float64" else 4)

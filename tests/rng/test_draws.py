@@ -256,7 +256,7 @@ def split(
 
 
 @pytest.mark.parametrize("op, dtype, fill, args", CASES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_fill_in_pieces_is_the_fill(op, dtype, fill, args, data):
     unit = draws.granule(op, dtype, **args)

@@ -46,7 +46,7 @@ def test_all_uniforms():
 
 
 @trusted_only
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(0, 70))
 def test_any_numbers(seed, count):
     numbers = torch.empty(40 * count, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
@@ -68,7 +68,7 @@ def test_less_doubt_leaves_less():
 
 
 @trusted_only
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**40),
     st.integers(0, 2000),

@@ -55,13 +55,13 @@ def test_short_distances_are_generated(n):
     assert np.array_equal(advance(WINDOW, n), FAR[n : n + N])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(32, 200_000), st.integers(0, 1 << 60))
 def test_jumps_add(a, b):
     assert np.array_equal(advance(advance(WINDOW, b), a), jump(WINDOW, a + b))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1 << 50))
 def test_t_to_the_n_times_t(n):
     times_t = to_powers_of_t(power(n)) << 1

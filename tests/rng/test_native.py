@@ -54,19 +54,19 @@ uniform_counts = st.one_of(st.integers(1, 700), st.integers(1, 20_000))
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**63), places, st.lists(normal_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
 def test_normals(seed, drawn, counts, width):
     assert same(*both("normal", seeded(seed, drawn), counts, 0.0, 1.0, width))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**63), places, st.lists(uniform_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
 def test_uniforms(seed, drawn, counts, width):
     assert same(*both("uniform", seeded(seed, drawn), counts, 0.0, 1.0, width))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(st.floats(-1e3, 1e3), floats),
     st.one_of(st.floats(0, 1e3), floats.map(abs)),
@@ -76,7 +76,7 @@ def test_any_mean_and_deviation(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(st.floats(-1e3, 1e3), floats),
     st.one_of(st.floats(0, 10), st.floats(0, 1e38), st.sampled_from([0.0, 1e-45, 1e-40, 1.0])),
@@ -118,7 +118,7 @@ def test_nothing_beside_the_tensor_is_written(kind):
         assert not memory[16 : 16 + count].isnan().any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 3000), st.integers(0, 300_000), st.booleans())
 def test_from_any_position_of_a_stream(before, ahead, spare):
     generator = seeded(7, before)
@@ -143,7 +143,7 @@ def test_a_width_that_the_machine_lacks_is_refused():
         native.Cursor(seeded(0).get_state().numpy(), width=32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["normal", "uniform"]),
     st.integers(0, 2000),
@@ -184,7 +184,7 @@ def both_in_bfloat16(kind, generator, counts, first, second, width=None, misalig
 
 
 @in_bfloat16
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["normal", "uniform"]),
     st.integers(0, 2**63),
@@ -197,7 +197,7 @@ def test_bfloat16(kind, seed, drawn, counts, width):
 
 
 @in_bfloat16
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.floats(-1e38, 1e38), st.one_of(st.floats(0, 10), st.floats(0, 1e38)), st.sampled_from(WIDTHS))
 def test_any_numbers_in_bfloat16(first, second, width):
     assert same(*both_in_bfloat16("normal", seeded(5), [1003], first, second, width))
@@ -217,7 +217,7 @@ def test_many_in_bfloat16(width):
     assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing beside the tensor is written
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 2**63),
     places,

@@ -53,7 +53,7 @@ def test_states_are_the_bytes_that_drawing_leaves(drawn_before):
         assert np.array_equal(stream.state_at(Position(position)), state(generator)), position
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**63), st.integers(0, 3000), st.integers(0, 400_000), st.booleans())
 def test_any_seed_any_origin_any_position(seed, before, ahead, origin_has_spare):
     generator = seeded(seed)
@@ -67,7 +67,7 @@ def test_any_seed_any_origin_any_position(seed, before, ahead, origin_has_spare)
     assert generator.initial_seed() == seed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(0, 100_000), st.integers(0, 3000))
 def test_the_cached_normal_is_exact(seed, before, after):
     generator = seeded(seed)

@@ -57,7 +57,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tree=trees)
 def test_any_nesting_comes_back(tree, tmp_path_factory):
     assert same(tree, saved_and_loaded(tree, tmp_path_factory.mktemp("tree")))

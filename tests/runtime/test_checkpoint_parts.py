@@ -42,7 +42,7 @@ def cut_tensors(draw):
     return shape, cuts, ends, draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cut_tensors())
 def test_any_box_of_any_parts(case, tmp_path_factory, request):
     request.getfixturevalue("small_pieces")

@@ -91,7 +91,7 @@ def planned(folder, model, axes, *batch, optimizer=torch.optim.AdamW, specs=None
     return step.plan(*batch)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(1, 20).map(lambda n: 64 * n), min_size=2, max_size=4),
     st.dictionaries(st.sampled_from(["dp", "fsdp"]), st.sampled_from([1, 2, 8, 64]), min_size=1),
