@@ -190,3 +190,19 @@ def test_a_value_out_of_range_stands_out_where_eager_raises(name, step_of):
     assert stands_out(step_of(name)(torch.tensor([0.5, -1.0])))
     assert not stands_out(step_of(name)(torch.tensor([0.5, 1.0])))
     assert math.isfinite(step_of(name)(torch.tensor([0.25, 0.0])).sum())
+
+
+def test_what_is_known_of_dtypes_is_known_for_one_default_dtype():
+    numbers = torch.arange(3)
+
+    def made():
+        trace = StepTrace()
+        with trace.active():
+            return (trace.new_input(numbers, "x") * 0.5).dtype
+
+    assert made() == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert made() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -46,7 +46,8 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
         return None  # autograd calls it with what the operation took
     if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return None
-    key = (call.op, *map(_kind, call.args), *((name, _kind(arg)) for name, arg in call.kwargs.items()))
+    named = ((name, _kind(arg)) for name, arg in call.kwargs.items())
+    key = (call.op, torch.get_default_dtype(), *map(_kind, call.args), *named)
     empty = not all(t.numel() for t in tensors)  # of which kernels take what they do not take otherwise
     found = _given.get(key) if not empty else None
     if found is not None:
