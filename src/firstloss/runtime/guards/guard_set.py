@@ -86,10 +86,10 @@ class GuardSet:
         if self._watch is None and native is not None and _versions_work():
             self._watch = native.Watch(
                 [guard.table for guard in self.tables],
-                [guard.list for guard in self.lists],
-                [(guard.cell, guard.expected[None]) for guard in self.cells],
+                [guard.held for guard in self.lists],
+                [(guard.held, guard.expected[None]) for guard in self.cells],
                 self._classes_of,
-                [guard.function for guard in self._functions],
+                [guard.held for guard in self._functions],
             )
 
     def changes(self, move: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], bool]) -> list[Change]:

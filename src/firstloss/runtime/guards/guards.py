@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .kinds import items_of, table_of
-from .objects import MISSING, definition
+from .objects import MISSING, cell_content, definition
 from .pytorch import undisguised
 from .same import same, same_items
 
@@ -61,20 +61,30 @@ class TableGuard:
         return Change(self._describe(key), name, old, new, id(self.table))
 
 
-class ListGuard:
-    """The items of a list."""
+class _ObjectGuard:
+    """What is in an object that is no dict; subclasses say how to look."""
 
-    __slots__ = ("list", "expected", "what", "name")
+    __slots__ = ("held", "expected", "what", "name")
 
-    def __init__(self, list_: list, expected: list, what: str, name: str) -> None:
-        self.list = list_
+    def __init__(self, held: Any, expected: Any, what: str, name: str) -> None:
+        self.held = held
         self.expected = expected
         self.what = what
         self.name = name
 
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """As of a TableGuard."""
+        return Change(self.what, self.name, old, new, id(self.held))
+
+
+class ListGuard(_ObjectGuard):
+    """The items of a list."""
+
+    __slots__ = ()
+
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """As of a TableGuard."""
-        now = items_of(self.list)
+        now = items_of(self.held)
         if len(now) != len(self.expected):
             yield MISSING, self.expected, now
             return
@@ -82,56 +92,32 @@ class ListGuard:
             if new is not old and not same(old, new):
                 yield i, old, new
 
-    def change(self, key: Any, old: Any, new: Any) -> Change:
-        """As of a TableGuard."""
-        return Change(self.what, self.name, old, new, id(self.list))
 
-
-class CellGuard:
+class CellGuard(_ObjectGuard):
     """A variable of an enclosing function."""
 
-    __slots__ = ("cell", "expected", "what", "name")
+    __slots__ = ()
 
     def __init__(self, cell: types.CellType, expected: Any, what: str, name: str) -> None:
-        self.cell = cell
-        self.expected = {None: expected}
-        self.what = what
-        self.name = name
+        super().__init__(cell, {None: expected}, what, name)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """As of a TableGuard."""
-        try:
-            now = self.cell.cell_contents
-        except ValueError:
-            now = MISSING
+        now = cell_content(self.held)
         if now is not self.expected[None] and not same(self.expected[None], now):
             yield None, self.expected[None], now
 
-    def change(self, key: Any, old: Any, new: Any) -> Change:
-        """As of a TableGuard."""
-        return Change(self.what, self.name, old, new, id(self.cell))
 
-
-class FunctionGuard:
+class FunctionGuard(_ObjectGuard):
     """The code of a function, and its default arguments."""
 
-    __slots__ = ("function", "expected", "what", "name")
-
-    def __init__(self, function: types.FunctionType, expected: tuple, what: str, name: str) -> None:
-        self.function = function
-        self.expected = expected
-        self.what = what
-        self.name = name
+    __slots__ = ()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """As of a TableGuard."""
-        now = definition(self.function)
+        now = definition(self.held)
         if not same(self.expected, now):
             yield MISSING, self.expected, now
-
-    def change(self, key: Any, old: Any, new: Any) -> Change:
-        """As of a TableGuard."""
-        return Change(self.what, self.name, old, new, id(self.function))
 
 
 class ReadGuard(NamedTuple):
