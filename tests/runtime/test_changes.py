@@ -1,13 +1,12 @@
 """A step whose Python changes is noticed, and gives what eager PyTorch would give, or an error."""
 
+import codecs
 import copy
 import inspect
 import io
 import logging
-import os
 import random
 import re
-import sys
 import warnings
 
 import numpy as np
@@ -503,18 +502,15 @@ def test_a_file_is_found_at_the_second_call(tmp_path):
 
 
 def test_what_nobody_has_thought_of_is_found_as_time_permits(monkeypatch):
-    flags = sys.getdlopenflags()
-    step = fl.trace(lambda x: x if sys.getdlopenflags() == flags else -x)
+    codecs.register_error("strange", lambda error: ("a", error.end))
+    step = fl.trace(lambda x: x if b"\xff".decode("ascii", "strange") == "a" else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
     from firstloss.runtime.step import changes
 
     monkeypatch.setattr(changes, "_CHECKING", 1e9)  # all the time there is
-    sys.setdlopenflags(flags ^ os.RTLD_GLOBAL)
-    try:
-        with pytest.raises(GraphChangedError, match="4 steps ago"):
-            step(X)
-    finally:
-        sys.setdlopenflags(flags)
+    codecs.register_error("strange", lambda error: ("b", error.end))
+    with pytest.raises(GraphChangedError, match="4 steps ago"):
+        step(X)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: random.gauss(0, 1)])

@@ -73,6 +73,11 @@ def _instructions(code: types.CodeType) -> list[Instruction]:
     return found
 
 
+def raises_again(code: types.CodeType) -> bool:
+    """Whether it has a `raise` that says not what: the exception that is being handled."""
+    return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in _instructions(code))
+
+
 def _use(steps: list[Instruction], i: int) -> Use:
     """What becomes of the value that the `i`-th instruction loads."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:

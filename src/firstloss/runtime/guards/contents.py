@@ -66,7 +66,6 @@ def has_pointers(cls: Any) -> bool:
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _MODULES_OF_ITERATORS = ("builtins", "itertools", "_collections")
-_DECIMAL = ("prec", "rounding", "Emin", "Emax")  # of decimal's context
 _WRAPPERS = (collections.UserDict, collections.UserList)
 
 
@@ -133,9 +132,6 @@ def put_back(held: Any, before: Any) -> bool:
         held.set_state(before.state)
     elif held is os.environ:
         put_back_environment(before)
-    elif held is decimal or held is decimal.Decimal:
-        for name, value in zip(_DECIMAL, before, strict=True):
-            setattr(decimal.getcontext(), name, value)
     else:
         return False
     return True
@@ -149,6 +145,27 @@ def environment() -> tuple:
 def put_back_environment(before: tuple) -> None:
     """Make `os.environ` what `environment` gave."""
     set_environment(environment_changes(environment(), before))
+
+
+def filters() -> tuple:
+    """The filters of warnings."""
+    return tuple(warnings.filters)
+
+
+def raising_filters() -> tuple:
+    """Those that make an error of a warning; all others decide what is written."""
+    return raising(warnings.filters)
+
+
+def raising(among: Iterable[tuple]) -> tuple:
+    """Those of `among` that do so."""
+    return tuple([entry for entry in among if entry[0] == "error"])
+
+
+def set_filters(wanted: tuple) -> None:
+    """Make them what `filters` gave."""
+    warnings.resetwarnings()  # what it has noted of which warnings were shown is void
+    warnings.filters[:] = wanted  # type: ignore[index]  # a list, whatever typeshed says
 
 
 def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
@@ -165,13 +182,6 @@ def set_environment(values: dict[str, str | None]) -> None:
             os.environ[name] = value
         else:
             os.environ.pop(name, None)
-
-
-def ambient(held: Any) -> Callable[[], Any] | None:
-    """As `reader`, of settings of the thread's by which a module's functions go, or a class."""
-    if held is decimal or held is decimal.Decimal:
-        return lambda: tuple(getattr(decimal.getcontext(), name) for name in _DECIMAL)
-    return None
 
 
 def value_in(variable: contextvars.ContextVar) -> Any:

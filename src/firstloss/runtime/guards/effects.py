@@ -12,6 +12,7 @@ import functools
 import operator
 import os
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,8 @@ class Effects:
         if changed:
             old_values = contents.environment_changes(environment, snapshot.environment)
             self._again(os.environ, contents.set_environment, old_values, changed)
+        if reads is not None and reads.sets_filters and snapshot.filters != (now := contents.filters()):
+            self._again(warnings, contents.set_filters, snapshot.filters, now)
         for generator, state in reads.generators if reads is not None else ():
             if not same(state, now := state_of(generator)):
                 self._again(generator, functools.partial(set_state, generator), state, now)

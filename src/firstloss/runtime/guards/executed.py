@@ -17,6 +17,7 @@ _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcal
 _TELL_FIELDS = {"dataclasses", "typing", "inspect"}
 _BY_METHOD = {"__setattr__", "__delattr__"}
 _PAST_LOOKUP = {"__getattribute__", "__get__", "getattr_static"}
+_HANDLED = {"__context__", "format_exc", "print_exc"}
 _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
@@ -57,6 +58,11 @@ class Executed:
             not _PAST_LOOKUP.isdisjoint(_names(code)) for code in own if code.co_name not in _PAST_LOOKUP
         )
         self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in own)
+        self._own = own
+
+    def looks_at_handled(self) -> bool:
+        """Whether some of the user's code may look at the exception that is being handled, or raise it again."""
+        return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
 
 
 class Lines:

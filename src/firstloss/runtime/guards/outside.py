@@ -10,13 +10,15 @@ since nobody can say what they look at. What only writes does not: it is done wh
 from __future__ import annotations
 
 import builtins
+import csv
 import datetime
 import io
 import locale
 import sys
 import threading
 import types
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,9 @@ class Outside:
     Attributes:
         asked: the functions whose answers cannot be watched, by name.
         sets_by_string: the user's code calls `setattr` or `delattr`.
+        warns: a warning is issued, by Python.
+        kept: the modules in C whose functions look at what they keep for the process, as `KEPT` says.
+        handling: the caller of the step is handling an exception.
         generators: PyTorch's, by id, whose states are asked for or set, each with the state that it had.
         initial_seed: PyTorch's own generator is asked for the seed that it was given.
     """
@@ -47,6 +52,9 @@ class Outside:
     def __init__(self) -> None:
         self.asked: dict[str, Asked] = {}
         self.sets_by_string = False
+        self.warns = False
+        self.kept: set[str] = set()
+        self.handling = sys.exc_info()[0] is not None
         self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
         self.initial_seed = False
 
@@ -75,6 +83,14 @@ class Outside:
                 self.generators[id(owner)] = (owner, state_of(owner))
             return True
         module, what = _name_of(function)
+        if function in _WARN:
+            self.warns |= not _is_of_runtime(frame)
+            return not self.warns
+        if module in KEPT:
+            self.kept.add(module)
+            return False
+        if function in _OF_HANDLED and not self.handling:
+            return False
         if not _looks_outside(function, module, frame):
             return False
         if what not in self.asked:
@@ -85,6 +101,8 @@ class Outside:
 
 
 _BY_STRING = (setattr, delattr)
+_WARN = (warnings.warn, warnings.warn_explicit)
+_OF_HANDLED = (sys.exc_info, sys.exception)
 _OF_GENERATORS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state"}
 
 
@@ -119,10 +137,10 @@ _ALL_BUT: dict[str, set[str]] = {
               "symlink", "truncate", "ftruncate", "fsync", "fdatasync", "utime", "kill", "putenv", "unsetenv", "isatty",
               "getcwd", "getcwdb", "chdir",
               "get_terminal_size", "sched_yield", "register_at_fork", "set_inheritable", "get_inheritable", "uname",
-              "sysconf", "dup", "dup2", "umask", "nice", "_exit", "fchmod", "waitstatus_to_exitcode"},
+              "sysconf", "dup", "dup2", "_exit", "fchmod", "waitstatus_to_exitcode"},
     "time": {"sleep"},
     "_socket": {"htons", "htonl", "ntohs", "ntohl", "close"},
-    "_signal": {"signal", "raise_signal", "alarm", "setitimer", "set_wakeup_fd"},
+    "_signal": {"raise_signal"},
     "mmap": {"flush", "close"},
     "fcntl": {"flock", "lockf"},
     "resource": {"setrlimit"},
@@ -146,6 +164,11 @@ _SOME: dict[str, set[str]] = {
         "getswitchinterval",
         "gettrace",
         "getprofile",
+        "getdlopenflags",
+        "get_asyncgen_hooks",
+        "get_coroutine_origin_tracking_depth",
+        "exc_info",
+        "exception",
         "is_finalizing",
     },
     "_weakref": {"getweakrefcount", "getweakrefs"},
@@ -154,14 +177,23 @@ _SOME: dict[str, set[str]] = {
     "functools": {"cache_clear", "cache_info"},
     "_ctypes": {"get_errno", "get_last_error"},
 }
+
+
+def _kept_by_csv() -> tuple:
+    kept = [csv.get_dialect(name) for name in csv.list_dialects()]
+    fields = [(d.delimiter, d.doublequote, d.escapechar, d.lineterminator, d.quotechar, d.quoting, d.skipinitialspace)
+              for d in kept]  # fmt: skip
+    return csv.field_size_limit(), *csv.list_dialects(), *fields
+
+
+# Modules in C whose functions look at what they keep for the process, and how that is read.
+KEPT: dict[str, Callable[[], tuple]] = {"_csv": _kept_by_csv}
 # Python's own and NumPy's, in Python, that ask for what they keep for the process or the thread, or set it.
 _IN_PYTHON: dict[types.CodeType, str] = {
     function.__code__: f"{function.__module__}.{function.__name__}"
     for function in (
         threading.active_count,
         threading.enumerate,
-        np.geterr,
-        np.seterr,
         np.get_printoptions,
         np.set_printoptions,
         torch.set_printoptions,

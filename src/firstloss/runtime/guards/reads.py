@@ -16,6 +16,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ from .guard_set import GuardSet
 from .guards import CellGuard
 from .kinds import Kind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
 from .objects import MISSING, cell_content, own_attributes, slot_reader
-from .outside import state_of
+from .outside import KEPT, Asked, state_of
 from .pytorch import namespaces, undisguised
 from .recording import Recording, Site, is_closed_code
 from .snapshot import Snapshot, apart_in_optimizers
@@ -46,6 +47,7 @@ class Reads:
         unknown: functions that ran, and that were not known before: what they read before is not known either.
         ran: code that is known to have run, libraries' as well.
         generators: PyTorch's, whose states the step asks for or sets, with the states that they had.
+        sets_filters: some of the user's code may set the filters of warnings.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
@@ -57,6 +59,8 @@ class Reads:
         self.ran = {code for code, _ in (recording.codes or {}).values()}
         recording.outside.ran(self.ran)
         self.asked = list(recording.outside.asked.values())
+        if recording.outside.handling and self._executed.looks_at_handled():
+            self.asked.append(Asked("the exception that its caller handles", None))
         self.generators = list(recording.outside.generators.values())
         for generator, state in recording.outside.generators.values():
             self._values.read(
@@ -119,8 +123,16 @@ class Reads:
                     self._values.name(table, name, value, describe_global(table))
         if not _PRINTS_ARRAYS.isdisjoint(self._executed.modules):
             self._values.read("numpy prints", _how_numpy_prints, _how_numpy_prints(), "how NumPy prints", "")
-        if {"environ", "getenv"} & self._executed.mentioned:
+        if not _READS_ENVIRONMENT.isdisjoint(self.ran) or {"environ", "getenv"} & self._executed.mentioned:
             self._values.read("environ", contents.environment, snapshot.environment, "what is in os.environ", "environ")
+        self.sets_filters = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
+        if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
+            self._values.read("filters", contents.filters, snapshot.filters, "the filters of warnings", "filters")
+        elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
+            what = "which warnings are errors"
+            self._values.read("filters", contents.raising_filters, contents.raising(snapshot.filters), what, "filters")
+        for module in sorted(recording.outside.kept):
+            self._values.read(module, KEPT[module], KEPT[module](), f"what {module.strip('_')} keeps", "")
 
     def _reads_of(self, function: types.FunctionType) -> None:
         """What a function may read of objects, of which nothing was noted, since it did not run."""
@@ -356,6 +368,13 @@ _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "
 
 
 _PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter before NumPy 2
+
+
+# Code that looks at what is in `os.environ`, and at the filters of warnings.
+_READS_ENVIRONMENT = {f.__code__ for f in vars(type(os.environ)).values() if isinstance(f, types.FunctionType)}
+_READS_FILTERS = {warnings.catch_warnings.__enter__.__code__}
+# Of the user's code: what modules set as they are imported is not the step's.
+_SETS_FILTERS = {"filters", "simplefilter", "filterwarnings", "resetwarnings"}
 
 
 def _how_numpy_prints() -> str:

@@ -97,6 +97,8 @@ class Snapshot:
         groups: by the optimizer's id, what was in its parameter groups.
         states: likewise its state, by weight.
         seed: of PyTorch's generator.
+        environment: what was in `os.environ`.
+        filters: of warnings.
         ours: by id, objects of this package's classes, with their attributes that are plain values.
         module_names: what the code sets in modules that are not entered, by the id of their dict and the name: the
             module, the name and what was there.
@@ -125,6 +127,7 @@ class Snapshot:
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
         self.environment = contents.environment()
+        self.filters = contents.filters()
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of what large containers hold
         self.roots = list(roots)
@@ -207,11 +210,9 @@ class Snapshot:
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
-            self._ambient(what)
             self._class(what, todo)
             return
         elif kind is Kind.MODULE:
-            self._ambient(what)
             self._module(what, todo)
             return
         elif kind is Kind.OPAQUE:
@@ -227,12 +228,6 @@ class Snapshot:
             self.ours[id(what)] = (what, plain)
             return
         self._instance(what, todo)
-
-    def _ambient(self, what: Any) -> None:
-        """Settings of the thread's, by which a class or the functions of a module go."""
-        read = contents.ambient(what)
-        if read is not None:
-            self.opaque[id(what)] = (what, read, read())
 
     def _instance(self, what: Any, todo: list[Any]) -> None:
         """The attributes of an object."""

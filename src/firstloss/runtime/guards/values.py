@@ -138,9 +138,7 @@ class Values:
             if isinstance(value, abc.ABCMeta):
                 token = abc.get_cache_token
                 self.read("abc", token, token(), "what is registered of abstract base classes", name)
-            self._ambient(value, name)
         elif kind is Kind.MODULE:
-            self._ambient(value, name)
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self.some(vars(value), describe_global(vars(value)))
             elif is_closed(value.__name__) and not is_ours(value.__name__):
@@ -172,12 +170,6 @@ class Values:
             expected.setdefault(name, found)
             if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(found, types.ModuleType):
                 self.value(found, f"{table.get('__name__')}.{name}", name)
-
-    def _ambient(self, value: Any, name: str) -> None:
-        """Settings of the thread's, by which a class or the functions of a module go."""
-        known = self._snapshot.opaque.get(id(value))
-        if known is not None:
-            self.read(id(value), known[1], known[2], f"the settings by which {name} goes", name)
 
     def _cached(self, function: Any, what: str, name: str) -> None:
         """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the

@@ -3,12 +3,14 @@ that a step leaves changed."""
 
 from __future__ import annotations
 
+import decimal
 import gc
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ... import switching, uncollected
@@ -53,19 +55,56 @@ def _folder() -> str | None:
         return None
 
 
-# How each setting is read and set that decides nothing by itself.
+def _numpy_errors() -> tuple:
+    return *np.geterr().items(), ("call", np.geterrcall())
+
+
+def _set_numpy_errors(errors: tuple) -> None:
+    now = dict(errors)
+    np.seterrcall(now.pop("call"))
+    np.seterr(**now)
+
+
+def _decimals() -> tuple:
+    context = decimal.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax, *context.traps.values()
+
+
+def _set_decimals(values: tuple) -> None:
+    context = decimal.getcontext()
+    context.prec, context.rounding, context.Emin, context.Emax, *traps = values
+    for signal, trapped in zip(context.traps, traps, strict=True):
+        context.traps[signal] = trapped
+
+
+def _is_handling() -> bool:
+    """Whether the caller is handling an exception, which the step's Python can then raise again or look at."""
+    return sys.exc_info()[0] is not None
+
+
+def _leave(_: Any) -> None:
+    """Nothing to set: a region's, which has an end."""
+
+
+# How each setting is read and set that decides nothing of what tensors hold by itself: the step's Python may ask for
+# it, or PyTorch, NumPy and Python on its behalf.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (switching.interval, switching.want),
     (uncollected.is_wanted, uncollected.want),
     (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
+    (_numpy_errors, _set_numpy_errors),
+    (_decimals, _set_decimals),
+    (_is_handling, _leave),
+    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
 )
 
 
 def settings() -> tuple:
-    """What is set now beside the modes; a step's Python may ask for it, and do something else then."""
+    """What is set now beside the modes; under others, a step's Python may do something else."""
     try:
         return tuple([read() for read, _ in _SETTINGS])
     except RuntimeError:  # PyTorch's, where precisions are set in its old way and in its new way
