@@ -111,7 +111,7 @@ def _explain_no_cuda(error: Exception) -> None:
 
 def _explain_memory(error: Exception) -> None:
     """An error of ours in the place of torch's, where a function in C wants the memory of a deferred tensor."""
-    if isinstance(error, CaptureError) or not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+    if isinstance(error, CaptureError) or not numbers_in_memory.is_unallocated(error):
         return
     raise CaptureError(
         f"{raised_at(error)}: this line calls a function that reads or writes the memory of a tensor without telling "

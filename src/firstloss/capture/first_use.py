@@ -36,6 +36,7 @@ from ..program.source import here, script_line, warn
 from . import distributed, session
 from .call import Call
 from .file_value import is_in_file
+from .numbers_in_memory import is_unallocated
 from .states import state_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
 from .values import call_with_content, run_to_find_out
@@ -109,15 +110,15 @@ def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict
             isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
         )
         if plain or getattr(_own, "door", False):
-            return func(*args, **kwargs)
+            return _called(func, args, kwargs)
         tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
         # What was computed from weights has a history, which it would lose by turning into an ordinary tensor.
         if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
-            return func(*args, **kwargs)
+            return _called(func, args, kwargs)
         state = torch.default_generator.get_state()
         _own.door = True
         try:
-            return func(*args, **kwargs)
+            return _called(func, args, kwargs)
         except _NeedsValues as need:
             needed = need
         finally:
@@ -125,6 +126,19 @@ def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict
         torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
         _materialize_modules(needed.stores, needed.what, keep=False)
         return _front_door(cls, func, types, args, kwargs)
+
+
+def _called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; where it reads memory without telling the dispatcher, the tensors are made before."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        pending = list(_deferred_in((args, kwargs)))
+        if session.depth or session.trace is not None or not pending or not is_unallocated(error):
+            raise
+    for tensor in pending:
+        materialize(tensor)
+    return func(*args, **kwargs)
 
 
 _ATTRIBUTE = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]

@@ -1,10 +1,11 @@
 """What PyTorch reads or writes straight in memory without telling the dispatcher: numbers in lists, places to split at.
 
-A traced tensor has no memory. While a step is traced, and only then, the functions that do so are replaced.
+A deferred tensor has no memory, nor has a traced one. The functions that do so are replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -20,7 +21,12 @@ from .tensor import DeferredTensor
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # What PyTorch says when a function that is not replaced, or that was imported by its name before it was, wants memory.
-UNALLOCATED = ("its data is not allocated yet", "Cannot access data pointer of Tensor")
+_UNALLOCATED = ("its data is not allocated yet", "Cannot access data pointer of Tensor")
+
+
+def is_unallocated(error: BaseException) -> bool:
+    """Whether it is PyTorch's error for a tensor without memory."""
+    return any(text in str(error) for text in _UNALLOCATED)
 
 
 def message(source: Source) -> str:
@@ -63,19 +69,24 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
 
-@replaces("torch.tensor", "torch.as_tensor")
-def tensor(original: Any, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `original`, which reads the numbers in a list straight from memory; a traced step stacks them."""
-    if isinstance(data, (list, tuple)) and _has_traced(data):
-        requires_grad = kwargs.pop("requires_grad", False)
-        return original(_stacked(data).detach(), *args, **kwargs).requires_grad_(requires_grad)
-    return original(data, *args, **kwargs)
+@replaces("torch.tensor", "torch.as_tensor", "torch.asarray")
+def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `original`, which reads the numbers in a list straight from memory: those of deferred tensors are stacked."""
+    try:
+        return original(*args, **kwargs)
+    except RuntimeError as error:
+        name = next(name for name in ("data", "obj") if args or name in kwargs)
+        data, *rest = args or (kwargs.pop(name),)
+        if not isinstance(data, (list, tuple)) or not is_unallocated(error):
+            raise
+    requires_grad = kwargs.pop("requires_grad", False)
+    return original(_stacked(data).detach(), *rest, **kwargs).requires_grad_(requires_grad)
 
 
-def _has_traced(data: Any) -> bool:
-    if isinstance(data, (list, tuple)):
-        return any(map(_has_traced, data))
-    return type(data) is DeferredTensor
+@replaces("torch.Tensor.new_tensor")
+def new_tensor(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `original`: likewise."""
+    return tensor(functools.partial(original, self), *args, **kwargs)
 
 
 def _stacked(data: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from ..compat.patches import original, replaces
 from ..compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, DisableTorchDispatch, is_parameter, swap_tensor_impl
-from ..errors import BackendError, CaptureError
+from ..errors import BackendError, CaptureError, MaterializeError
 from ..program.source import here
 from . import session
 from .exported_memory import note_memory, stores_met_by
@@ -92,7 +92,19 @@ def become(tensor: Tensor, other: Tensor) -> None:
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})
-    swap_tensor_impl(tensor, other)
+    try:
+        swap_tensor_impl(tensor, other)
+    except RuntimeError as error:
+        tensor.__class__ = was
+        tensor.__dict__.clear()
+        tensor.__dict__.update({**had, **attributes})
+        if grad is not None:
+            tensor.grad = grad
+        raise MaterializeError(
+            f"{here()}: a deferred tensor of shape {tuple(tensor.shape)} cannot be made here: PyTorch holds a weak "
+            "reference to it in C++, as torch.jit.trace does of what it traces. Call "
+            f"firstloss.materialize_module(model) before. ({str(error).splitlines()[0]})"
+        ) from error
     # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
     other.__class__ = was
     other.__dict__.clear()

@@ -279,7 +279,7 @@ class StepTrace(recorder._Tracing):
                 else:
                     yield
             except RuntimeError as error:
-                if not any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+                if not numbers_in_memory.is_unallocated(error):
                     raise
                 raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
 

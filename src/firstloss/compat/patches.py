@@ -122,8 +122,10 @@ PATCHES = {
     "torch.optim._adafactor._single_tensor_adafactor": Patch(TRACE, "It reads values"),
     "torch.optim._adafactor._multi_tensor_adafactor": Patch(TRACE, "It reads values"),
     "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host: an error that says what to use"),
-    "torch.tensor": Patch(TRACE, _READS),
-    "torch.as_tensor": Patch(TRACE, _READS),
+    "torch.tensor": Patch(CAPTURE, _READS),
+    "torch.as_tensor": Patch(CAPTURE, _READS),
+    "torch.asarray": Patch(CAPTURE, _READS),
+    "torch.Tensor.new_tensor": Patch(CAPTURE, _READS),
     "torch.tensor_split": Patch(TRACE, _READS),
     **{
         f"torch._sobol_engine_{name}": Patch(CAPTURE, "It computes straight in memory")
@@ -173,6 +175,7 @@ def enter(when: str, holder: Any) -> None:
             names = [name for name, patch in PATCHES.items() if patch.when == when and name in _replacements]
             for name in names:
                 _check(name)
+            _let_pytorch_look()
             for name in names:
                 _install(name, _replacements[name])
         holders.append(holder)
@@ -222,6 +225,15 @@ def is_in_place(name: str) -> bool:
 def _owner(name: str) -> tuple[Any, str]:
     path, _, attribute = name.rpartition(".")
     return lookup(path), attribute
+
+
+@functools.cache
+def _let_pytorch_look() -> None:
+    """The functions that `torch.device` as a context concerns are looked up when it is first used, and for good."""
+    import torch
+
+    with torch.device("cpu"):
+        torch.empty(0)
 
 
 def _check(name: str) -> None:

@@ -124,7 +124,7 @@ class _Trace:
             except FirstlossError:
                 raise
             except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
-                if any(text in str(error) for text in numbers_in_memory.UNALLOCATED):
+                if numbers_in_memory.is_unallocated(error):
                     raise
                 raised, result = error, [None]
         given.check(self.name)
