@@ -94,14 +94,6 @@ assert not fl.is_deferred(model)
 <sample>
 assert trainer.state.step == 9
 """,
-    "docs/checkpoints.md": READY
-    + """
-backend = fl.backend()
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-step = 3
-<sample>
-assert state["step"] == 3
-""",
     "docs/command-line.md": MODEL + "<sample>\nassert len(make_optimizer(Model()).param_groups) == 2",
     "docs/deferral.md": MODEL
     + """
@@ -114,7 +106,24 @@ torch.manual_seed(0)
 <sample>
 assert eager.keys() == weights.keys() and all(torch.equal(eager[name], weights[name]) for name in eager)
 """,
-    "docs/meshes.md": DEVICES
+    "docs/moving/from-eager.md": MODEL
+    + """
+<sample>
+eager = model
+<sample>
+assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
+""",
+    "docs/how-to/meta.md": MODEL
+    + """
+with fl.deferred(preserve_rng_state=True):
+    model = Model(config)
+model.to_empty(device="cpu")
+model.init_weights()
+<sample>
+assert not fl.is_deferred(model)
+""",
+    "docs/how-to/check.md": MODEL + "model = fl.deferred_init(Model)\nmodel.lm_head = model.layers[0].q_proj\n<sample>",
+    "docs/how-to/mesh.md": DEVICES
     + MODEL
     + """
 <sample>
@@ -123,7 +132,12 @@ def step(batch):
     return compiled(batch)
 
 assert step(torch.ones(8, 8)).item() > 0
-
+""",
+    "docs/how-to/plan.md": """
+import jax
+"""
+    + MODEL
+    + """
 class step:  # of the backend that the sample makes
     @staticmethod
     def plan(batch):
@@ -143,25 +157,8 @@ batch = torch.ones(4096, 8)
 <sample>
 assert plan.flops > 0 and plan.peak_bytes > 0
 """,
-    "docs/moving/from-eager.md": MODEL
-    + """
-<sample>
-eager = model
-<sample>
-assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
-""",
-    "docs/how-to/meta.md": MODEL
-    + """
-with fl.deferred(preserve_rng_state=True):
-    model = Model(config)
-model.to_empty(device="cpu")
-model.init_weights()
-<sample>
-assert not fl.is_deferred(model)
-""",
-    "docs/how-to/check.md": MODEL + "model = fl.deferred_init(Model)\nmodel.lm_head = model.layers[0].q_proj\n<sample>",
-    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
-    "docs/precision.md": READY
+    "docs/how-to/processes.md": DEVICES + MODEL + "<sample>\nassert backend.mesh.devices.size == 8",
+    "docs/how-to/precision.md": READY
     + """
 <sample>
 bfloat16 = step(batch).item()
@@ -175,11 +172,17 @@ def step(batch):
 <sample>
 step(batch)
 """,
-    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
-    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
-    "docs/reference/steps.md": MODEL
-    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
-    "docs/schedules.md": READY
+    "docs/how-to/save.md": READY
+    + """
+backend = fl.backend()
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+step = 3
+<sample>
+schedule.last_epoch = 7
+<sample>
+assert state["step"] == 3 and schedule.last_epoch == 0
+""",
+    "docs/how-to/schedules.md": READY
     + """
 <sample>
 <sample>
@@ -191,6 +194,11 @@ schedule = Warmup(optimizer)
 schedule.step()
 assert float(optimizer.param_groups[0]["lr"]) == 1e-5
 """,
+    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
+    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
+    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
+    "docs/reference/steps.md": MODEL
+    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
     "docs/sharded-init.md": RANK + "<sample>\n<sample>\n<sample>\nassert not fl.is_deferred(model)",
     "docs/stablehlo.md": DEVICES
     + MODEL

@@ -171,7 +171,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, help="begin no part that might end after this")
     parser.add_argument("--only", action="append", help="a part whose name begins so (may be repeated)")
-    parser.add_argument("--docs", metavar="JSON", nargs="+", help="write the table of earlier results to docs/gpu.md")
+    parser.add_argument("--docs", metavar="JSON", nargs="+", help="write earlier results to docs/measurements.md")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -223,13 +223,13 @@ def main() -> int:
 
 
 def write_docs(paths: list[Path]) -> int:
-    """Put the table of results, of both halves perhaps, into docs/gpu.md."""
+    """Put the table of results, of both halves perhaps, into docs/measurements.md."""
     from benchmarks.gpu.table import table
 
     results = json.loads(paths[0].read_text())
     for path in paths[1:]:
         results["parts"].update(json.loads(path.read_text())["parts"])
-    page = ROOT / "docs" / "gpu.md"
+    page = ROOT / "docs" / "measurements.md"
     begin, end = "<!-- results -->\n", "<!-- end of results -->\n"
     before, rest = page.read_text().split(begin)
     page.write_text(before + begin + "\n" + table(results) + "\n" + end + rest.split(end)[1])

@@ -60,7 +60,7 @@ def test_the_table_says_what_was_met():
 
 
 def test_results_go_into_the_docs(tmp_path, monkeypatch):
-    page = tmp_path / "docs" / "gpu.md"
+    page = tmp_path / "docs" / "measurements.md"
     page.parent.mkdir()
     page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
     monkeypatch.setattr(command, "ROOT", tmp_path)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=SIZE,...",
         required=True,
         help="the devices, which need not be there: axes tp, tensor and model cut as the model's own plan says, others "
-        "the batch and, as FSDP, the weights (docs: Training on a mesh)",
+        "the batch and, as FSDP, the weights (docs: What a plan counts)",
     )
     parser.add_argument(
         "--batch",

@@ -49,8 +49,8 @@ def backend(
             A backend that was made before becomes the current one again.
         mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
-            data, dp, fsdp or the like (`docs/meshes.md`). None for one device. A `jax.sharding.AbstractMesh` has no
-            devices: with `validate_only`, to plan steps on it (`step.plan(batch)`).
+            data, dp, fsdp or the like (`docs/reference/sharding.md`). None for one device. A
+            `jax.sharding.AbstractMesh` has no devices: with `validate_only`, to plan steps on it (`step.plan(batch)`).
         cluster_config: the same as `mesh={"data": cluster_config.num_csx}`; and how many workers read data.
         artifact_dir: a folder for what is worth keeping between runs.
         compile_dir: where compiled executables are kept for the next start; "compiled" in `artifact_dir` by default.
