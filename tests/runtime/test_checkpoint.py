@@ -1,5 +1,6 @@
 """What is saved is what is loaded."""
 
+import functools
 import json
 import math
 import random
@@ -216,6 +217,8 @@ def test_a_checkpoint_can_be_loaded_and_saved_in_place(tmp_path):
         ({"a": {"b": torch.zeros(2).to_sparse()}}, "a.b is a torch.sparse_coo"),
         ({"g": torch.Generator()}, "g is of type torch"),
         ({"m": torch.zeros(2, device="meta")}, "m is a .* on meta"),
+        ({"n": torch.nested.nested_tensor([torch.zeros(2)])}, "n is a nested tensor"),
+        (functools.reduce(lambda inner, _: {"a": inner}, range(3000), 1), "a.a.* is below"),
     ],
 )
 def test_what_cannot_be_saved_is_named(obj, place, tmp_path):

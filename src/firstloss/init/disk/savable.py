@@ -20,6 +20,8 @@ def check_savable(tensor: torch.Tensor, name: str, error: type[FirstlossError], 
     """
     if local_tensor_or(tensor, None) is not None:
         raise error(f"{name} is a DTensor, of which this process has a part only. {instead}")
+    if tensor.is_nested:
+        raise error(f"{name} is a nested tensor, which a safetensors file cannot hold. Save what is in it: unbind().")
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise error(
             f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file cannot "

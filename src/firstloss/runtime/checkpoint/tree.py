@@ -22,6 +22,9 @@ from ...errors import CheckpointError, UnsavableError
 _PLAIN = (type(None), bool, int, str)
 
 
+_DEEPEST = 200  # containers within each other; more of them end in RecursionError, here or in json
+
+
 class Encoder:
     """Encodes objects as JSON; `store` is called with each tensor and its path, and returns its name."""
 
@@ -45,6 +48,8 @@ class Encoder:
         if kind in _CONTAINERS:
             if id(obj) in self._open:
                 raise UnsavableError(f"{where or 'the object'} contains itself, which a checkpoint cannot hold.")
+            if len(self._open) == _DEEPEST:
+                raise UnsavableError(f"{where[:80]}... is below {_DEEPEST} others, and a checkpoint holds no more.")
             self._open.add(id(obj))
             try:
                 return _CONTAINERS[kind](self, obj, where)
