@@ -89,8 +89,8 @@ import torch
 batches = list(torch.randint(32, (3, 2, 8)))
 loader = [{"input_ids": batch, "labels": batch} for batch in batches]
 <sample>
-<sample>
 assert not fl.is_deferred(model)
+<sample>
 <sample>
 assert trainer.state.step == 9
 """,
