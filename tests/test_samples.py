@@ -94,7 +94,7 @@ assert not fl.is_deferred(model)
 <sample>
 assert trainer.state.step == 9
 """,
-    "docs/command-line.md": MODEL + "<sample>\nassert len(make_optimizer(Model()).param_groups) == 2",
+    "docs/how-to/run-file.md": MODEL + "<sample>\nassert len(make_optimizer(Model()).param_groups) == 2",
     "docs/deferral.md": MODEL
     + """
 Llama, device, step, batch = Model, 'cpu', lambda x: model(x), torch.ones(8)
@@ -194,13 +194,7 @@ schedule = Warmup(optimizer)
 schedule.step()
 assert float(optimizer.param_groups[0]["lr"]) == 1e-5
 """,
-    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
-    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
-    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
-    "docs/reference/steps.md": MODEL
-    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
-    "docs/sharded-init.md": RANK + "<sample>\n<sample>\n<sample>\nassert not fl.is_deferred(model)",
-    "docs/stablehlo.md": DEVICES
+    "docs/how-to/stablehlo.md": DEVICES
     + MODEL
     + """
 <sample>
@@ -210,6 +204,12 @@ made = weights
 <sample>
 assert all((weights[name] == made[name]).all() for name in made)
 """,
+    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
+    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
+    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
+    "docs/reference/steps.md": MODEL
+    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
+    "docs/sharded-init.md": RANK + "<sample>\nassert not fl.is_deferred(model)",
     "docs/traced-steps.md": READY
     + """
 import warnings
