@@ -202,7 +202,7 @@ def test_the_first_loss_is_that_of_pytorchs_kernels(axes, options, computed, tmp
 
 def test_devices_that_are_not_there_when_they_are_asked_for(tmp_path):
     mesh = Mesh({"fsdp": 64}, put_off=True)
-    assert mesh.is_there and mesh.axes == {"fsdp": 64} and mesh.of_batch((128,)) is mesh.of_batch((64, 2))
+    assert mesh.is_there and mesh.axes == {"fsdp": 64} and mesh.batch_sharding((128,)) is mesh.batch_sharding((64, 2))
     with pytest.raises(BackendError, match=r"mesh_cases.py:\d+.*a mesh of .'fsdp': 64. takes 64 devices"):
         _ = mesh.whole.named
 
@@ -225,8 +225,8 @@ def test_a_mesh_of_jax(tmp_path):
 def test_the_batch_is_cut_or_said_not_to_be(tmp_path):
     run = Run(tmp_path, {"dp": 4, "tp": 2})
     mesh = run.backend.mesh
-    assert mesh.of_batch((16, 3)).named.spec == jax.sharding.PartitionSpec(("dp",))
-    assert mesh.of_batch(()).named.is_fully_replicated
+    assert mesh.batch_sharding((16, 3)).named.spec == jax.sharding.PartitionSpec(("dp",))
+    assert mesh.batch_sharding(()).named.is_fully_replicated
     with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be cut for 4 devices"):
         loss = run.step(torch.arange(6)).item()
     assert loss == pytest.approx(Run(tmp_path).step(torch.arange(6)).item(), rel=REORDERED)

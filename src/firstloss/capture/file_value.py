@@ -38,7 +38,7 @@ class FileValue(Value):
         super().__init__(tuple(shape), tuple(stride), dtype, torch.device("cpu"), label=label)
 
     @classmethod
-    def of_range(cls, shape, stride, dtype, read_range: ReadRange, label: str) -> FileValue:
+    def read_by_range(cls, shape, stride, dtype, read_range: ReadRange, label: str) -> FileValue:
         """A row-major one, of which any range is read into memory that is there, by `read_range(begin, out)`."""
 
         def read() -> torch.Tensor:

@@ -17,7 +17,7 @@ from .constants import constant_tensor
 from .geometry import contiguous_stride, geometry_of
 from .other_storage import become, reseat, share_memory
 from .shapes import as_meta, infer
-from .tensor import DeferredTensor, Hooks, is_pending, mine, on_backend
+from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host
 from .traits import traits
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`a.set_(b)`: `a` shows what `b` shows, in the same memory."""
     tensor, source, *geometry = args
     if type(source) is DeferredTensor and type(tensor) is not DeferredTensor and session.trace is None:
-        source = mine(source)  # autograd goes on with the real tensor, and may give it a history
+        source = to_host(source)  # autograd goes on with the real tensor, and may give it a history
         args = (tensor, source, *geometry)
     if type(source) is not DeferredTensor and type(tensor) is not DeferredTensor:
         return _on_real(op, args, kwargs)
@@ -110,7 +110,7 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
     whole = DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
     with torch.no_grad():
         if resident:
-            real = mine(whole)
+            real = to_host(whole)
             with DisableTorchDispatch():
                 if real.is_contiguous():  # a real tensor that has the same memory sees it grow
                     real = real.detach().view(-1).resize_(count)

@@ -23,7 +23,7 @@ from . import session
 from .constants import outer_geometry, storage_of
 from .geometry import geometry_of
 from .lazy_bits import lazy_bits
-from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, made, on_backend
+from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: di
     """What `op` (`x.conj()`, for one) returns, where `computed_by` computes what it shows."""
     source = args[0]
     if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
-        real = made(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
+        real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
         with DisableTorchDispatch():
             return op(real, **kwargs)
     store = storage_of(source)

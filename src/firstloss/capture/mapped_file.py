@@ -78,7 +78,7 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
     place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
     label = f"bytes from {place.offset:,} on in {place.path}"
     read = functools.partial(_read, place, tensor.dtype)
-    return FileValue.of_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
+    return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
 
 
 def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:

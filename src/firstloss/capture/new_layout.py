@@ -12,7 +12,7 @@ from ..errors import TraceError
 from ..program.source import here
 from .exported_memory import is_lent
 from .geometry import Geometry, geometry_of
-from .other_storage import look_at, share_memory
+from .other_storage import point_at, share_memory
 from .session import Tracing
 from .tensor import DeferredTensor
 
@@ -65,7 +65,7 @@ class NewLayouts:
         """Each looks again at what it looked at before the step."""
         for tensor, before, geometry in reversed(self._before):
             if geometry is not None:
-                look_at(tensor, before, geometry)
+                point_at(tensor, before, geometry)
             elif type(tensor) is DeferredTensor:
                 share_memory(tensor, before)
             else:

@@ -16,7 +16,7 @@ from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
 from ..program.source import here
 from .geometry import Geometry, geometry_of
-from .other_storage import look_at
+from .other_storage import point_at
 from .session import Tracing
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
@@ -80,7 +80,7 @@ class NewMemory:
             weight.copy_(other)
         if type(weight) is DeferredTensor:
             for tensor in sharing:
-                look_at(tensor, weight._store, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
+                point_at(tensor, weight._store, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
 
     def _is_constant(self, other: Any) -> bool:
         """Whether the step has made it of constants, and nobody else holds it."""
@@ -103,7 +103,7 @@ class NewMemory:
                 geometry = geometry_of(tensor)
                 shows = DeferredTensor.wrap(before, *geometry)
                 self.viewers.append(Viewer(weakref.ref(tensor), store, geometry, shows, kept))
-                look_at(tensor, before, geometry)
+                point_at(tensor, before, geometry)
         if lent:
             self._lent.add(store)
         self.weights.setdefault(store, kept if lent else None)
@@ -143,7 +143,7 @@ class NewMemory:
         for tensor, before, geometry, shows, _ in self.viewers:
             viewer = tensor()
             if viewer is not None and viewer._store is shows._store:
-                look_at(viewer, before, geometry)
+                point_at(viewer, before, geometry)
 
     def outdated(self) -> bool:
         """Whether somebody looks at a weight's memory who did not when the step was traced."""

@@ -15,13 +15,13 @@ from . import session
 from .exported_memory import note_memory, stores_met_by
 from .geometry import Geometry, geometry_of
 from .lost_history import without_history
-from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, make_views_real, mine, on_backend
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, make_views_real, on_backend, to_host
 
 Tensor = torch.Tensor
 
 
-def look_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Let a deferred tensor look at `store` from now on."""
+def point_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) -> None:
+    """Let a deferred tensor be a view of `store` from now on."""
     _set_data(tensor, DeferredTensor.wrap(store, *geometry))
     tensor._store = store
     store.add(tensor)
@@ -34,11 +34,11 @@ def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     if type(tensor) is DeferredTensor:
         if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1
-        look_at(tensor, store, geometry)
+        point_at(tensor, store, geometry)
         return
     new = DeferredTensor.wrap(store, *geometry)
     if tensor.grad_fn is not None and session.trace is None:  # it stays what a gradient goes through
-        _set_data(tensor, mine(new))
+        _set_data(tensor, to_host(new))
         return
     kind = type(tensor)
     if isinstance(tensor, UninitializedTensorMixin):

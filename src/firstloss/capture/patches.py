@@ -33,7 +33,7 @@ from .geometry import geometry_of
 from .lost_history import is_returned
 from .mapped_file import left_in_file
 from .other_storage import is_state, reseat
-from .tensor import DeferredTensor, Hooks, forget, is_pending, mine, on_backend
+from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -43,7 +43,7 @@ def _make_subclass(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     In a capture, a parameter made of a checkpoint's tensor that is still in its file stays there.
     """
     if len(args) > 1 and type(args[1]) is DeferredTensor:
-        args = (args[0], mine(args[1]), *args[2:])
+        args = (args[0], to_host(args[1]), *args[2:])
     elif session.depth and session.trace is None and args[0] is torch.nn.Parameter and len(args) > 1 and not kwargs:
         left = left_in_file(args[1])
         if left is not None:
@@ -56,7 +56,7 @@ def _new(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `torch.Tensor.__new__`; a subclass made of a deferred tensor gets its real memory, as above."""
     if len(args) < 2 or not isinstance(args[1], torch.Tensor) or not (session.depth or type(args[1]) is DeferredTensor):
         return original(*args, **kwargs)
-    data = mine(args[1]) if type(args[1]) is DeferredTensor else args[1]
+    data = to_host(args[1]) if type(args[1]) is DeferredTensor else args[1]
     with DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
         return original(args[0], data, *args[2:], **kwargs)
 

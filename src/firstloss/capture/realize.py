@@ -91,7 +91,7 @@ def materialize_stores(
             for store in some:
                 buffer = store.made[1] if store.is_made and store.made is not None else made.pop(store.value)
                 store.made = None
-                _turn_real(store, buffer, device, dtype)
+                _make_all_real(store, buffer, device, dtype)
                 before += store.value.nbytes
         for view, base, is_computed in lazy:
             _make_real_view(view, base, is_computed)
@@ -118,7 +118,7 @@ def give_memory(store: DeferredStorage) -> None:
     with DisableTorchDispatch():
         memory = store.value.empty()
     store.made = None
-    _turn_real(store, memory, None, None)
+    _make_all_real(store, memory, None, None)
 
 
 def make(stores: list[DeferredStorage]) -> None:
@@ -159,7 +159,7 @@ def _check_device(device: torch.device | str) -> None:
         ) from None
 
 
-def _turn_real(
+def _make_all_real(
     store: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     """Let every tensor that looks at `store` be a real one that looks at `buffer`, moved and converted."""

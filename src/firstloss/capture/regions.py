@@ -71,7 +71,7 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
         with lift:
             results = function(*made)
         results = [results] if isinstance(results, Tensor) else list(results)
-        results = [_own(lift, x) for x in results]
+        results = [_as_local(lift, x) for x in results]
         found = list(lift.known.values())[len(outside) :]
         outputs = {f"out{i}": x._ref() for i, x in enumerate(results)}
     inputs += [value for value in tracing.inputs if any(tracing.inputs[value] is x for x, _ in found)]
@@ -93,7 +93,7 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
     return Region(program, inputs, [*lifted, *(x for x, _ in found)], kinds, tracing.draws)
 
 
-def _own(lift: _Lift, x: Any) -> DeferredTensor:
+def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
     if not isinstance(x, Tensor):
         x = torch.tensor(x)
     x = lift._local(x)
@@ -127,7 +127,7 @@ class _GeneratorState:
     def __init__(self) -> None:
         self._state = torch.get_rng_state()  # the trace's own, while one is under way
 
-    def again(self, function: Callable, *args: Any) -> Any:
+    def with_same_draws(self, function: Callable, *args: Any) -> Any:
         after = torch.get_rng_state()
         torch.set_rng_state(self._state)
         try:
@@ -213,7 +213,7 @@ class _Cond(torch.autograd.Function):
         pred, *tensors = ctx.saved_tensors
         own, lifted = tensors[: ctx.count], tensors[ctx.count :]
         backwards = [differentiated(f, own, lifted, len(grads)) for f in ctx.functions]
-        found = iter(ctx.state.again(_either, pred, backwards, [*tensors, *grads], ()))
+        found = iter(ctx.state.with_same_draws(_either, pred, backwards, [*tensors, *grads], ()))
         return None, None, None, None, *(next(found) if x.requires_grad else None for x in tensors)
 
 
@@ -332,7 +332,7 @@ class _Scan(torch.autograd.Function):
             return [*g_carry, *(a + b for a, b in zip(sums, found[len(found) - len(learned) :], strict=True)), *g_xs]
 
         start = [*ending, *(torch.zeros_like(x) for x in learned)]
-        out = ctx.state.again(_walk, step, start, [*carries, *xs, *along], lifted, True)
+        out = ctx.state.with_same_draws(_walk, step, start, [*carries, *xs, *along], lifted, True)
         found_xs, sums = iter(out[n + len(learned) :]), iter(out[n : n + len(learned)])
         return (
             None,

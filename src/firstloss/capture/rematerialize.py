@@ -29,12 +29,12 @@ def behind_barrier(tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     with torch.no_grad():
-        made = iter(barrier([x.detach() for x in tensors], _look(trace.latest, trace)))
+        made = iter(barrier([x.detach() for x in tensors], _tensor_of(trace.latest, trace)))
     out = [next(made).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
     return pytree.tree_unflatten(out, spec)
 
 
-def _look(value: Value, trace: Any) -> DeferredTensor:
+def _tensor_of(value: Value, trace: Any) -> DeferredTensor:
     """A tensor of the step that holds `value`."""
     store = DeferredStorage(value)
     store.trace = trace

@@ -72,7 +72,7 @@ class Tracing:
     def views_of(self, tensor: torch.Tensor) -> int:
         raise NotImplementedError
 
-    def met(self, tensor: torch.Tensor) -> None: ...
+    def note_outside(self, tensor: torch.Tensor) -> None: ...
 
     def adopt_real(self, tensor: torch.Tensor) -> Storage:
         raise NotImplementedError

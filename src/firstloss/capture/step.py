@@ -118,12 +118,12 @@ class StepTrace(recorder._Tracing):
             store.trace = self
             self.inputs[value] = base
             known = self._real[key] = (base, store)
-        self.met(tensor)
+        self.note_outside(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
         return known[1]
 
-    def met(self, tensor: torch.Tensor) -> None:
+    def note_outside(self, tensor: torch.Tensor) -> None:
         """The step looks at a real tensor from outside; another one that stands in its place is another input."""
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 

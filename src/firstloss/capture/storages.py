@@ -13,7 +13,7 @@ import torch
 from ..compat.patches import replaces
 from ..compat.torch_names import DisableTorchDispatch
 from . import session
-from .tensor import DeferredTensor, made
+from .tensor import DeferredTensor, to_real
 
 
 @replaces(
@@ -49,7 +49,7 @@ def read(original: Any, self: Any, *args: Any) -> Any:
 @replaces("torch.utils.dlpack.to_dlpack")
 def to_dlpack(original: Any, tensor: Any) -> Any:
     """As `torch.utils.dlpack.to_dlpack`, on the materialized tensor."""
-    return original(made(tensor, writable=True) if type(tensor) is DeferredTensor else tensor)
+    return original(to_real(tensor, writable=True) if type(tensor) is DeferredTensor else tensor)
 
 
 @replaces("torch.Tensor.__deepcopy__")

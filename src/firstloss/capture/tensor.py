@@ -283,7 +283,7 @@ class DeferredTensor(Tensor):
 
     def as_subclass(self, cls):
         """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
-        return mine(self).as_subclass(cls)
+        return to_host(self).as_subclass(cls)
 
     def requires_grad_(self, requires_grad=True):
         """As `torch.Tensor.requires_grad_`."""
@@ -314,20 +314,20 @@ class DeferredTensor(Tensor):
         """
         if is_pending(self) and session.trace is None and distributed.asks_for_a_name():
             return _number_of(self._store) + int(self.storage_offset()) * self.itemsize
-        return made(self, lasting=True).data_ptr()
+        return to_real(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
-        real = made(self, writable=True)
+        real = to_real(self, writable=True)
         with DisableTorchDispatch():
             return real.__dlpack__(*args, **kwargs)
 
     def untyped_storage(self):
         """As `torch.Tensor.untyped_storage`, of the tensor's own memory."""
-        return made(self, lasting=True).untyped_storage()
+        return to_real(self, lasting=True).untyped_storage()
 
     def share_memory_(self):
         """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
-        made(self, lasting=True, writable=True).share_memory_()
+        to_real(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
             note_memory(self._store)  # it is elsewhere now
         return self
@@ -337,7 +337,7 @@ class DeferredTensor(Tensor):
         return Hooks.value_of(self).tolist()
 
     def __reduce_ex__(self, protocol):
-        real = made(self)
+        real = to_real(self)
         if real is not self:
             if is_parameter(self):
                 real = torch.nn.Parameter(real.detach(), self.requires_grad)
@@ -398,8 +398,8 @@ def has_strangers(types: Iterable[type]) -> bool:
     return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
 
 
-def made(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, alone: bool = False) -> Tensor:
-    """`tensor` made real, in place; on a backend, a real tensor on the memory that is its content's.
+def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, alone: bool = False) -> Tensor:
+    """`tensor` made real, in place; on a backend, a real tensor that shares the memory of its content.
 
     Args:
         lasting: whoever asks goes on to use the address.
@@ -424,10 +424,10 @@ def _elsewhere(tensor: DeferredTensor) -> bool:
     return session.trace is None and on_backend(tensor) and not tensor._store.resident.in_host_memory
 
 
-def mine(tensor: DeferredTensor, alone: bool = False) -> Tensor:
-    """As `made`; where the memory is elsewhere, a copy in memory of the caller's own."""
+def to_host(tensor: DeferredTensor, alone: bool = False) -> Tensor:
+    """As `to_real`; where the memory is elsewhere, a copy in memory of the caller's own."""
     if not _elsewhere(tensor):
-        return made(tensor, alone=alone)
+        return to_real(tensor, alone=alone)
     real = Hooks.value_of(tensor)
     return real.requires_grad_() if tensor.requires_grad else real
 
@@ -435,7 +435,7 @@ def mine(tensor: DeferredTensor, alone: bool = False) -> Tensor:
 def _numpy(tensor: DeferredTensor) -> Any:
     """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
     elsewhere = _elsewhere(tensor)
-    real = mine(tensor, alone=True)
+    real = to_host(tensor, alone=True)
     with DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
         array = real.numpy()
     if elsewhere:

@@ -126,7 +126,7 @@ def run_on_resident(call: Call) -> Any:
                 f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
                 "Call firstloss.materialize_tensor on the first."
             )
-    if call.op is aten.copy_.default and _takes_from_file(*call.args[:2]):
+    if call.op is aten.copy_.default and _is_read_per_device(*call.args[:2]):
         call.args[0]._store.resident.replace_from(call.args[1]._store.value)
         return call.args[0]
     fresh = []
@@ -149,7 +149,7 @@ def run_on_resident(call: Call) -> Any:
     return result
 
 
-def _takes_from_file(target: DeferredTensor, source: Any) -> bool:
+def _is_read_per_device(target: DeferredTensor, source: Any) -> bool:
     """Whether all of a weight on a mesh is to become what is in a file: each device then reads its part alone."""
     if not is_pending(source) or not on_backend(target):
         return False

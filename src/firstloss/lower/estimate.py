@@ -230,7 +230,7 @@ class _Device:
         name = eqn.primitive.name
         shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
         made = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
-        if name in RESHAPING and operands[0].parts and self._keeps_cuts(eqn, operands[0], shapes[0], made[0]):
+        if name in RESHAPING and operands[0].parts and self._keeps_sharding(eqn, operands[0], shapes[0], made[0]):
             operand = operands[0]
             result = self._apply(eqn, [operand._replace(parts=())])[0]
             return [result._replace(parts=operand.parts, itemsize=operand.itemsize)]
@@ -325,7 +325,7 @@ class _Device:
                             used.update(cut)
         return cuts
 
-    def _keeps_cuts(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
+    def _keeps_sharding(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
         cuts = self._cuts(eqn, rule_of_equation(eqn), [operand], [shape], [made])
         return sorted(cuts.values()) == sorted(cut for cut in operand.place.spec if cut)
 

@@ -193,14 +193,14 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
         return self
     limits = jnp.finfo(self.dtype)
 
-    def of_real(x):
+    def replace_real(x):
         x = where(x != x, 0.0 if nan is None else nan, x)
         x = where(x == math.inf, float(limits.max) if posinf is None else posinf, x)
         return where(x == -math.inf, float(limits.min) if neginf is None else neginf, x)
 
     if is_complex(self.dtype):
-        return lax.complex(of_real(lax.real(self)), of_real(lax.imag(self)))
-    return of_real(self)
+        return lax.complex(replace_real(lax.real(self)), replace_real(lax.imag(self)))
+    return replace_real(self)
 
 
 # --- Functions of two operands ----------------------------------------------------------------------------------------

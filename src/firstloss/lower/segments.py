@@ -102,14 +102,14 @@ def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
 def _looks(program: Program, apart: Iterable[str]) -> dict[str, Call]:
     """For outputs that are no whole Values, and those that are to have one of their own, the calls that make these."""
     own = set(apart)
-    return {name: _look(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
+    return {name: _view_call(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
 
 
 def _outputs(program: Program, looks: Mapping[str, Call]) -> dict[str, Value]:
     return {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
 
 
-def _look(ref: Ref) -> Call:
+def _view_call(ref: Ref) -> Call:
     """A call that makes a Value of its own of what `ref` sees."""
     value = ref.value
     view = View(value.shape, value.stride, value.dtype, ref.size, ref.stride, ref.offset, ref.dtype)

@@ -48,7 +48,7 @@ def propagate(
         wanted: what the results are to be; they will be.
     """
     like = {segment.function: segment for segment in reversed(segments)}
-    look = functools.cache(lambda number, ins, outs, back: _look(like[number], ins, outs, back, axes))
+    look = functools.cache(lambda number, ins, outs, back: _propagate_through(like[number], ins, outs, back, axes))
     found: dict[Value, Placed] = {**given, **{value: Placed(spec) for value, spec in wanted.items()}}
     for back in (False, True, False, True):
         for segment in reversed(segments) if back else segments:
@@ -77,7 +77,7 @@ def _known(found: Mapping[Value, Placed], value: Value | int) -> Placed:
     return found.get(value) or Placed(((),) * len(value.shape))
 
 
-def _look(
+def _propagate_through(
     segment: Segment, ins: Sequence[Placed], outs: Sequence[Placed], back: bool, axes: Axes
 ) -> tuple[Placed, ...]:
     """The shardings of a segment's inputs and outputs: cut further than now, if what is inside says so."""

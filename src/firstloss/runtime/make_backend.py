@@ -144,7 +144,7 @@ def backend(
             first_loss=first_loss or "eager",
         )
         jax_there.compile_in(folder)
-        notes.keep_in(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
+        notes.set_folder(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:

@@ -94,12 +94,12 @@ class _Evaluator:
         def outside(x: Any) -> Any:
             return (x < low) | (x > high)
 
-        def again(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def redraw(carry: tuple[Any, Any]) -> tuple[Any, Any]:
             number, x = carry
             return number + np.int64(1), jnp.where(outside(x), self.fill(tree.fill, box, starts, number), x)
 
         first = (np.int64(1), self.fill(tree.fill, box, starts))
-        return lax.while_loop(lambda carry: jnp.any(outside(carry[1])), again, first)[1]
+        return lax.while_loop(lambda carry: jnp.any(outside(carry[1])), redraw, first)[1]
 
     def _apply(self, tree: Apply, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         def fill(arg: Any) -> Any:

@@ -100,7 +100,7 @@ class DeviceBuffer:
     # -- host memory, for code that bypasses PyTorch's dispatcher --
 
     @classmethod
-    def of_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
+    def from_host_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
         """A buffer whose content lives in host memory that other code holds too, laid out as `value` is.
 
         Args:

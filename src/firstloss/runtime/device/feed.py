@@ -54,7 +54,7 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         # It may be what this process has read for itself, for `global_batch`: the step sends it if it is all of it.
         return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
     if mesh is not None:
-        sharding = mesh.of_batch(tuple(tensor.shape))
+        sharding = mesh.batch_sharding(tuple(tensor.shape))
         sent = put_later(tensor, sharding)
         lazily = (tuple(tensor.shape), tensor.dtype, sharding) if type(sent) is LazyArray else ()
         made = resident(sent, *lazily)

@@ -133,7 +133,7 @@ def _is_copied(value: Value) -> bool:
 def _materialize_in_background(
     stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
 ) -> None:
-    shardings = {store.value: mesh.of_store(store) if mesh is not None else None for store in stores}
+    shardings = {store.value: mesh.storage_sharding(store) if mesh is not None else None for store in stores}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
 
@@ -222,7 +222,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
             if lasting or is_held(base):  # by a NumPy array, or a tensor that is not moved
-                store.resident = DeviceBuffer.of_memory(value, base, lasting)
+                store.resident = DeviceBuffer.from_host_memory(value, base, lasting)
                 note_memory(store)
                 continue
         from ..jaxlib import to_device
@@ -233,7 +233,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         else:
             from ..mesh.arrays import put
 
-            sharding = mesh.of_store(store)
+            sharding = mesh.storage_sharding(store)
             array = put(base, sharding)
         store.resident = DeviceBuffer(value, array=array, sharding=sharding)
         del base
@@ -261,7 +261,7 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
     store = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
-        store.resident = DeviceBuffer.of_memory(value, base, not is_countable(base))
+        store.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
         note_memory(store)
     else:
         from ..jaxlib import to_device

@@ -104,7 +104,7 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if held is os.environ:
         return environment
     if is_iterator_of_c(kind):
-        return lambda: _stands_at(held)
+        return lambda: _position(held)
     # Of the package tokenizers; all of it takes milliseconds to write down.
     if str(getattr(kind, "__module__", "")).partition(".")[0] == "tokenizers" and hasattr(kind, "get_vocab_size"):
         return lambda: (held.get_vocab_size(), repr(held.padding), repr(held.truncation))
@@ -306,7 +306,7 @@ def inside(held: Any) -> Iterable[Any]:
     if isinstance(held, np.void):
         return held.tolist() if held.dtype.hasobject else ()
     if is_iterator_of_c(type(held)):
-        state = _stands_at(held)
+        state = _position(held)
         return state if isinstance(state, tuple) else ()
     return ()
 
@@ -342,7 +342,7 @@ def tells_where_it_stands(cls: type) -> bool:
     return cls.__reduce__ is not object.__reduce__
 
 
-def _stands_at(iterator: Any) -> Any:
+def _position(iterator: Any) -> Any:
     """Where one of Python's own iterators stands: what pickle would save of it, flattened; None if it will not tell."""
     try:
         with warnings.catch_warnings():

@@ -125,7 +125,7 @@ class Effects:
         self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
         self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
-    def also(self, undo: Bind, apply: Callable[[Env], Bind]) -> None:
+    def add(self, undo: Bind, apply: Callable[[Env], Bind]) -> None:
         """A change that somebody else has found."""
         self._undo.append(undo)
         self._apply.append(apply)

@@ -273,7 +273,7 @@ def may_die(reference: Any) -> bool:
     return any(
         held is not None
         and not isinstance(held, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.FunctionType))
-        for held in behind(reference)
+        for held in referents(reference)
     )
 
 
@@ -286,7 +286,7 @@ _OF_THE_PROCESS = {
 }
 
 
-def behind(binding: Any) -> Iterator[Any]:
+def referents(binding: Any) -> Iterator[Any]:
     """What a method, a partial, a property and their like lead to."""
     if isinstance(binding, types.MethodType):
         yield from (binding.__func__, binding.__self__)

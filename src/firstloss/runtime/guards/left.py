@@ -183,7 +183,7 @@ class Left:
         key = id(value)
         if not self._is_traced(value) and self._is_old(value):
             return lambda env: env.stand_in.get(key, value)
-        new, more = self._new_tensor(value), self._beside(value)
+        new, more = self._new_tensor(value), self._attributes_and_gradient(value)
         return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
 
     def _new_tensor(self, value: torch.Tensor) -> Make:
@@ -216,7 +216,7 @@ class Left:
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
         return lambda env: DeferredTensor.wrap(store, *geometry)
 
-    def _beside(self, value: torch.Tensor) -> Callable[[torch.Tensor, Env], None]:
+    def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, Env], None]:
         """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
         parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_store"}
         leaf = value.requires_grad and value.is_leaf

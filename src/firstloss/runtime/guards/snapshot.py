@@ -31,7 +31,6 @@ from . import caches, contents
 from .bytecode import attributes_set, imports, with_inner
 from .kinds import (
     Kind,
-    behind,
     is_closed,
     is_closed_class,
     is_installed,
@@ -40,6 +39,7 @@ from .kinds import (
     kind_of,
     module_of_class,
     own_module,
+    referents,
     slots,
     table_of,
 )
@@ -134,7 +134,7 @@ class Snapshot:
         self.hooks = list(_hook_tables())
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
-    def also(self, root: Any) -> None:
+    def add_root(self, root: Any) -> None:
         """Walk what can be reached from one more."""
         self._walk([root])
 
@@ -202,7 +202,7 @@ class Snapshot:
                 todo.append(content)
             return
         elif kind is Kind.BINDING:
-            todo.extend(behind(what))
+            todo.extend(referents(what))
             if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
                 if not is_installed(what.__wrapped__.__module__):

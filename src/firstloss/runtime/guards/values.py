@@ -25,7 +25,6 @@ from .guards import CellGuard, FunctionGuard, ListGuard, ReadGuard, TableGuard
 from .kinds import (
     WEAK,
     Kind,
-    behind,
     can_be_instrumented,
     is_closed,
     is_closed_class,
@@ -36,6 +35,7 @@ from .kinds import (
     kind_of,
     may_die,
     module_of_class,
+    referents,
 )
 from .objects import MISSING, class_table, definition, own_attributes
 from .pytorch import undisguised
@@ -121,7 +121,7 @@ class Values:
                 self.weak = True
                 self.unwatchable[id(value)] = (value, f"{what}, by a weak reference")
                 return
-            for part in behind(value):
+            for part in referents(value):
                 self.value(part, what, name)
             if isinstance(value, functools.partial):
                 self._in_c(value, ("func", "args", "keywords"), what, name)

@@ -29,7 +29,7 @@ def put_parts(tensor: torch.Tensor, mesh: Mesh) -> jax.Array:
     """A batch of which this process has the rows in `tensor`, and each other process as many."""
     rows, processes = tensor.shape[0], jax.process_count()
     shape = (rows * processes, *tensor.shape[1:])
-    sharding = mesh.of_batch(shape).named
+    sharding = mesh.batch_sharding(shape).named
     if processes > 1 and sharding.is_fully_replicated:
         raise ShardingError(
             f"{processes} processes with {rows} rows each have no batch that can be cut over the mesh {mesh.axes}. "

@@ -101,7 +101,7 @@ class Mesh:
 
     # -- shardings --
 
-    def of_store(self, store: DeferredStorage) -> MeshSharding:
+    def storage_sharding(self, store: DeferredStorage) -> MeshSharding:
         """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
 
         Raises:
@@ -131,7 +131,7 @@ class Mesh:
             return self.whole
         return self._cut(shardings.by_default(tuple(value.shape), self.axes))
 
-    def of_batch(self, shape: tuple[int, ...]) -> MeshSharding:
+    def batch_sharding(self, shape: tuple[int, ...]) -> MeshSharding:
         """The sharding of a tensor of the batch: its first dimension over the data axes, if they divide it."""
         if not shape or self._ways == 1:
             return self.whole
@@ -172,7 +172,7 @@ class Mesh:
     def _cut(self, spec: shardings.Spec) -> MeshSharding:
         return self._shardings.setdefault(spec, MeshSharding(self, spec))
 
-    def of_results(self) -> MeshSharding | None:
+    def result_sharding(self) -> MeshSharding | None:
         """The sharding of results: None is as they come; of several processes each has all of them, to read."""
         return self.whole if process_count() > 1 else None
 

@@ -106,7 +106,7 @@ class Arguments:
             if isinstance(leaf, torch.Tensor) and i not in self.itself:
                 yield i, leaf
 
-    def own(self) -> list[Any]:
+    def guarded(self) -> list[Any]:
         """What guards have to look into: all but data."""
         return [leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor) or i in self.itself]
 

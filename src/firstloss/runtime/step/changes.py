@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
     def roots(self) -> tuple:
         """Where to begin to look for what the step's Python reads."""
-        return (self.step, *self.arguments.own(), *self.backend.models)
+        return (self.step, *self.arguments.guarded(), *self.backend.models)
 
     def compiled(self, around: Surroundings, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
@@ -148,7 +148,7 @@ class Known:
                 return f"{line or 'it'} reads {what}, which is too much to look through at each call"
         return None
 
-    def own(self, changes: list[Change]) -> list[Change]:
+    def own_changes(self, changes: list[Change]) -> list[Change]:
         """Those of `changes` that the step itself has made; but for new tensors in the place of others, with which it
         can go on."""
         own = [change for change in changes if change.place in self.step.traced.effects.places]
@@ -245,10 +245,10 @@ class Versions:
         known = self._traced(request, find, first=not any(versions._known for versions in alike))
         if known.step.traced.raised is not None:  # it may not be so the next time
             return known
-        if last is not None and last.own(why):
+        if last is not None and last.own_changes(why):
             known.again = last.again + 1
             if known.again > 1:
-                self._reports.again(last.guards, last.own(why), last.seconds)
+                self._reports.changes_what_it_reads(last.guards, last.own_changes(why), last.seconds)
         if twin and known.noted:
             known.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._known:

@@ -106,7 +106,7 @@ class _Closure:
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
-            call.beside()
+            call.run_outside_step()
 
 
 class Call:
@@ -141,7 +141,7 @@ class Call:
 
     # -- beside a step --
 
-    def beside(self) -> None:
+    def run_outside_step(self) -> None:
         """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
         if not self._due():
             return

@@ -138,7 +138,7 @@ class CompiledStep:
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
                 owners.moved()
             wait = self._ran  # else the executable waits itself for what is to come
-            state_owners = owners.of_call(leaves)
+            state_owners = owners.owners_at_call(leaves)
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None

@@ -37,7 +37,7 @@ class Gradients:
 
     def traced(self, inputs: Inputs, effects: Effects, left: Left) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
-        self._meet_others()
+        self._note_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
         for parameter, gradient in self._before.items():
@@ -52,18 +52,18 @@ class Gradients:
         for parameter, before in self._before.items():
             if parameter.grad is not before:
                 self._left.append(parameter)
-                effects.also(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
+                effects.add(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
         for tensor, wanted in self._wanted.items():
             if tensor.requires_grad != wanted:
-                effects.also(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
+                effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
-    def _meet_others(self) -> None:
+    def _note_new_gradients(self) -> None:
         """What wanted no gradient before the step, and has got one: the step has made it want some."""
         self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
         """The step could not be traced."""
-        self._meet_others()
+        self._note_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
         for tensor, wanted in self._wanted.items():

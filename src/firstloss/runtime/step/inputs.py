@@ -131,7 +131,7 @@ class Inputs:
         if value in self._numbers or value not in self._places and not isinstance(owner, DeferredStorage):
             return mesh.whole
         if not isinstance(owner, DeferredStorage):
-            return mesh.of_batch(tuple(value.shape))
+            return mesh.batch_sharding(tuple(value.shape))
         return self._buffer(owner).sharding or mesh.whole
 
     def _buffer(self, store: DeferredStorage) -> DeviceBuffer:

@@ -12,7 +12,7 @@ from pathlib import Path
 _folder: Path | None = None
 
 
-def keep_in(folder: str) -> None:
+def set_folder(folder: str) -> None:
     """Keep notes in `folder` from here on."""
     global _folder
     _folder = Path(folder)

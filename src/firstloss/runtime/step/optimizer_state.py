@@ -34,7 +34,7 @@ class OptimizerStates:
         self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # likewise
         self._states: list[StateOf] = []
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step of one: what it has."""
         for entries in optimizer.state.values():
             kept = (torch.Tensor, *PLAIN)
@@ -52,12 +52,12 @@ class OptimizerStates:
             if isinstance(old, PLAIN):
                 if new is not old and (type(new) is not type(old) or new != old):
                     self.counts = self.counts or f"its optimizer changes a Python number, state[{key!r}]"
-                    effects.also(
+                    effects.add(
                         functools.partial(operator.setitem, entries, key, old),
                         always(functools.partial(operator.setitem, entries, key, new)),
                     )
             elif new is not old and isinstance(new, torch.Tensor):
-                effects.also(
+                effects.add(
                     functools.partial(operator.setitem, entries, key, old),
                     functools.partial(self._bind, entries, key, left.make(new), move),
                 )
@@ -66,7 +66,7 @@ class OptimizerStates:
             for p, entries in list(optimizer.state.items()):
                 for key in [key for key in entries if key not in had.get(p, ())]:
                     undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
-                    effects.also(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
+                    effects.add(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
 
     def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
         new = make(env)

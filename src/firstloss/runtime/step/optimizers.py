@@ -208,7 +208,7 @@ class Optimizers:
         load_in_place(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
-        self.groups.keep(optimizer)
+        self.groups.save(optimizer)
         one_by_one = _overlaps(optimizer)
         fused: list[torch.Tensor] = []  # weights for which PyTorch's fused kernels were asked
         for group in optimizer.param_groups:
@@ -258,7 +258,7 @@ class Optimizers:
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)
-        self.state.keep(optimizer)
+        self.state.save(optimizer)
 
 
 def _keeps_gradients(group: dict[str, Any]) -> bool:

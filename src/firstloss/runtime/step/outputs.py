@@ -45,7 +45,7 @@ class _Part(NamedTuple):
             ref=tensor._ref(),
             geometry=geometry_of(tensor),
             computed=tensor.requires_grad and not tensor.is_leaf,
-            where=None if mesh is None else mesh.of_store(tensor._store),
+            where=None if mesh is None else mesh.storage_sharding(tensor._store),
         )
 
     def outgoing(self, output: str, whole: bool) -> Outgoing:
@@ -101,7 +101,7 @@ class Outputs:
                 name = f"made{len(self.made)}"
                 self.made.append(name)
                 if mesh is not None:
-                    self.where[name] = mesh.of_store(store)
+                    self.where[name] = mesh.storage_sharding(store)
                 outputs[name] = Ref.of(store.value)
                 self.held[name] = store
         self.held |= self._unseen

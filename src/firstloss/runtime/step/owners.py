@@ -92,7 +92,7 @@ class Owners:
         order = {value: i for i, value in enumerate(self.inputs)}
         return [order[v] for v in self.changed], [order[v] for v in self.read]
 
-    def of_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
+    def owners_at_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
         """The state that a call changes: of the arguments, its own."""
         if not self.edited:
             return self.changed

@@ -57,7 +57,7 @@ class _Set(NamedTuple):
     value: Any
     before: Any
 
-    def again(self) -> None:
+    def apply(self) -> None:
         """At a call."""
         self.group[self.key] = self.value
 
@@ -112,7 +112,7 @@ class ParameterGroups:
         self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
         self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step of one: its groups are put back after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
             self._first += _differences(group, before)
@@ -216,12 +216,12 @@ class ParameterGroups:
     def begin(self) -> None:
         """A call begins: what the step sets before its optimizers step is set."""
         for change in self._first:
-            change.again()
+            change.apply()
 
     def traced(self, effects: Effects) -> None:
         """What the step has set later is an effect like others."""
         for change in self._later:
-            effects.also(lambda: None, always(change.again))
+            effects.add(lambda: None, always(change.apply))
 
     def _constants(self) -> dict[Any, Any]:
         """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it

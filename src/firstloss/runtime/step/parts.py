@@ -68,8 +68,8 @@ def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
     edges = None
     if mesh is not None:
         outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
-        if mesh.of_results() is not None:
-            outputs |= dict.fromkeys(names, mesh.of_results())
+        if mesh.result_sharding() is not None:
+            outputs |= dict.fromkeys(names, mesh.result_sharding())
         wanted = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
         edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
         pieces = edges.cut

@@ -43,7 +43,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         )
     with Undo() as undo, undo, session.tracing:
         put_off(undo)
-        around = Surroundings((step, *arguments.own(), *backend.models), [], False)
+        around = Surroundings((step, *arguments.guarded(), *backend.models), [], False)
         traced = tracing.trace_step(step, arguments, backend, around)
         try:
             if traced.raised is not None:
@@ -203,7 +203,7 @@ def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Ba
     shape, dtype = tuple(value.shape), value.dtype
     sharding = None
     if isinstance(owner, DeferredStorage) and backend.mesh is not None:
-        sharding = owner.resident.sharding if owner.resident is not None else backend.mesh.of_store(owner)
+        sharding = owner.resident.sharding if owner.resident is not None else backend.mesh.storage_sharding(owner)
     spec = ((),) * len(shape) if sharding is None else spec_of(sharding, len(shape))
     cut = {axis for entry in spec for axis in entry}
     whole = tuple(axis for axis, size in axes.items() if axis not in cut and size > 1)

@@ -116,7 +116,7 @@ class Schedulers:
             if call.waits():
                 self.afterwards.append(_stepping(call, make))
             else:
-                effects.also(lambda: None, _stepping(call, make))
+                effects.add(lambda: None, _stepping(call, make))
         self._calls.clear()
 
 

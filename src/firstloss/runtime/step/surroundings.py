@@ -46,7 +46,7 @@ class Surroundings:
         effects = Effects(self.snapshot, reads, left)
         if generators() != self._generators:
             before, after = self._generators, generators()
-            effects.also(lambda: put_back_generators(before), always(lambda: put_back_generators(after)))
+            effects.add(lambda: put_back_generators(before), always(lambda: put_back_generators(after)))
         self.guards = reads.guards(self._generators, weights)
         self.recording.forget()
         return effects

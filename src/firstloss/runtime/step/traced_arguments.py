@@ -93,7 +93,7 @@ class TracedArguments:
             if made.grad is not gradient:
                 found["grad"] = made.grad
             for name, value in found.items():
-                effects.also(lambda: None, _on_argument(i, name, left.make(value)))
+                effects.add(lambda: None, _on_argument(i, name, left.make(value)))
 
 
 def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:

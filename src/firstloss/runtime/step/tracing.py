@@ -118,7 +118,7 @@ class _Trace:
             recording.begin(undo)
             given = TracedArguments(arguments, self.trace)
             args, kwargs = given.take()
-            snapshot.also((args, kwargs))
+            snapshot.add_root((args, kwargs))
             try:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
@@ -158,11 +158,11 @@ class _Trace:
         self.gradients.traced(trace.inputs, effects, left)
         self.optimizers.traced(effects, left, owners.move)
         if trace.generator_left is not None:
-            effects.also(lambda: None, always(trace.generator_left))
+            effects.add(lambda: None, always(trace.generator_left))
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
-            effects.also(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
+            effects.add(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
         handed_out = [(store, left.make(kept)) for store, kept in trace.new_memory.weights.items() if kept is not None]
         effects.undo()
         viewers = {id(viewer.whole._store) for viewer in trace.new_memory.viewers}
