@@ -235,7 +235,15 @@ assert shown.pop().isfinite() and len(seen) == 1
 <sample>
 assert len(told) == 1, told
 """,
-    "docs/how-to/traced-step.md": READY + "compiled = model\n<sample>\nassert step(batch).item() < loss.item()",
+    "docs/how-to/traced-step.md": MODEL
+    + """
+batch = torch.ones(4, 8)
+loader = [batch] * 3
+<sample>
+assert step(batch).item() < loss.item()
+compiled = fl.compile(Model(), backend)  # "real weights"
+assert step(batch).item() > 0
+""",
     "docs/how-to/trainer.md": MODEL
     + """
 train_loader, val_loader = ([(torch.randn(4, 8), torch.randn(4, 8))] * n for n in (40, 2))

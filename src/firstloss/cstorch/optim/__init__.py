@@ -1,6 +1,7 @@
 """The optimizers of `cerebras.pytorch.optim`: their names, arguments, defaults and formulas.
 
-`firstloss.optim` has PyTorch's under the same names. Where they differ, and which to take, docs/cstorch.md says.
+`firstloss.optim` has PyTorch's under the same names. Where they differ, docs/reference/cstorch.md says; which to take,
+docs/cstorch.md.
 """
 
 from ...optim import lr_scheduler, scheduler, weight_decay_scheduler
