@@ -264,7 +264,7 @@ trainer.fit(train_loader, val_loader)
 assert plateau.state_dict()["best"] > 0
 <sample>
 trainer = Trainer(model_dir="other", model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-                  loop=TrainingLoop(max_epochs=2), callbacks=[SaveSamples()])
+                  loop=TrainingLoop(max_epochs=2), callbacks=[BestSoFar()])
 trainer.fit(train_loader, val_loader)
 """,
 }

@@ -45,8 +45,9 @@ def backend(
         True
 
     Args:
-        name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU" or "GPU", eager PyTorch.
-            A backend that was made before becomes the current one again.
+        name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU", eager PyTorch; "GPU",
+            PyTorch's own kernels, of which traced steps are replayed as CUDA graphs. A backend that was made before
+            becomes the current one again.
         mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
             data, dp, fsdp or the like (`docs/reference/sharding.md`). None for one device. A
