@@ -28,13 +28,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
 from firstloss.runtime.step import compiling
 
 from ..fuzz.interpret import interpreted
+from ..small_training import build, training_step
 
 CASES = {}
 STEPS = 7
@@ -532,18 +532,9 @@ def losses(backend, make):
     torch.manual_seed(0)
     random.seed(0)
     generator = torch.Generator().manual_seed(1)
-    with backend.device:
-        model = nn.Linear(4, 3)
-    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1)
     get, around = make()
-
-    @fl.trace
-    def step(x):
-        optimizer.zero_grad()
-        loss = compiled(x).square().mean() * get()
-        loss.backward()
-        optimizer.step()
-        return loss
+    _, optimizer, compiled = build(backend)
+    step = training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * get())
 
     found = []
     for i in range(STEPS):

@@ -35,7 +35,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, TraceError
@@ -43,6 +42,7 @@ from firstloss.runtime.step import compiling
 
 from .. import forked
 from ..fuzz.interpret import interpreted
+from ..small_training import build, training_step
 
 CASES = {}
 STEPS = 6
@@ -519,18 +519,9 @@ def a_method_made_of_another():
 def losses(backend, make):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    with backend.device:
-        model = nn.Linear(4, 3)
-    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1)
     get, change = make()
-
-    @fl.trace
-    def step(x):
-        optimizer.zero_grad()
-        loss = compiled(x).square().mean() * get()
-        loss.backward()
-        optimizer.step()
-        return loss
+    _, optimizer, compiled = build(backend)
+    step = training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * get())
 
     found = []
     for i in range(STEPS):
