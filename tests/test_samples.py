@@ -199,7 +199,6 @@ assert float(optimizer.param_groups[0]["lr"]) == 1e-5
     + """
 <sample>
 assert weights["layers.0.q_proj.weight"].addressable_shards[0].data.shape == (2, 8)
-open("weights.mlir", "w").write(text)
 made = weights
 <sample>
 assert all((weights[name] == made[name]).all() for name in made)

@@ -1,6 +1,6 @@
 """Optimizers whose state can be made before the first step, and schedules that are functions of a step tensor.
 
-Any `torch.optim.Optimizer` and any `torch.optim.lr_scheduler` works in a traced step as well.
+Those of `torch.optim`, but LBFGS and SparseAdam, and those of `torch.optim.lr_scheduler` work in a traced step as well.
 """
 
 from . import lr_scheduler, scheduler, weight_decay_scheduler
