@@ -22,6 +22,7 @@ from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
 from tests.runtime import test_first_loss  # noqa: E402
 
 computed, train_a_net = test_first_loss.computed, test_first_loss.run
+FIRST_LOSS = {**test_first_loss.OPTIONS, "dropout": {"dropout": 0.2}}
 
 # Sums over a batch or a dimension that is cut are added up in another order: some ulp a step of float32, which training
 # carries on. Measured here: up to 2e-6 of the loss after four steps.
@@ -183,7 +184,7 @@ def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
             assert np.array_equal(part, whole.double().numpy()[shard.index]), (name, shard.device)
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": nn.BatchNorm1d}, {"dropout": 0.2}], ids=["norm", "batch", "dropout"])
+@pytest.mark.parametrize("options", FIRST_LOSS.values(), ids=FIRST_LOSS)
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"dp": 2, "fsdp": 4}], ids=["fsdp", "dp and fsdp"])
 def test_the_first_loss_is_that_of_pytorchs_kernels(axes, options, computed, tmp_path):
     """Bit for bit; the training is that of the compiled step, as if that had computed the first loss, too."""
