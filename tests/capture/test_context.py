@@ -237,6 +237,11 @@ def test_what_cannot_be_called():
         fl.deferred_init(nn.Linear(2, 2).weight)
 
 
+def test_a_module_in_the_place_of_its_constructor():
+    with pytest.raises(TypeError, match=r"test_context.py:\d+: .*a Linear that is constructed already.*init\(Linear, "):
+        fl.deferred_init(nn.Linear(2, 2))
+
+
 def test_an_unknown_policy():
     with pytest.raises(fl.errors.CaptureError, match="not a policy"), fl.deferred(rng="quick"):
         pass

@@ -154,12 +154,18 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         What `fn` returns, with deferred tensors in it.
 
     Raises:
-        NothingDeferredError: if what `fn` returns holds no tensor.
+        NothingDeferredError: if what `fn` returns holds no tensor, or `fn` is a module that has been constructed.
     """
     if not callable(fn):
         raise NothingDeferredError(
             f"{here()}: deferred_init takes a constructor to call, and {type(fn).__name__} cannot be called. Write "
             "deferred_init(Model, ...) or deferred_init(lambda: Model(...))."
+        )
+    if isinstance(fn, torch.nn.Module) and not args and not kwargs:
+        name = type(fn).__name__
+        raise NothingDeferredError(
+            f"{here()}: deferred_init is given a {name} that is constructed already, eagerly. Give it the constructor "
+            f"and its arguments: deferred_init({name}, ...)."
         )
     with deferred():
         result = fn(*args, **kwargs)
