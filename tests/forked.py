@@ -6,7 +6,8 @@ and imports first. A test whose subject is the import itself, or what a variable
 its process by `subprocess`.
 
 `start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each process of pytest
-has a server of its own, from the first request on, which ends with it.
+has a server of its own, from the first request on, which ends with it; and another one, which has imported all but JAX,
+for tests of what happens until then (`jax=False`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_READ_AT_THE_IMPORT = ("JAX_", "PYTHONHASHSEED", "TORCH_")
+_READ_BEFORE_JAX = ("PYTHONHASHSEED", "TORCH_")
+_READ_AT_THE_IMPORT = ("JAX_", *_READ_BEFORE_JAX)
 _LARGEST = 1 << 17  # bytes of a request
 
 
@@ -104,6 +106,7 @@ def start(
     stdout: Any = None,
     stderr: Any = None,
     start_new_session: bool = False,
+    jax: bool = True,
 ) -> Process:
     """Start Python with the arguments `command`: ["-m", module, ...], ["-c", code, ...] or [script, ...].
 
@@ -113,11 +116,13 @@ def start(
         stdin, stdout, stderr: `subprocess.PIPE` or `subprocess.DEVNULL`, an open file, or None for this process's; of
             `stderr` also `subprocess.STDOUT`.
         start_new_session: as `subprocess.Popen` has it.
+        jax: whether JAX has been imported.
     """
     environment = dict(os.environ if env is None else env)
-    server, known = _server()
+    server, known = _server(jax)
+    read = _READ_AT_THE_IMPORT if jax else _READ_BEFORE_JAX
     for name in {**known, **environment}:
-        if name.startswith(_READ_AT_THE_IMPORT) and known.get(name) != environment.get(name):
+        if name.startswith(read) and known.get(name) != environment.get(name):
             raise ValueError(f"{name} is read when something is imported: start this process by subprocess.")
     opened: list[int] = []
     streams: list[IO[str] | None] = []
@@ -179,15 +184,16 @@ def run(
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, dict[str, str]]:
+def _server(jax: bool) -> tuple[socket.socket, dict[str, str]]:
     """The way to the server, and the environment that it was started with."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
     environment = dict(os.environ)
     with theirs:
         path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
+        code = f"from tests import forked; forked.main({jax})"
         server = subprocess.Popen(
-            [sys.executable, "-c", "from tests import forked; forked.main()", str(theirs.fileno())],
+            [sys.executable, "-c", code, str(theirs.fileno())],
             env={**environment, "PYTHONPATH": path},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -204,11 +210,13 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
-def import_all() -> None:
+def import_all(jax: bool = True) -> None:
     """What nearly all processes import. None of it may start a thread, or ask for a device."""
     import importlib
 
-    for name in ("torch.distributed.tensor", "jax", "numpy", "firstloss.trainer", "firstloss.runtime.compiled"):
+    if jax:
+        importlib.import_module("jax")
+    for name in ("torch.distributed.tensor", "numpy", "firstloss.trainer", "firstloss.runtime.compiled"):
         importlib.import_module(name)
     # What the first step, or the first optimizer, would import: a second of each process's time.
     for name in ("torch._dynamo", "firstloss.runtime.step.compiling", "firstloss.runtime.step.cache"):
@@ -217,11 +225,12 @@ def import_all() -> None:
 
     for name in ("backend", "compile", "trace", "deferred_init", "init_program", "save", "load", "shard"):
         getattr(firstloss, name)
+    assert jax or "jax" not in sys.modules
 
 
-def main() -> None:
+def main(jax: bool) -> None:
     """Serve, and in each process that was forked, do what it was forked for."""
-    import_all()
+    import_all(jax)
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # a child that collected what has been imported, at its end at the latest, would copy all of it

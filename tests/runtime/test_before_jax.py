@@ -1,9 +1,8 @@
 """The first loss needs no JAX: weights are drawn into memory of our own, which becomes XLA's without a copy."""
 
+import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from firstloss.lower.rules import RULES
 from firstloss.runtime import jax_there, jaxlib
 from firstloss.runtime.device import drawn, pages, placement
 from firstloss.runtime.device.lazy import LazyArray
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 WIDE = 1100  # a weight of WIDE x WIDE has pages of its own
@@ -23,9 +23,7 @@ pytestmark = pytest.mark.skipif(not pages.are_there(), reason="this system moves
 
 SCRIPT = f"""
 import hashlib, json, sys, tempfile
-way, imported, mesh = sys.argv[1:]
-if imported == "jax":
-    import jax
+way, mesh = sys.argv[1:]
 import torch
 from torch import nn
 import firstloss as fl
@@ -68,24 +66,29 @@ print(json.dumps([there, pages._moved, losses, digest]))
 
 
 def outcome(way, imported, mesh=None):
+    """Of a process that has imported JAX, or all but JAX."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **(flags if mesh else {})}
-    command = [sys.executable, "-c", SCRIPT, way, imported, json.dumps(mesh)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = ["-c", SCRIPT, way, json.dumps(mesh)]
+    done = forked.run(command, capture_output=True, env=environment, timeout=300, jax=imported == "jax")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@functools.cache
+def on_one_device():
+    return outcome("loop", "nothing")
 
 
 def test_a_process_has_its_first_loss_before_jax_is_imported_and_the_same_training():
     """Weights, losses, in a loop or an executor's, are those of a process that has imported JAX at first."""
     there, moved, *trained = outcome("loop", "jax")
     assert (there, moved) == ([True], 0)
-    for way in ("loop", "executor"):
-        assert outcome(way, "nothing") == [[False], 2, *trained], way
+    assert on_one_device() == outcome("executor", "nothing") == [[False], 2, *trained]
 
 
 def test_a_mesh_of_one_process_has_its_first_loss_so_too():
-    one, mesh = outcome("loop", "nothing"), {"fsdp": 4}
+    one, mesh = on_one_device(), {"fsdp": 4}
     there, moved, *trained = outcome("loop", "jax", mesh)
     assert (there, moved) == ([True], 0)
     assert trained[0][0] == one[2][0]  # PyTorch's kernels, of the same weights
@@ -284,7 +287,7 @@ print(jax_there.cpu_devices(), len(jax.devices()))
     flags = "--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count=5"
     for more in ({"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "-1"}):
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags, **more}
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        done = forked.run(["-c", script], capture_output=True, env=environment, jax=False)
         said, found = done.stdout.split()
         assert said == found, more
 
@@ -330,7 +333,7 @@ except fl.errors.LoweringError as error:
     print(error)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300)
+    done = forked.run(["-c", script], capture_output=True, env=environment, timeout=300, jax=False)
     assert "no lowering to StableHLO: mine.twice.default" in done.stdout, (done.stdout, done.stderr)
 
 
