@@ -8,13 +8,14 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
 
 import pytest
 import torch
+
+from tests import forked
 
 from .test_docs import PAGES, ROOT, read
 
@@ -286,7 +287,7 @@ def test_all_pages_are_run():
 @pytest.mark.timeout(600)
 def test_samples_run():
     """One process imports what they need, and forks one for each page. (One test: by page each worker would do it.)"""
-    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, cwd=ROOT)
+    done = forked.run(["-m", __name__], capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == SCRIPTS.keys()
@@ -332,8 +333,6 @@ def in_fork(page):
 if __name__ == "__main__":
     import gc
     import importlib
-
-    from tests import forked
 
     forked.import_all()
     for name in ("transformers", "torch.distributed.fsdp", "torchmetrics"):

@@ -9,6 +9,7 @@ import pytest
 
 import firstloss
 from firstloss.cli import main
+from tests import forked
 
 SOURCE = os.path.dirname(os.path.dirname(firstloss.__file__))
 
@@ -134,10 +135,11 @@ class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+assert not {blocked} & set(sys.modules)
 sys.meta_path.insert(0, Blocked())
 from firstloss.cli import main
 found = {{}}
-for name, arguments in json.load(sys.stdin).items():
+for name, arguments in json.load(open(sys.argv[1])).items():
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         found[name] = main(arguments), said.getvalue()
@@ -163,8 +165,9 @@ def test_without_an_extra_a_command_runs_or_names_it_in_one_line(tmp_path, witho
     told = {name: told for name, told in COMMANDS.items() if (name, without) != ("fit", "demo")}
     told = {name: [argument.format(folder=tmp_path) for argument in arguments] for name, arguments in told.items()}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=250, env=environment)
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    command = ["-c", script, str(tmp_path / "told.json")]
+    done = forked.run(command, capture_output=True, timeout=250, env=environment, jax=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == told.keys() and any(status for status, _ in found.values())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from firstloss import cli
 from firstloss.cli import output
+from tests import forked
 
 HERE = Path(__file__).parent
 COMMANDS = {
@@ -33,11 +33,10 @@ def importable(monkeypatch):
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
     """Those of C, of other processes and at the end too."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
+    ran = forked.run(
+        ["-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(cli.__file__).parents[2])])},
         capture_output=True,
-        text=True,
         check=True,
     )
     assert isinstance(json.loads(ran.stdout), dict)

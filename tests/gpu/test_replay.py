@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import firstloss as fl
 from firstloss.gpu import replay
 from firstloss.runtime.backend import Backend
 from firstloss.runtime.step.trace import TracedStep
+from tests import forked
 
 
 @pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
@@ -310,7 +309,7 @@ losses = [float(step(torch.ones(2, 3))) for _ in range(4)]
 assert losses == sorted(losses, reverse=True), losses
 print(step.how())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    done = forked.run(["-c", code], capture_output=True, cwd=tmp_path, env=ENVIRONMENT, jax=False)
     assert done.stdout.strip() == "replay", done.stdout + done.stderr
 
 
