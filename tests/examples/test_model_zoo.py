@@ -31,6 +31,7 @@ def make(name, device, folder, max_steps=STEPS):
     init = content["trainer"]["init"]
     init["model_dir"] = str(folder)
     init["backend"]["backend_type"] = device
+    init["model"].update(hidden_size=16, num_hidden_layers=2, num_heads=2)  # the file as it is: see below
     run = modelzoo.read(content, [f"--trainer.init.loop.max_steps={max_steps}"])
     fit = run.calls["fit"]
     return run.trainer, fit["train_dataloader"], fit["val_dataloader"]

@@ -111,9 +111,9 @@ def sent_as_planned(part):
     return found
 
 
-# One model wherever weights are cut ("data parallel and fsdp" sends what "data parallel" does, too), and each of the
+# One model on the meshes of two axes ("data parallel and fsdp" sends what "data parallel" does, too), and each of the
 # others where one axis cuts weights, or where two do.
-SHORT = [("deep", name) for name in MESHES if name != "data parallel"] + [
+SHORT = [("deep", name) for name in ("fsdp and tensor parallel", "data parallel and fsdp")] + [
     ("llama", "fsdp and tensor parallel"),
     ("checkpointed llama", "fsdp"),
     ("llama in one segment", "fsdp"),

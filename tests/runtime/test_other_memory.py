@@ -11,6 +11,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import FirstlossError
+from tests import scale
 
 STEPS = 7
 NAMES = ("k", "q", "r")
@@ -98,7 +99,7 @@ def run(seed, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, 160, 10))
+@pytest.mark.parametrize("first", range(0, scale.of(90, 160), 10))
 def test_tensors_that_are_given_other_memory(first, by_kernels):
     agreed = 0
     for seed in range(first, first + 10):
