@@ -15,7 +15,7 @@ AGAINST ?= main
 GPU_OUT ?= $(or $(OUT),gpu-results)
 GPU_ARGS ?=
 
-.PHONY: demo test sweep fuzz replay lint bench gpu gpu-tiny docs install install-test clean
+.PHONY: demo test sweep fuzz replay trainers test-trainers lint bench gpu gpu-tiny docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -40,6 +40,14 @@ fuzz: install-test
 # Whether Programs, recipes, weights and StableHLO are what they were: make replay AGAINST=HEAD~3
 replay: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.replay --against $(AGAINST)
+
+# Other people's trainers with one line changed, in an environment of their own. nanoGPT and nanochat are no packages:
+# make trainers FIRSTLOSS_TRAINERS=DIR, where DIR has checkouts of them
+trainers:
+	$(MAKE) VENV=.venv-trainers test-trainers
+
+test-trainers: $(VENV)/.stamp-trainers
+	$(BIN)/python -m pytest -rs -n $(WORKERS) tests/trainers
 
 lint: install-test
 	$(BIN)/ruff check .
@@ -85,11 +93,17 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-de
 	$(PIP) --no-deps --upgrade --target $(VENV)/zoo -r requirements/no-deps.txt
 	@touch $@
 
+# DeepSpeed is built here, for this torch, and without its operations in C++.
+$(VENV)/.stamp-trainers: $(VENV)/.stamp-test requirements/trainers.txt
+	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/torch.txt -c requirements/run.txt -c requirements/test.txt --no-build-isolation \
+		-r requirements/trainers.txt
+	@touch $@
+
 $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
 	$(PIP) -c $(VENV)/torch.txt -r requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-trainers build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/firstloss/rng/*.so src/firstloss/runtime/guards/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
