@@ -49,39 +49,26 @@ def run(code: str) -> list[str]:
         [sys.executable, "-c", CENSUS + code], capture_output=True, text=True, cwd=ROOT / "src", timeout=240
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return done.stdout.splitlines()
 
 
-def test_importing_firstloss_replaces_nothing():
-    """Every module of it, with the libraries that they use imported before."""
-    code = """
+BEFORE_AND_AFTER = """
 import pkgutil, torch, jax, torch._dynamo, torch.distributed.tensor, torch.utils.checkpoint, torch.optim.swa_utils
 import torch.distributed.checkpoint
 from torch._higher_order_ops import cond, scan, while_loop
 before = census()
-import firstloss
+import firstloss as fl
 skip = {"firstloss.__main__"}
-for module in pkgutil.walk_packages(firstloss.__path__, "firstloss."):
+for module in pkgutil.walk_packages(fl.__path__, "firstloss."):
     if module.name not in skip:
         try:
             importlib.import_module(module.name)
         except ImportError:
             pass
-print(*changed(before, census()))
-"""
-    assert run(code) == []
-
-
-def test_what_a_capture_and_a_step_replace_is_in_the_table():
-    """And what is for a capture alone is back when it has ended."""
-    code = """
-import torch, torch._dynamo, torch.distributed.tensor, torch.utils.checkpoint, torch.optim.swa_utils
-import torch.distributed.checkpoint
-from torch._higher_order_ops import cond, scan, while_loop
-import firstloss as fl
+imported = census()
+print(*changed(before, imported))
 from firstloss.capture.step import StepTrace
-from firstloss.runtime.step import trace
-before = census()
+before = imported
 with fl.deferred():
     layer = torch.nn.Linear(2, 2)
     layer.weight.detach()
@@ -90,10 +77,25 @@ tracing = StepTrace()
 with tracing.active():
     traced = census()
 after = census()
-print(*changed(before, inside), "|", *changed(before, traced), "|", *changed(before, after))
+for then in (inside, traced, after):
+    print(*changed(before, then))
 """
-    texts = " ".join(run(code)).split("|")
-    inside, traced, after = (set(text.split()) for text in texts)
+
+
+@pytest.fixture(scope="module")
+def replaced() -> list[set[str]]:
+    """What an import of all of it has replaced; and then a capture, a step, and what was left behind them."""
+    return [set(line.split()) for line in run(BEFORE_AND_AFTER)]
+
+
+def test_importing_firstloss_replaces_nothing(replaced):
+    """Every module of it, with the libraries that they use imported before."""
+    assert replaced[0] == set()
+
+
+def test_what_a_capture_and_a_step_replace_is_in_the_table(replaced):
+    """And what is for a capture alone is back when it has ended."""
+    inside, traced, after = replaced[1:]
     allowed = {
         when: {place for name, row in patches.PATCHES.items() if row.when == when for place in places(name)}
         for when in (patches.DEFERRED, patches.CAPTURE, patches.TRACE, patches.IMPORTED)
