@@ -15,7 +15,7 @@ AGAINST ?= main
 GPU_OUT ?= $(or $(OUT),gpu-results)
 GPU_ARGS ?=
 
-.PHONY: demo test sweep fuzz replay trainers test-trainers lint bench gpu gpu-tiny docs install install-test clean
+.PHONY: demo test sweep fuzz replay trainers test-trainers style lint bench gpu gpu-tiny docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -26,8 +26,12 @@ test sweep fuzz replay: export PYTHONDONTWRITEBYTECODE :=
 # Threads of OpenMP that wait sleep: there are as many in each of the processes that share the cores.
 test sweep fuzz: export OMP_WAIT_POLICY := PASSIVE
 
-test: $(if $(TORCH),install-test,lint)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# mypy runs beside the tests, for it works on one core; what it says comes after them, and fails the target as they do.
+test: $(if $(TORCH),install-test,style)
+	@echo $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(TORCH),,"(beside $(BIN)/mypy)")
+	@$(if $(TORCH),,$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!;) \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal; tests=$$?; \
+	$(if $(TORCH),,wait $$types || tests=1; cat $(VENV)/mypy.txt;) exit $$tests
 
 # All of the tests, compiled as users have it, and whole classes where `make test` takes what stands for them: hours
 sweep: install-test
@@ -49,9 +53,11 @@ trainers:
 test-trainers: $(VENV)/.stamp-trainers
 	$(BIN)/python -m pytest -rs -n $(WORKERS) tests/trainers
 
-lint: install-test
+style: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 bench: install
