@@ -177,7 +177,10 @@ def test_what_only_validates_is_checked_after_the_step(backend):
         step(X, -var)
 
 
-def test_a_distribution_is_validated_after_the_step(backend):
+def test_a_distribution_is_validated_after_the_step(backend, monkeypatch):
+    # PyTorch's default, which its compiler sets otherwise for all of the process, once it has compiled anything.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
     @fl.trace
     def step(x, scale):
         return torch.distributions.Normal(0.0, scale).log_prob(x).sum()
