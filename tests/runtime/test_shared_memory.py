@@ -891,15 +891,25 @@ def test_what_eager_refuses(backend, what):
         REFUSED[what](Run(backend).model.small)
 
 
-@pytest.mark.parametrize("state", ["on the backend", "deferred"])
-def test_past_our_methods_there_is_no_null_pointer(backend, state):
+def test_past_our_methods_there_is_no_null_pointer(backend):
     """C++ that is handed the tensor itself; there is nothing to hook."""
-    tensor = fl.deferred_init(Net).small if state == "deferred" else Run(backend).model.small
+    tensor = Run(backend).model.small
     for take in (torch._C.TensorBase.data_ptr, torch._C._to_dlpack):
         with pytest.raises(RuntimeError, match="data pointer"):
             take(tensor.detach())
     with pytest.raises(RuntimeError):
         torch._C.TensorBase.untyped_storage(tensor).data_ptr()
+
+
+def test_past_our_methods_a_deferred_tensor_is_made_where_pytorch_lets_us():
+    torch.manual_seed(0)
+    expected = Net().small
+    torch.manual_seed(0)
+    tensor = fl.deferred_init(Net).small
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch._C._to_dlpack(tensor.detach())
+    assert torch._C.TensorBase.data_ptr(tensor) == tensor.data_ptr()
+    assert torch.equal(tensor, expected)
 
 
 # -- deferred, and on no backend --------------------------------------------------------------------------------------
