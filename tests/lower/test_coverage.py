@@ -22,6 +22,12 @@ def rows_of(section: str) -> set[str]:
     return set(re.findall(r"^\| ([\w.-]+)(?: †)? \|", found, re.MULTILINE)) - {"operation", "overload", "---"}
 
 
+of_this_torch = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="docs/operations.md is made with torch 2.13, of its operations"
+)
+
+
+@of_this_torch
 def test_the_page_lists_every_operation():
     assert rows_of("Operations") == {op.full_name for op in samples.tested()}
 
@@ -41,6 +47,7 @@ def test_a_row_changes_alone(tmp_path, monkeypatch):
     assert outcomes.read_outcomes()["b"]["limit"] == 250
 
 
+@of_this_torch
 def test_the_page_is_what_its_outcomes_say(tmp_path):
     write_page(outcomes.read_outcomes(), tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == PAGE

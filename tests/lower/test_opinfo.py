@@ -26,6 +26,7 @@ NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
 BY_DESIGN = ("depends on values", "reads a value into Python", "no counterpart in XLA", "as long as its largest value")
 KNOWN = {
     "nn.functional.grid_sample bfloat16": "eager rounds coordinates to bfloat16",
+    "grid_sampler_2d bfloat16": "eager rounds coordinates to bfloat16",
     "grid_sampler_3d bfloat16": "eager rounds coordinates to bfloat16",
     "histc bfloat16": "eager finds bins in bfloat16",
     "matrix_exp bfloat16": "eager overflows",

@@ -104,6 +104,7 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 _COMPLEX_OF = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
+_COMPLEX_OF[torch.bfloat16] = getattr(torch, "bcomplex32", torch.complex64)  # a dtype of its own since PyTorch 2.15
 
 
 def _outrank(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
@@ -113,7 +114,7 @@ def _outrank(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dty
     if _kind(lower) <= _kind(higher):
         return higher
     if higher.is_floating_point:  # and so lower is complex: its kind counts, the precision is that of higher
-        return _COMPLEX_OF.get(higher, torch.complex64)
+        return _COMPLEX_OF[higher]
     return torch.promote_types(higher, lower)
 
 
