@@ -20,7 +20,7 @@ def outcomes(seeds):
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(first, marks=[pytest.mark.sweep] * (first >= 60)) for first in range(0, 1000, EACH)],
+    [pytest.param(first, marks=[pytest.mark.sweep] * (first >= 200)) for first in range(0, 1000, EACH)],
 )
 @pytest.mark.timeout(600)
 def test_generated_steps_are_as_eager(first):
