@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from firstloss.compat.cpu_fills import rounds_single
 from firstloss.lower.mt19937 import draw
 from firstloss.lower.mt19937_fills import kernel
 from firstloss.lower.program import constant
@@ -37,6 +38,8 @@ def both(name, dtype, arguments, eager):
     expected = eager(torch.empty(COUNT, dtype=dtype), generator)
     with jax.enable_x64(True):
         made = kernel(name, dtype, arguments)
+        if made is None and not rounds_single(dtype):
+            pytest.skip(f"this PyTorch draws {dtype} in another way, so it is made on the host")
         got, _ = jax.jit(lambda w: draw(w, COUNT, made.emit, made.words_each, made.block))(window[None])
     return np.asarray(got[0]), constant(expected)
 

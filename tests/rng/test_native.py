@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firstloss.compat.cpu_fills import uniform_leaves_out_end
 from firstloss.engine import native_check
 from firstloss.rng import Position, Stream, native
 
@@ -76,6 +77,11 @@ def test_any_mean_and_deviation(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
+# Before PyTorch 2.12 the kernels are not trusted (`engine/native_check.py`), since the end stays there.
+end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this PyTorch's uniforms may be the end")
+
+
+@end_is_left_out
 @settings(max_examples=150)
 @given(
     st.one_of(st.floats(-1e3, 1e3), floats),
@@ -88,6 +94,7 @@ def test_any_interval(low, length, width):
         assert same(*both("uniform", seeded(5), [1003], low, high, width))
 
 
+@end_is_left_out
 def test_what_rounds_up_to_the_end_of_the_interval():
     ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
     assert same(ours, theirs, *states)

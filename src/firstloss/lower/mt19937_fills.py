@@ -17,6 +17,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from ..compat.cpu_fills import rounds_single, uniform_leaves_out_end
 from ..rng.mt19937 import N
 from .dtypes import cast, to_jax
 from .mt19937 import u32, uniform_bits, wide
@@ -59,7 +60,7 @@ def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], .
     arguments = {key: value for key, _, value in given}
     if name == "uniform":
         return _uniform(dtype, float(arguments["low"]), float(arguments["high"]))
-    if name == "normal" and dtype in _SINGLE:
+    if name == "normal" and dtype in _SINGLE and rounds_single(dtype):
         return _normal(float(arguments["mean"]), float(arguments["std"]), to_jax(dtype))
     if name == "bernoulli":
         # The 53 bits of a double are compared with p: as integers, which needs no doubles.
@@ -78,7 +79,7 @@ _BITS_53 = np.uint64((1 << 53) - 1)
 
 
 def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
-    if dtype not in _SINGLE:
+    if dtype not in _SINGLE or not rounds_single(dtype):
         return None
     begin, end = f32(low), f32(high)
     span = f32(end - begin)
@@ -87,6 +88,7 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
     # PyTorch rounds u * span + begin once. So does this: products of 24 by 24 bits are exact in double, and sums of
     # them with numbers that are not much smaller; and where the range is symmetric, u - 1/2 is exact in single.
     narrow = to_jax(dtype)
+    without_end = uniform_leaves_out_end()
     symmetric, exact = begin == -end, begin == 0 or abs(begin) * 32 >= span
     if not (symmetric or exact):
         return None
@@ -101,7 +103,7 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
             x = (u.astype(np.float64) * np.float64(span) + np.float64(begin)).astype(np.float32)
         x = cast(x, narrow)
         # Rounded up to the end that is left out.
-        return jnp.where(x == end.astype(narrow), begin.astype(narrow), x)
+        return jnp.where(x == end.astype(narrow), begin.astype(narrow), x) if without_end else x
 
     return Kernel(1, 1, uniform)
 
