@@ -401,7 +401,10 @@ def real_tensors_still_travel():
     fl.deferred_init(lambda: torch.rand(3)).detach()  # what teaches the DTensor API
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = torch.full((8, 3), float(dist.get_rank()))
-    for how in (Shard(0), Replicate(), _StridedShard(0, split_factor=2)):
+    kinds = [Shard(0), Replicate()]
+    if torch.__version__ >= "2.12":  # before, PyTorch itself raises in full_tensor() of a strided shard by itself
+        kinds.append(_StridedShard(0, split_factor=2))
+    for how in kinds:
         assert torch.equal(distribute_tensor(mine, mesh, [how]).full_tensor(), torch.zeros(8, 3))
 
 

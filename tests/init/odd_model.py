@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from firstloss.compat.cpu_fills import rounds_single
+
 
 class Odd(nn.Module):
     """Fills and edits, ragged ends, rejection, views, ties, constants, and what only the host can do."""
@@ -21,7 +23,8 @@ class Odd(nn.Module):
         self.inside = nn.Parameter(nn.init.trunc_normal_(torch.empty(88, 56), std=1.0, a=-1.0, b=1.0))
         self.after = nn.Parameter(torch.empty(8, 16, 40).normal_(std=0.5))  # its place depends on the one before
         self.turned = nn.Parameter(torch.rand(80, 64).t())
-        self.narrow = nn.Parameter(torch.empty(64, 88, dtype=torch.bfloat16).normal_(std=0.02))
+        if not self.on_devices or rounds_single(torch.bfloat16):
+            self.narrow = nn.Parameter(torch.empty(64, 88, dtype=torch.bfloat16).normal_(std=0.02))
         self.convolution = nn.Conv2d(8, 16, 3)
         self.norm = nn.LayerNorm(32)
         self.mostly_zero = nn.Parameter(torch.zeros(96, 48).bernoulli_(0.3))

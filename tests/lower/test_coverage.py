@@ -74,7 +74,9 @@ def test_samples(name):
     op = next(op for op in samples.tested() if op.full_name == name)
     found = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
     assert found
-    assert not [(s.verdict, s.why) for s in found if s.verdict not in GOOD]
+    # before PyTorch 2.12 quantile reads which quantile it is, so that a step cannot have it as an argument
+    fine = (*GOOD, DYNAMIC) if name == "quantile" and torch.__version__ < "2.12" else GOOD
+    assert not [(s.verdict, s.why) for s in found if s.verdict not in fine]
 
 
 # Operations that an earlier sweep found wrong or refused, with the dtype it found them so in, and what is special.

@@ -25,7 +25,7 @@ LOOK_THEMSELVES = {
 # Private ones, whose public functions look at the dtypes before.
 LOOK_BEFORE = {"torch._scaled_mm_v2", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}
 # Functions of PyTorch's Python, which stand for its C++ in a trace, want masks of booleans only, and real numbers.
-STRICTER = {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "masked_fill"}
+STRICTER = {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "masked_fill", "torch._scaled_mm"}
 # Whose zeros are refused for their values before their dtypes are looked at.
 REFUSE_ZEROS = {"_segment_reduce"}
 # Which draw from a generator that they are given, seed one, or take a sparse tensor: refused for that.

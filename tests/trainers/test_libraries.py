@@ -321,6 +321,7 @@ def test_accelerate_fsdp2():
     run_ranks(EXAMPLE, 2, "fsdp2", "ddp", *example_ranks.FSDP2)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch cannot gather the strided shards that this takes")
 def test_transformers_tensor_parallel(tmp_path):
     needs("accelerate")  # transformers asks for it
     from transformers import LlamaForCausalLM, LlamaModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
