@@ -27,6 +27,8 @@ _OF_DTYPES = re.compile(
     r"|Integers to negative|not implemented for '|Input type|inputs to be|long tensor|same type|cannot be converted"
     r"|^Promotion for"
 )
+# LAPACK counts rows from 1, and does not look whether a pivot is one: at 0 the process may end.
+_TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
 _LARGE = 65504.0  # numbers beyond are more than some dtype holds
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -58,6 +60,9 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
     for of_size in ({}, few) if whole else (few,):
         args = tuple(_zeros(a, of_size) for a in call.args)
         kwargs = {k: _zeros(v, of_size) for k, v in call.kwargs.items()}
+        if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
+            for pivots in (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_integer(a.dtype)):
+                pivots.fill_(1)
         try:
             with DisableTorchDispatch(), torch.no_grad():
                 result = call.op(*args, **kwargs)
@@ -73,6 +78,10 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
                 _given[key] = found
             return found
     return None
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _kind(arg: Any) -> Any:
