@@ -43,7 +43,10 @@ def test_eight_devices_make_eagers_weights(mesh, tmp_path):
     done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("said") and found == {"torch": [], "xla": [], "counter": [], "module": []}
+    # Before PyTorch 2.12 trunc_normal_ goes through erfinv, of which XLA's differs by a few units of the last place.
+    close = ["inside"] if torch.__version__ < "2.12" else []
+    assert found.pop("said") and found.keys() == {"torch", "xla", "counter", "module"}
+    assert not found["torch"] and all(set(unlike) <= set(close) for unlike in found.values()), found
 
 
 @pytest.mark.parametrize("world, engine", [(2, "module"), (4, "torch"), (2, "xla")])
