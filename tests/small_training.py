@@ -35,6 +35,12 @@ def training_step(compiled, optimizer, loss=lambda module, x: module(x).square()
     return step
 
 
+def scaled_step(backend, scale):
+    """A traced step of a model of its own, whose loss is multiplied by what `scale()` gives in it."""
+    _, optimizer, compiled = build(backend)
+    return training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * scale())
+
+
 def batches(count, features=4, dtype=None):
     data = torch.Generator().manual_seed(1)
     for _ in range(count):

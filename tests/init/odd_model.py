@@ -23,7 +23,7 @@ class Odd(nn.Module):
         self.inside = nn.Parameter(nn.init.trunc_normal_(torch.empty(88, 56), std=1.0, a=-1.0, b=1.0))
         self.after = nn.Parameter(torch.empty(8, 16, 40).normal_(std=0.5))  # its place depends on the one before
         self.turned = nn.Parameter(torch.rand(80, 64).t())
-        if not self.on_devices or rounds_single(torch.bfloat16):
+        if not self.on_devices or rounds_single("normal", torch.bfloat16):
             self.narrow = nn.Parameter(torch.empty(64, 88, dtype=torch.bfloat16).normal_(std=0.02))
         self.convolution = nn.Conv2d(8, 16, 3)
         self.norm = nn.LayerNorm(32)

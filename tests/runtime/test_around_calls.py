@@ -34,7 +34,7 @@ from firstloss.errors import GraphChangeWarning
 from firstloss.runtime.step import compiling
 
 from ..fuzz.interpret import interpreted
-from ..small_training import build, training_step
+from ..small_training import scaled_step
 
 CASES = {}
 STEPS = 7
@@ -533,8 +533,7 @@ def losses(backend, make):
     random.seed(0)
     generator = torch.Generator().manual_seed(1)
     get, around = make()
-    _, optimizer, compiled = build(backend)
-    step = training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * get())
+    step = scaled_step(backend, get)
 
     found = []
     for i in range(STEPS):

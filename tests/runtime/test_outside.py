@@ -42,7 +42,7 @@ from firstloss.runtime.step import compiling
 
 from .. import forked
 from ..fuzz.interpret import interpreted
-from ..small_training import build, training_step
+from ..small_training import scaled_step
 
 CASES = {}
 STEPS = 6
@@ -520,8 +520,7 @@ def losses(backend, make):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     get, change = make()
-    _, optimizer, compiled = build(backend)
-    step = training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * get())
+    step = scaled_step(backend, get)
 
     found = []
     for i in range(STEPS):

@@ -61,8 +61,9 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
         args = tuple(_zeros(a, of_size) for a in call.args)
         kwargs = {k: _zeros(v, of_size) for k, v in call.kwargs.items()}
         if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
-            for pivots in (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and _is_integer(a.dtype)):
-                pivots.fill_(1)
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, Tensor) and not (given.is_floating_point() or given.is_complex()):
+                    given.fill_(1)
         try:
             with DisableTorchDispatch(), torch.no_grad():
                 result = call.op(*args, **kwargs)
@@ -78,10 +79,6 @@ def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
                 _given[key] = found
             return found
     return None
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _kind(arg: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import timeline
+from ..compat.cpu_fills import rounds_single
 from ..compat.torch_names import DisableTorchDispatch
 from ..rng import cuda_layout, draws
 from ..rng.stream import Stream
@@ -57,13 +58,7 @@ def cpu_kind_is_known(name: str, dtype: torch.dtype) -> bool:
         return uniform_bits(dtype) > 0
     if dtype in (torch.float32, torch.float64):
         return dtype == torch.float32
-    # Normals of half precision are float32's, rounded; they have not always been.
-    with torch.no_grad(), DisableTorchDispatch():
-        pair = []
-        for kind in (dtype, torch.float32):
-            generator = torch.Generator().manual_seed(_SEED)
-            pair.append(torch.empty(4096, dtype=kind, **_PLAIN).normal_(0.5, 0.02, generator=generator).to(dtype))
-        return torch.equal(*pair)
+    return rounds_single("normal", dtype)  # they have not always been float32's, rounded
 
 
 def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool:

@@ -60,7 +60,7 @@ def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], .
     arguments = {key: value for key, _, value in given}
     if name == "uniform":
         return _uniform(dtype, float(arguments["low"]), float(arguments["high"]))
-    if name == "normal" and dtype in _SINGLE and rounds_single(dtype):
+    if name == "normal" and dtype in _SINGLE and rounds_single("normal", dtype):
         return _normal(float(arguments["mean"]), float(arguments["std"]), to_jax(dtype))
     if name == "bernoulli":
         # The 53 bits of a double are compared with p: as integers, which needs no doubles.
@@ -79,7 +79,7 @@ _BITS_53 = np.uint64((1 << 53) - 1)
 
 
 def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
-    if dtype not in _SINGLE or not rounds_single(dtype):
+    if dtype not in _SINGLE or not rounds_single("uniform", dtype):
         return None
     begin, end = f32(low), f32(high)
     span = f32(end - begin)

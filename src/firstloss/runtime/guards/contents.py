@@ -152,13 +152,8 @@ def filters() -> tuple:
     return tuple(warnings.filters)
 
 
-def raising_filters() -> tuple:
-    """Those that make an error of a warning; all others decide what is written."""
-    return raising(warnings.filters)
-
-
 def raising(among: Iterable[tuple]) -> tuple:
-    """Those of `among` that do so."""
+    """The filters of `among` that make an error of a warning; all others decide what is written."""
     return tuple([entry for entry in among if entry[0] == "error"])
 
 

@@ -54,7 +54,7 @@ class Outside:
         self.sets_by_string = False
         self.warns = False
         self.kept: set[str] = set()
-        self.handling = sys.exc_info()[0] is not None
+        self.handling = is_handling()
         self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
         self.initial_seed = False
 
@@ -98,6 +98,11 @@ class Outside:
             if asks:
                 self.asked[what] = Asked(what, where)
         return True
+
+
+def is_handling() -> bool:
+    """Whether the caller is handling an exception, which the step's Python can then raise again or look at."""
+    return sys.exc_info()[0] is not None
 
 
 _BY_STRING = (setattr, delattr)

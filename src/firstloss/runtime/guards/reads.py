@@ -60,7 +60,7 @@ class Reads:
         recording.outside.ran(self.ran)
         self.asked = list(recording.outside.asked.values())
         if recording.outside.handling and self._executed.looks_at_handled():
-            self.asked.append(Asked("the exception that its caller handles", None))
+            self.asked.append(Asked("sys.exception", None))
         self.generators = list(recording.outside.generators.values())
         for generator, state in recording.outside.generators.values():
             self._values.read(
@@ -129,8 +129,8 @@ class Reads:
         if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
             self._values.read("filters", contents.filters, snapshot.filters, "the filters of warnings", "filters")
         elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
-            what = "which warnings are errors"
-            self._values.read("filters", contents.raising_filters, contents.raising(snapshot.filters), what, "filters")
+            what, before = "which warnings are errors", contents.raising(snapshot.filters)
+            self._values.read("filters", lambda: contents.raising(contents.filters()), before, what, "filters")
         for module in sorted(recording.outside.kept):
             self._values.read(module, KEPT[module], KEPT[module](), f"what {module.strip('_')} keeps", "")
 

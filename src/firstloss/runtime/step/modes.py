@@ -26,6 +26,7 @@ from ...compat.torch_names import (
 )
 from ...errors import TraceError
 from ...program.source import here
+from ..guards.outside import is_handling
 
 
 def _default_device() -> torch.device | None:
@@ -77,11 +78,6 @@ def _set_decimals(values: tuple) -> None:
         context.traps[signal] = trapped
 
 
-def _is_handling() -> bool:
-    """Whether the caller is handling an exception, which the step's Python can then raise again or look at."""
-    return sys.exc_info()[0] is not None
-
-
 def _leave(_: Any) -> None:
     """Nothing to set: a region's, which has an end."""
 
@@ -98,7 +94,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),
     (_decimals, _set_decimals),
-    (_is_handling, _leave),
+    (is_handling, _leave),
     (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
 )
 
