@@ -24,6 +24,7 @@ from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
 from ..mesh.edges import Edges
+from ..mesh.gathers import run_gathered
 from ..mesh.peers import peers_of
 from . import notes
 from .later import Later
@@ -460,9 +461,13 @@ def _lower(name: str, function: Function, edges: Edges | None) -> Any:
                 step.append(step_key(seed))
             return jax.random.fold_in(step[0], arrays[draw])
 
-        run_calls(segment.calls, arrays, key_of)
+        if gathers is None or edges is None:
+            run_calls(segment.calls, arrays, key_of)
+        else:
+            run_gathered(gathers, arrays, key_of, edges.whole.mesh)
         return tuple(arrays[value] for value in outputs)
 
+    gathers = None if edges is None else edges.gathers(segment)
     run.__name__ = name
     with x64(), aten.within(edges is None and on_cpu()):
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
