@@ -39,8 +39,8 @@ class Gathers(NamedTuple):
     """What a segment gathers.
 
     Attributes:
-        before: its calls that nothing of the batch goes into, in their order: they can be run first. What is gathered
-            is an input or made by these.
+        before: its calls that nothing of the batch and no random number goes into, in their order: they can be run
+            first. What is gathered is an input or made by these.
         gathers: in the order of use.
         after: the other calls, each with those of its operands that are to be the gathered ones.
     """
@@ -55,13 +55,16 @@ def gathers_of(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> G
     placed = within(segment, known, axes)
     before: list[Call] = []
     after: list[tuple[Call, frozenset[Value]]] = []
+    later: set[Value] = {value for value in segment.inputs if isinstance(value, Value) and placed[value].of_batch}
     found: dict[Value, Gather] = {}
     for call in segment.calls:
-        if call.draw is None and not any(value in placed and placed[value].of_batch for value in call.inputs):
+        if call.draw is None and later.isdisjoint(call.inputs):
             before.append(call)
             continue
+        later.update(call.outputs)
         # Whoever wants it whole along another dimension, or more of them, is left to XLA.
-        own = [gather for gather in _of_call(call, placed) if found.setdefault(gather.value, gather) == gather]
+        own = [gather for gather in _of_call(call, placed) if gather.value not in later]
+        own = [gather for gather in own if found.setdefault(gather.value, gather) == gather]
         after.append((call, frozenset(gather.value for gather in own)))
     return Gathers(tuple(before), tuple(found.values()), tuple(after))
 

@@ -142,22 +142,19 @@ def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> 
     for change in crossing[: run.period]:
         total += change
         cost.append(total)
-    repeats = [(length - phase) // run.period for phase in range(run.period)]
     layer = calls[run.start : run.start + run.period]
     touched = sum(value.nbytes for call in layer for value in (*call.inputs, *call.outputs))
 
-    def group(phase: int) -> int:
-        short = repeats[phase] >= _MANY and touched < _LEAST_BYTES
-        return max(-(-repeats[phase] // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period), 2 if short else 1)
-
-    def left(phase: int) -> int:
-        whole = repeats[phase] // group(phase)
-        return length - whole * group(phase) * run.period
+    def cuts(phase: int) -> range:
+        repeats = (length - phase) // run.period
+        short = repeats >= _MANY and touched < _LEAST_BYTES
+        group = max(-(-repeats // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period), 2 if short else 1)
+        step = group * run.period
+        return range(run.start + phase, run.start + phase + repeats // group * step + 1, step)
 
     costs = {(run.period // 2 + offset) % run.period: cost[offset] for offset in range(run.period)}
-    phase = min(costs, key=lambda phase: (costs[phase], left(phase)))
-    begin, step = run.start + phase, group(phase) * run.period
-    return [begin + k * step for k in range(repeats[phase] // group(phase) + 1)]
+    # Of places as good, the one that leaves the fewest calls outside: these are compiled again.
+    return list(cuts(min(costs, key=lambda phase: (costs[phase], length - cuts(phase)[-1] + cuts(phase)[0]))))
 
 
 def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[Value]) -> list[Segment]:

@@ -40,7 +40,8 @@ class Edges:
         """
         self.whole = mesh.whole.named
         self._axes = mesh.axes
-        self._scatters = mesh.scatters
+        # Where a step is one segment, its weights would be whole from the forward pass to the backward pass.
+        self._gathers = len(cut.segments) > 1 and not mesh.scatters
         places = {value: named(where) for value, where in given.items()}
         ends = {value: named(where) for value, where in wanted.items()}
         placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
@@ -76,8 +77,8 @@ class Edges:
         return Placed(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
 
     def gathers(self, segment: Segment) -> Gathers | None:
-        """What a segment gathers of its weights; None where XLA gathers them together itself."""
-        if self._scatters:
+        """What a segment gathers of its weights, where that is not left to XLA."""
+        if not self._gathers:
             return None
         known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
         return gathers_of(segment, known, self._axes)
