@@ -12,7 +12,9 @@ from . import toolkit
 UNITS = {"mt19937": nvrtc.UNFUSED, "philox": nvrtc.AS_PYTORCH}
 KERNELS = {"mt19937": ("fill", "spread"), "philox": ("philox_fill",)}
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-needs_nvrtc = pytest.mark.skipif(not toolkit.has_nvrtc(), reason="there is no NVRTC: this PyTorch is not built for CUDA")
+needs_nvrtc = pytest.mark.skipif(
+    not toolkit.has_nvrtc(), reason="there is no NVRTC: this PyTorch is not built for CUDA"
+)
 needs_nvcc = pytest.mark.skipif(toolkit.nvcc() is None, reason="there is no nvcc on this machine")
 COMPILERS = [
     pytest.param(nvrtc.compile, marks=needs_nvrtc, id="NVRTC"),
