@@ -59,7 +59,9 @@ class Replay:
     def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
         self.allocate = allocate
-        self._scratch = Value.empty  # what gives memory for a result that is laid out otherwise
+        self._scratch: Callable[[Value], torch.Tensor] = (
+            Value.empty
+        )  # what gives memory for a result that is laid out otherwise
         self._generator = torch.Generator()
 
     def buffer(self, value: Value) -> torch.Tensor:

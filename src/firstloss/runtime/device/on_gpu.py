@@ -94,9 +94,8 @@ def _empties(values: list[Value]) -> list[jax.Array]:
     from jax import lax
 
     from ...lower.dtypes import to_jax
-    from ..jaxlib import x64
 
     kinds = [(tuple(value.shape), to_jax(value.dtype)) for value in values]
-    with x64():
+    with jax.enable_x64(True):
         made = jax.jit(lambda: [lax.empty(shape, dtype) for shape, dtype in kinds])()
     return jax.block_until_ready(made)

@@ -86,9 +86,9 @@ class Kernels(Replay):
         given |= {name: self._real(argument) for name, argument in node.kwargs.items()}
         made = scaled_dot_product_attention(
             *(given[name] for name in ("query", "key", "value")),
-            given.get("attn_mask"),
-            given.get("dropout_p", 0.0),
-            given.get("is_causal", False),
+            attn_mask=given.get("attn_mask"),
+            dropout_p=given.get("dropout_p", 0.0),
+            is_causal=given.get("is_causal", False),
             scale=given.get("scale"),
         )
         self._keep(node, node.outputs[:1], [made])
