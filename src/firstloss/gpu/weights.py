@@ -53,7 +53,7 @@ def make(
                 out = allocate(value)
                 made[value] = out.fill_(recipe.fill.value), recipe
             elif isinstance(draw.stream, PhiloxStream):
-                same = value.device.type == device.type and (value.device.index in (None, index))
+                same = recipe.device.type == device.type and recipe.device.index in (None, index)
                 layout = (
                     cuda_layout_of(index, name, dtype) if same and cuda_stream.can_make(name, numel, dtype) else None
                 )

@@ -6,7 +6,7 @@ unless `torch.backends.cudnn.allow_tf32` is False. XLA's default on a GPU is TF3
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -32,9 +32,9 @@ def now() -> Precisions:
     """What is asked for now."""
     if not is_for_gpus():
         return _FULL
-    return Precisions(
-        *(
-            lax.Precision.DEFAULT if asked_for.fp32_precision == "tf32" else lax.Precision.HIGHEST
-            for asked_for in (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
-        )
-    )
+    cudnn: Any = torch.backends.cudnn
+    return Precisions(_of(torch.backends.cuda.matmul.fp32_precision), _of(cudnn.conv.fp32_precision))
+
+
+def _of(asked_for: str) -> lax.Precision:
+    return lax.Precision.DEFAULT if asked_for == "tf32" else lax.Precision.HIGHEST

@@ -85,7 +85,9 @@ class Kernels(Replay):
         given = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
         given |= {name: self._real(argument) for name, argument in node.kwargs.items()}
         made = scaled_dot_product_attention(
-            *(given[name] for name in ("query", "key", "value")),
+            given["query"],
+            given["key"],
+            given["value"],
             attn_mask=given.get("attn_mask"),
             dropout_p=given.get("dropout_p", 0.0),
             is_causal=given.get("is_causal", False),
