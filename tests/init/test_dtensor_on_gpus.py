@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_shards_are_slices_of_what_one_process_makes(world, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"there are not {world} GPUs on this machine")
-    on_ranks(world, *(f"{RANKS}:{name}" for name in ON[world]), f"{RANKS}:digest:{tmp_path / 'digest'}", device="cuda")
+    calls = [*(f"{RANKS}:{name}" for name in ON[world]), f"{RANKS}:digest:{tmp_path / 'digest'}"]
+    on_ranks(world, *calls, seconds=60, device="cuda")
     torch.manual_seed(0)
     assert (tmp_path / "digest").read_text() == dtensor_ranks.digest_of(dtensor_ranks.Model())

@@ -7,6 +7,7 @@ the other direction nothing waits by itself, so PyTorch's stream is waited for h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterable
@@ -80,9 +81,12 @@ def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
     if not some:
         return {}
     arrays = dict(zip(some, _empties(some), strict=True))
+    views: dict[Value, torch.Tensor] = {}
     with DisableTorchDispatch():
-        views = {value: view(array) for value, array in arrays.items()}
-        found = list(weights.make(some, where, allocate=views.__getitem__))
+        for value, array in arrays.items():
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, BufferError):  # a dtype that DLPack has not
+                views[value] = view(array)
+        found = list(weights.make(list(views), where, allocate=views.__getitem__))
         views.clear()
         wait(where)
     return {value: arrays[value] for value in found}
