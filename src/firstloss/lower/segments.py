@@ -52,12 +52,14 @@ class Segment(NamedTuple):
         function: segments of one number compute the same.
         inputs: what it takes from outside, in the order of use; an int is the number of a random draw.
         outputs: what it gives to others.
+        signature: what it computes from its inputs; the same for segments of one number, and for no others.
     """
 
     function: int
     calls: tuple[Call, ...]
     inputs: tuple[Value | int, ...]
     outputs: tuple[Value, ...]
+    signature: Hashable
 
 
 def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) -> Cut | None:
@@ -167,20 +169,22 @@ def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[V
             used_outside.update(value for value in call.inputs if maker.get(value, n) != n)
     functions: dict[Hashable, int] = {}
     numbers: list[int] = []
+    signatures: list[Hashable] = []
     taken: list[tuple[Value | int, ...]] = []
     places: dict[int, set[int]] = {}  # for a function, which of all outputs of its calls leave it
     for piece in pieces:
         signature, outside = _signature(piece, given)
         number = functions.setdefault(signature, len(functions))
         numbers.append(number)
+        signatures.append(signature)
         taken.append(outside)
         made = (value for call in piece for value in call.outputs)
         places.setdefault(number, set()).update(i for i, value in enumerate(made) if value in used_outside)
     segments = []
-    for piece, number, outside in zip(pieces, numbers, taken, strict=True):
+    for piece, number, outside, signature in zip(pieces, numbers, taken, signatures, strict=True):
         made_values = [value for call in piece for value in call.outputs]
         outputs = tuple(made_values[i] for i in sorted(places[number]))
-        segments.append(Segment(number, tuple(piece), outside, outputs))
+        segments.append(Segment(number, tuple(piece), outside, outputs, signature))
     return segments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from ..jaxlib import compile_options, on_cpu, x64
 from ..mesh.edges import Edges
 from ..mesh.gathers import run_gathered
 from ..mesh.peers import peers_of
-from . import notes
+from . import executable_cache, notes
 from .later import Later
 
 
@@ -346,6 +347,7 @@ class SegmentedRun:
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
         self._run(step._calls)
+        step._compiled.store()
         step.ran = True
 
 
@@ -360,6 +362,7 @@ class _Compiling:
         self._functions = functions
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}
+        self._entries: dict[int, executable_cache.Entry] = {}
         self._futures: dict[int, Future[Any]] = {}
         self._executables: dict[int, Any] = {}
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
@@ -378,11 +381,36 @@ class _Compiling:
         if number is None:
             return False
         with timeline.span("lower"):
-            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number], self._edges)
+            entry = self._entry(number)
+            self._held[number] = entry if entry is not None and entry.found else self._lower(number)
         del self._todo[number]
         if not hold:
             self.release()
         return True
+
+    def _lower(self, number: int) -> Any:
+        return _lower(f"{self._name}_{number}", self._functions[number], self._edges)
+
+    def _entry(self, number: int) -> executable_cache.Entry | None:
+        """Where a function is kept from one start to the next; None if it is not."""
+        if self._edges is not None or not self._compiles:
+            return None
+        function = self._functions[number]
+        made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
+        results = tuple(made[function.like.outputs[i]] for i in function.result_order)
+        order = (function.argument_order, results, function.reused)
+        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order)
+        if entry is not None:
+            self._entries[number] = entry
+        return entry
+
+    def store(self) -> None:
+        """Keep for the next start what is compiled, in a thread of its own."""
+        entries, self._entries = self._entries, {}
+        new = [(entry, self._futures[number].result()) for number, entry in entries.items() if not entry.found]
+        if new:
+            work = functools.partial(executable_cache.store, new)
+            threading.Thread(target=work, name="firstloss-executable-cache").start()
 
     def release(self) -> None:
         """Compile what is lowered."""
@@ -397,6 +425,14 @@ class _Compiling:
 
     def _compile(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
+            entry = self._entries.get(number)
+            if entry is not None:
+                if isinstance(lowered, executable_cache.Entry):
+                    compiled = entry.load()
+                    if compiled is not None:
+                        return compiled
+                    lowered = self._lower(number)
+                return entry.compile(lowered, compile_options())
             if self._peers is None or self._edges is None:
                 return lowered.compile(compile_options())
             devices = self._edges.whole.mesh.devices
