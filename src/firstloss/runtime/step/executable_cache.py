@@ -19,7 +19,7 @@ import pickle
 import platform
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from ...compat.torch_names import OpOverload
-from ...files import written_aside
+from ...files import placed
 from ...lower import aten
 from ...lower.functional import functional
 from ...lower.registry import OF_USERS
@@ -67,14 +67,11 @@ class Entry:
     Attributes:
         path: of its file.
         found: whether there is one.
-        fresh: whether XLA has compiled the function since. What it has loaded from JAX's cache cannot be kept: XLA
-            writes it without complaint, and does not find its kernels when that is run.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
         self.path = folder / f"{key}.executable"
         self.found = self.path.exists()
-        self.fresh = False
 
     def load(self) -> Any:
         """The compiled function; None if the file is not what was written."""
@@ -92,28 +89,23 @@ class Entry:
         return None
 
     def compile(self, lowered: Any, options: dict[str, Any]) -> Any:
-        """`lowered.compile(options)`; `store` may be given what that returns if it has been compiled there and then."""
+        """`lowered.compile(options)`, which is kept if XLA has compiled it there and then: what it has loaded from
+        JAX's cache it would write without complaint, and not find its kernels when that is run."""
         misses = _this_thread.misses
         compiled = lowered.compile(options)
-        self.fresh = _this_thread.misses > misses
+        if _this_thread.misses > misses:
+            with contextlib.suppress(Exception):  # what cannot be kept will be compiled again
+                self._store(compiled)
         return compiled
 
-    def store(self, compiled: Any) -> None:
-        """Write the file."""
+    def _store(self, compiled: Any) -> None:
+        """Write the file. It has a digest, so that nobody need wait until it is on disk."""
         content = pickle.dumps(serialize_executable.serialize(compiled))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.path) as file:
+        with placed(self.path) as aside, open(aside, "xb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(hashlib.sha256(content).digest())
             file.write(content)
-
-
-def store(compiled: Iterable[tuple[Entry, Any]]) -> None:
-    """Write the files of these. What cannot be kept is not: it will be compiled again."""
-    for entry, executable in compiled:
-        if entry.fresh:
-            with contextlib.suppress(Exception):
-                entry.store(executable)
 
 
 def _is_ours(status: os.stat_result) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -347,7 +346,6 @@ class SegmentedRun:
         probe_memory(step._compiled.all())
         notes.note(step._compiled.digest)
         self._run(step._calls)
-        step._compiled.store()
         step.ran = True
 
 
@@ -403,14 +401,6 @@ class _Compiling:
         if entry is not None:
             self._entries[number] = entry
         return entry
-
-    def store(self) -> None:
-        """Keep for the next start what is compiled, in a thread of its own."""
-        entries, self._entries = self._entries, {}
-        new = [(entry, self._futures[number].result()) for number, entry in entries.items() if not entry.found]
-        if new:
-            work = functools.partial(executable_cache.store, new)
-            threading.Thread(target=work, name="firstloss-executable-cache").start()
 
     def release(self) -> None:
         """Compile what is lowered."""
