@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from firstloss import heap
+from firstloss import malloc_settings
 
 # With these in the environment each array is a mapping of its own, and goes back to the system when it is freed: what
 # is resident is what is held.
@@ -93,7 +93,11 @@ def in_child(
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
     if environment is None:
-        environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP)
+        environment = (
+            {}
+            if args.fresh
+            else malloc_settings.environment(malloc_settings.HUGE_PAGES, malloc_settings.KEPT, malloc_settings.ONE_HEAP)
+        )
     return json.loads(output_of(command, environment).splitlines()[-1])
 
 

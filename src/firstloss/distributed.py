@@ -53,7 +53,7 @@ def initialize(
     if launch is None or launch.processes == 1:
         return 1
     from . import __version__
-    from .runtime.mesh.join import join
+    from .runtime.mesh.initialize import join
 
     join(launch, __version__, timeout, heartbeat)
     return launch.processes
@@ -174,8 +174,8 @@ def global_batch(batch: Any) -> Any:
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
     from .runtime.device.tensors import resident
-    from .runtime.mesh.arrays import put_parts
-    from .runtime.structures import flatten
+    from .runtime.mesh.sharded_arrays import put_parts
+    from .runtime.pytrees import flatten
 
     mesh = backend.mesh
     leaves, spec = flatten(batch)

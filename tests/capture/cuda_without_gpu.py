@@ -1,4 +1,4 @@
-"""Run by test_cuda_draw.py in a process of its own: capture for a GPU of which only the figures are there."""
+"""Run by test_cuda_random_ops.py in a process of its own: capture for a GPU of which only the figures are there."""
 
 import sys
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import cuda_draw
+from firstloss.capture import cuda_random_ops
 from firstloss.rng.cuda_layout import Device, advance
 
 
@@ -33,8 +33,8 @@ own = Generator(5)
 torch.cuda._lazy_init = lambda: None
 torch.cuda.current_device = lambda: 0
 torch.cuda.default_generators = (Generator(3),)
-cuda_draw.gpu = lambda index: H100
-cuda_draw.layout_is_known = lambda index: True
+cuda_random_ops.gpu = lambda index: H100
+cuda_random_ops.layout_is_known = lambda index: True
 
 with fl.deferred(), torch.device("cuda"):
     module = nn.Sequential(nn.Embedding(5000, 700), nn.Linear(700, 300), nn.LayerNorm(300))

@@ -11,8 +11,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
+from firstloss.engine.cpu_engine import materialize_values
 from firstloss.engine.reader import Reader
-from firstloss.engine.run import materialize_values
 from firstloss.rng import counter, native_counter
 from firstloss.rng.counter_stream import CounterStream
 

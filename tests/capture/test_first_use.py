@@ -219,11 +219,13 @@ class Mean(nn.Module):
 
 
 def test_nothing_is_computed_twice(monkeypatch):
-    from firstloss.capture import realize
+    from firstloss.capture import materialize_tensors
 
     made = []
-    real = realize.materialize_values
-    monkeypatch.setattr(realize, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a))
+    real = materialize_tensors.materialize_values
+    monkeypatch.setattr(
+        materialize_tensors, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a)
+    )
     model = fl.deferred_init(Model)
     with pytest.warns(NotMaterializedWarning):
         train(model)

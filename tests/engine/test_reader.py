@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss.engine.cpu_engine import make_whole
 from firstloss.engine.reader import Reader, Wholes
-from firstloss.engine.run import make_whole
 from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from firstloss.gpu import cpu_stream, cuda_stream
+from firstloss.gpu.fill_slices import Slice
 from firstloss.gpu.kernels import CudaLauncher
-from firstloss.gpu.slices import Slice
-from firstloss.rng import cuda_layout, draws
+from firstloss.rng import cuda_layout, words_drawn
 from firstloss.rng.cuda_layout import Device
 from firstloss.rng.stream import Stream
 
@@ -53,7 +53,7 @@ class Drawing:
         made = torch.empty(count, dtype=dtype)
         getattr(made, f"{name}_")(*pair, generator=self.generator)
         begin = self.at
-        self.at += draws.draw(name, str(dtype).removeprefix("torch."), count).words
+        self.at += words_drawn.draw(name, str(dtype).removeprefix("torch."), count).words
         return begin, made
 
     def skip(self, words):

@@ -6,7 +6,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.gpu import probe, weights
-from firstloss.gpu.slices import recipe_of
+from firstloss.gpu.fill_slices import recipe_of
 
 from .emulated import HostLauncher, compiler, vectorised
 

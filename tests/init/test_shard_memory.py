@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from firstloss.init.stablehlo import memory as shard_memory
-from firstloss.init.stablehlo.memory import Kind, rounds, tensor_at
+from firstloss.init.stablehlo import shard_memory as shard_memory
+from firstloss.init.stablehlo.shard_memory import Kind, rounds, tensor_at
 
 
 def kinds():

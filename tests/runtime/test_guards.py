@@ -37,7 +37,7 @@ def run(case, backend):
     scale, bound = 1.0, torch.zeros(2)
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphChangeWarning)  # test_changes.py tests what is said
+        warnings.simplefilter("ignore", GraphChangeWarning)  # test_retracing.py tests what is said
         found = case(backend)
     return [torch.as_tensor(v).detach().cpu().clone() for v in found]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.runtime import jaxlib
+from firstloss.runtime import jax_support
 
 DTYPES = [
     torch.float32,
@@ -24,22 +24,22 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 200)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_there_and_back(dtype, shape, shared, monkeypatch):
-    monkeypatch.setattr(jaxlib, "on_cpu", lambda: shared)
+    monkeypatch.setattr(jax_support, "on_cpu", lambda: shared)
     torch.manual_seed(0)
     tensor = (torch.rand(shape) * 100).to(dtype)
-    array = jaxlib.to_device(tensor)
+    array = jax_support.to_device(tensor)
     assert array.shape == shape
-    back = jaxlib.to_host(array)
+    back = jax_support.to_host(array)
     assert back.dtype == dtype and torch.equal(back, tensor)
 
 
 def test_a_transposed_tensor_keeps_its_logical_order():
     tensor = torch.arange(60_000.0).reshape(200, 300).t()
-    assert torch.equal(jaxlib.to_host(jaxlib.to_device(tensor)), tensor)
+    assert torch.equal(jax_support.to_host(jax_support.to_device(tensor)), tensor)
 
 
 def test_memory_of_the_device_can_be_written_and_donated():
-    array, memory = jaxlib.empty((1000, 1000), torch.float32)
+    array, memory = jax_support.empty((1000, 1000), torch.float32)
     memory.fill_(2.0)
     address = array.unsafe_buffer_pointer()
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
@@ -80,7 +80,7 @@ def test_a_second_start_finds_the_compiled_step(tmp_path):
 
 def test_a_dtype_that_xla_lacks_is_refused():
     with pytest.raises(NotImplementedError, match="no counterpart"):
-        jaxlib.to_device(torch.zeros(2, dtype=torch.complex32))
+        jax_support.to_device(torch.zeros(2, dtype=torch.complex32))
 
 
 def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):

@@ -206,7 +206,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
 
 
 def test_an_order_of_calls_in_which_everything_is_there_when_needed():
-    from firstloss.lower.lists import calls_apart
+    from firstloss.lower.foreach_split import calls_apart
 
     program = Captured(12).program
     calls = calls_apart(program.nodes)

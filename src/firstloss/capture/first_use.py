@@ -34,12 +34,12 @@ from ..compat.torch_names import (
 from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
-from .call import Call
+from .direct_memory_access import is_unallocated
+from .evaluation import call_with_content, run_to_find_out
 from .file_value import is_in_file
-from .numbers_in_memory import is_unallocated
-from .states import state_of
+from .op_call import Call
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
-from .values import call_with_content, run_to_find_out
+from .tensor_states import state_of
 
 _COLLECTIVES = distributed.COLLECTIVES
 

@@ -1,4 +1,4 @@
-"""The conjugate and the negative bit that PyTorch would give a tensor that looks at a mirror (`lazy_views.py`)."""
+"""The conjugate and the negative bit that PyTorch would give a tensor that looks at a mirror (`conjugate_views.py`)."""
 
 from __future__ import annotations
 

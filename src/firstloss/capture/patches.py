@@ -1,7 +1,7 @@
 """What PyTorch's Python does without telling the dispatcher, taught about deferred tensors.
 
 The replacements do nothing but call the original where no deferred tensor and no open context is concerned; when they
-are in place says the table of `compat/patches.py`. (`Tensor.data` is in `other_storage.py`.)
+are in place says the table of `compat/patches.py`. (`Tensor.data` is in `storage_swap.py`.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import uncollected
+from .. import gc_pause
 from ..compat.patches import put, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
@@ -27,12 +27,12 @@ from ..compat.torch_names import (
 from ..errors import CaptureError, TraceError
 from ..program.source import here
 from . import session
+from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
 from .geometry import geometry_of
-from .lost_history import is_returned
 from .mapped_file import left_in_file
-from .other_storage import is_state, reseat
+from .storage_swap import is_state, reseat
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
 
@@ -114,19 +114,19 @@ def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @replaces("gc.enable")
 def enable(original: Any) -> None:
     """As `gc.enable`, once the step has been traced."""
-    uncollected.want(True)
+    gc_pause.want(True)
 
 
 @replaces("gc.disable")
 def disable(original: Any) -> None:
     """As `gc.disable`, likewise."""
-    uncollected.want(False)
+    gc_pause.want(False)
 
 
 @replaces("gc.isenabled")
 def isenabled(original: Any) -> bool:
     """As `gc.isenabled`, as if there were no trace."""
-    return uncollected.is_wanted()
+    return gc_pause.is_wanted()
 
 
 @replaces("torch.nn.parameter.UninitializedTensorMixin.materialize")

@@ -15,28 +15,37 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, dense_count, span
-from ..program.kinds import ASKS_GRAD_MODE
+from ..program.node_kinds import ASKS_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import distributed, dtensor_init, first_use, lazy_views, loaders, realize, session, values
-from .call import Call
+from . import (
+    checkpoint_loaders,
+    conjugate_views,
+    distributed,
+    dtensor_init,
+    evaluation,
+    first_use,
+    materialize_tensors,
+    session,
+)
+from .constant_folding import run_on_known
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
-from .drawing import draws_at_all, record_draw
+from .evaluation import read_and_run, run_for_real, run_on_resident, run_to_find_out
 from .file_value import is_in_file
 from .geometry import contiguous_stride
-from .in_place import resize
-from .known import run_on_known
 from .lazy_bits import NONE, lazy_bits
 from .mapped_file import in_file
-from .scalars import check_places, is_symbolic, number_ref
+from .metadata_mutation import resize
+from .op_call import Call
+from .op_overrides import SPECIAL
+from .op_schema import traits
+from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, as_meta, infer, is_unusual
-from .special import SPECIAL
-from .states import Traced, state_of
+from .symbolic_scalars import check_places, is_symbolic, number_ref
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_strangers
-from .traits import traits
-from .values import read_and_run, run_for_real, run_on_resident, run_to_find_out
+from .tensor_states import Traced, state_of
 
 __all__ = [
     "DeferredStorage",
@@ -78,7 +87,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     how = traits(op)
     if how.replacement is not None:
-        return lazy_views.view_lazily(op, how.replacement, args, kwargs)
+        return conjugate_views.view_lazily(op, how.replacement, args, kwargs)
     call = Call(op, how, args, kwargs)
     if how.writes and call.is_foreach:  # PyTorch counts an edit of each where it edits them one by one, above this
         torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
@@ -95,7 +104,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(t._store.resident is not None for t in call.deferred):
             return run_on_resident(call)
         if not session.depth and op in _MEETS_LOADER:
-            loaders.teach()
+            checkpoint_loaders.teach()
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_unusual, call.real)) or (how.opaque and not how.view):
@@ -205,7 +214,7 @@ def _record(call: Call) -> Any:
     for target in targets:
         store = storage_of(target)
         if store.mirrors is not None or store.mirrored_by:
-            lazy_views.written(store)
+            conjugate_views.written(store)
     return _results(call, made)
 
 
@@ -337,14 +346,14 @@ def position_of(generator: torch.Generator | None = None) -> Position:
 
 Hooks.register(
     dispatch=dispatch,
-    value_of=values.value_of,
-    memory_of=values.memory_of,
+    value_of=evaluation.value_of,
+    memory_of=evaluation.memory_of,
     constant_tensor=constant_tensor,
-    mirror_of=lazy_views.mirror_of,
-    make=realize.make,
-    give_memory=realize.give_memory,
-    materialize=realize.materialize_tensor,
+    mirror_of=conjugate_views.mirror_of,
+    make=materialize_tensors.make,
+    give_memory=materialize_tensors.give_memory,
+    materialize=materialize_tensors.materialize_tensor,
     materialize_all=first_use.materialize,
-    materialize_stores=realize.materialize_stores,
+    materialize_stores=materialize_tensors.materialize_stores,
 )
 distributed.when_imported(dtensor_init.install)

@@ -24,7 +24,7 @@ Storage = Any  # a DeferredStorage, of which nothing is asked here: `tensor.py` 
 
 
 class NewMemory(Protocol):
-    """What deferred tensors need of the weights that a step gives other memory (`new_memory.py`): see there."""
+    """What deferred tensors need of the weights that a step gives other memory (`data_assignment.py`): see there."""
 
     def assign(self, weight: torch.Tensor, other: Any) -> None: ...
 
@@ -34,7 +34,7 @@ class NewMemory(Protocol):
 
 
 class NewLayouts(Protocol):
-    """What deferred tensors need of the tensors that a step gives another shape or storage (`new_layout.py`)."""
+    """What deferred tensors need of the tensors that a step gives another shape or storage (`layout_changes.py`)."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
 

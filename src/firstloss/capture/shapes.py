@@ -16,10 +16,10 @@ from ..errors import CaptureError
 from ..program.graph import span
 from ..program.source import here
 from . import session
-from .call import Call
 from .geometry import Geometry, geometry_of
-from .scalars import is_symbolic, stand_in
-from .taken_dtypes import dtypes_given
+from .kernel_dtypes import dtypes_given
+from .op_call import Call
+from .symbolic_scalars import is_symbolic, stand_in
 
 Tensor = torch.Tensor
 

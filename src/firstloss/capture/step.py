@@ -27,19 +27,19 @@ from ..compat.torch_names import (
     storage_address,
 )
 from ..errors import TraceError, ValueReadError
+from ..gc_pause import pause
 from ..program.graph import Draw, Node, Value, dense_count
 from ..program.source import here, raised_at
 from ..rng.stream import Position
-from ..uncollected import pause
 from ..undo import Undo
-from . import dynamic, numbers_in_memory, recorder, session
+from . import data_dependent, direct_memory_access, recorder, session
+from .constant_folding import known as known_value
+from .data_assignment import NewMemory
 from .geometry import contiguous_stride, geometry_of, is_dense
-from .known import known as known_value
-from .new_layout import NewLayouts
-from .new_memory import NewMemory
+from .layout_changes import NewLayouts
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
-from .values_read import ValueRead
+from .value_reads import ValueRead
 
 
 class KeyStream:
@@ -216,11 +216,11 @@ class StepTrace(recorder._Tracing):
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value, or for what depends on one."""
-        raise ValueReadError(dynamic.message(op))
+        raise ValueReadError(data_dependent.message(op))
 
     def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
         """Whether a description of a tensor does for its text: it has no value yet, and nobody keeps the text."""
-        return known_value(tensor) is None and dynamic.is_shown()
+        return known_value(tensor) is None and data_dependent.is_shown()
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
         """A random operation, perhaps from a generator that it was given: the next key of the step's stream."""
@@ -279,9 +279,9 @@ class StepTrace(recorder._Tracing):
                 else:
                     yield
             except RuntimeError as error:
-                if not numbers_in_memory.is_unallocated(error):
+                if not direct_memory_access.is_unallocated(error):
                     raise
-                raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
+                raise ValueReadError(direct_memory_access.message(raised_at(error))) from error
 
     def _leave(self, before: Any) -> None:
         """Every DeferredStorage is as it was before the step. May be called twice."""

@@ -72,7 +72,7 @@ class DeferredStorage:
         self.resident: Any = None  # on a backend: its device buffer, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
         self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
-        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `lazy_views.py`
+        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
 
     @property

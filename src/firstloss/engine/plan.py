@@ -12,8 +12,8 @@ import math
 from typing import NamedTuple
 
 from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
-from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
-from ..rng import draws
+from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
+from ..rng import words_drawn
 
 # Recipes with more edits and copies than this are made whole.
 _MAX_STEPS = 64
@@ -158,9 +158,9 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
     partial = is_contiguous(target.size, target.stride)
     if isinstance(does, Fill):
         if does.name in ("uniform", "normal"):
-            if node.draw is None or draws.granule(does.name, dtype_name(value)) is None:
+            if node.draw is None or words_drawn.granule(does.name, dtype_name(value)) is None:
                 return None
-            partial = partial and math.prod(target.size) >= draws.MIN_PIECE
+            partial = partial and math.prod(target.size) >= words_drawn.MIN_PIECE
         elif does.name != "constant":
             return None
         return RangeStep(does, node, (), partial)

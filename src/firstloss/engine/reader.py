@@ -11,14 +11,14 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Draw, Ref, Value, is_contiguous
-from ..program.kinds import Copy, Fill, Pointwise
-from ..rng import draws
+from ..program.node_kinds import Copy, Fill, Pointwise
+from ..rng import words_drawn
 from ..rng.stream import Position
-from .cuts import Box, cover, row_blocks
-from .edits import Finish, apply, split_finish
+from .epilogue import Finish, apply, split_finish
 from .plan import Planner, RangeStep, dtype_name, is_empty
 from .replay import make_whole
 from .sampler import StreamSampler, has_erfinv, is_native
+from .splits import Box, cover, row_blocks
 
 aten = torch.ops.aten
 
@@ -140,7 +140,7 @@ class Reader:
         if not is_contiguous(fill.target.size, fill.target.stride) or not 0 <= first < last <= count:
             return False
         # A kernel makes this many normals together, and the last ones of a ragged fill again.
-        group = draws.MIN_PIECE
+        group = words_drawn.MIN_PIECE
         if first % group or last % group or (count % group and last > count - group):
             return False
         self._seek(draw, _position(draw, fill, first))
@@ -241,7 +241,7 @@ class Reader:
         edits, finish = split_finish(step.edits) if finishes else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
-        unit = draws.granule(fill.name, dtype_name(fill.target))
+        unit = words_drawn.granule(fill.name, dtype_name(fill.target))
         assert unit is not None
         piece = _PIECE if not native else _EDITED_PIECE if step.edits and not by_erfinv else _NATIVE_PIECE
         pieces = cover(first, last, count, unit, piece) if count >= _SHORT else [(0, count)]
@@ -274,7 +274,7 @@ class Reader:
 
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
-    """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does that for many, on all cores."""
+    """Write `ref`, or the part of it in `box`, into `out`; `cpu_engine.py` does that for many, on all cores."""
     with torch.no_grad(), DisableTorchDispatch():
         Reader().materialize(ref, box, out)
 
@@ -286,5 +286,5 @@ def flat(buffer: torch.Tensor, value: Value) -> torch.Tensor:
 
 def _position(draw: Draw, fill: Fill, element: int) -> Position:
     """The stream position of an element that begins a piece of a fill."""
-    words = draws.words_before(fill.name, dtype_name(fill.target), element)
+    words = words_drawn.words_before(fill.name, dtype_name(fill.target), element)
     return Position(draw.position.words + words, draw.position.spare)

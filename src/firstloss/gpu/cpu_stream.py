@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..rng import draws, jump
-from ..rng import state as torch_state
+from ..rng import generator_state as torch_state
+from ..rng import jump, words_drawn
 from ..rng.mt19937 import N, Words, consistent, extend
 from ..rng.stream import Position, Stream
+from .fill_slices import Slice
 from .kernels import CHUNK, DTYPES, KINDS, SEGMENT, Launcher
-from .slices import Slice
 
 _CHUNKS = 1 << 13  # as many as the largest GPU has warps for
 _LEAST, _MOST = 14, 21  # bits of a chunk's length
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such a fill: normals of few elements, and doubles, go through a math library."""
     if name == "normal":
-        return dtype in DTYPES and dtype != torch.float64 and numel >= draws.MIN_PIECE
+        return dtype in DTYPES and dtype != torch.float64 and numel >= words_drawn.MIN_PIECE
     return name == "uniform" and dtype in DTYPES
 
 

@@ -10,8 +10,8 @@ import torch
 
 from ..rng import cuda_layout
 from .cpu_stream import numbers_of
+from .fill_slices import Slice
 from .kernels import DTYPES, KINDS, LAUNCH, Launcher
-from .slices import Slice
 
 _TILE = 1024  # threads of PyTorch's that a unit stands for
 

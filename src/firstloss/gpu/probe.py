@@ -17,11 +17,11 @@ import torch
 from .. import timeline
 from ..compat.cpu_fills import rounds_single
 from ..compat.torch_names import DisableTorchDispatch
-from ..rng import cuda_layout, draws
+from ..rng import cuda_layout, words_drawn
 from ..rng.stream import Stream
 from . import cpu_stream, cuda_stream
+from .fill_slices import Slice
 from .kernels import CudaLauncher, Launcher
-from .slices import Slice
 
 _SEED = 20_261_122
 # (numel, its two numbers as uniform's, as normal's): ragged ends, an interval whose end uniforms are rounded up to.
@@ -71,7 +71,7 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
         pair = of_uniform if name == "uniform" else of_normal
         expected = torch.empty(numel, dtype=dtype, **_PLAIN)
         getattr(expected, f"{name}_")(*pair, generator=generator)
-        drawn = draws.draw(name, str(dtype).removeprefix("torch."), numel)
+        drawn = words_drawn.draw(name, str(dtype).removeprefix("torch."), numel)
         assert drawn is not None
         for wanted in (Slice(0, numel), Slice(numel // 3, numel // 2)):
             found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)

@@ -19,10 +19,10 @@ from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
 from ..errors import MaterializeError
 from ..program.graph import Node, Ref, Value
-from ..program.kinds import is_unwritten
+from ..program.node_kinds import is_unwritten
 from ..program.operations import barrier
 from ..program.program import Program
-from .lists import schedule
+from .foreach_chunks import schedule
 
 _LIST_BYTES = 1 << 29  # of a list of weights, what is worked on at a time
 _REHEARSED_BYTES = 1 << 26  # of weights and state, at most, that a rehearsal writes to copies of

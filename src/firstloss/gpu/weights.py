@@ -12,8 +12,8 @@ from ..program.graph import Value
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
 from . import cpu_stream, cuda_stream, probe
+from .fill_slices import Recipe, recipe_of
 from .kernels import CudaLauncher, Launcher
-from .slices import Recipe, recipe_of
 
 
 def make(

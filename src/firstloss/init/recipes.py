@@ -14,8 +14,8 @@ from ..program.graph import Node, Ref, slice_for
 from ..program.program import Program
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
+from .recipe_text import in_words
 from .shardings import Mark
-from .words import in_words
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 from ..program.graph import Value
 from .jaxprs import interpret, jaxpr_of
 from .program import Call
-from .scratch import RESHAPING, Kernel, Memory
+from .scratch_memory import RESHAPING, Kernel, Memory
 from .segments import Segment
 from .sharding import Axes, Placed, Spec, within
 from .sharding_rules import ShardingRule, rule_of_equation

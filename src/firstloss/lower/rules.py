@@ -3,7 +3,7 @@
 from . import (  # noqa: F401
     activations,
     attention,
-    control,
+    control_flow,
     convolution,
     distances,
     embeddings,
@@ -23,7 +23,7 @@ from . import (  # noqa: F401
     recurrent,
     reductions,
     sorting,
-    special,
+    special_functions,
     views,
 )
 from .registry import RULES

@@ -17,7 +17,7 @@ import torch
 
 from ..program.graph import Ref, Value
 from ..program.program import Program
-from .lists import calls_apart
+from .foreach_split import calls_apart
 from .program import Call, View, call_of, view_of
 from .repeats import Repeats, find_runs
 

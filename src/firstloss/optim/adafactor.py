@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..capture.scalars import is_symbolic, tensor_of
+from ..capture.symbolic_scalars import is_symbolic, tensor_of
 from ..compat.names import lookup
 from ..compat.patches import swap
 from ..undo import Undo

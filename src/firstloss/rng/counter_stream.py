@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from firstloss.rng import generator_state as torch_state
 from firstloss.rng import philox
-from firstloss.rng import state as torch_state
 from firstloss.rng.mt19937 import N, Words
 from firstloss.rng.stream import Position, Stream
 

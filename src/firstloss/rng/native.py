@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstloss import c_library
-from firstloss.rng import state as torch_state
+from firstloss.rng import generator_state as torch_state
 from firstloss.rng.mt19937 import N
 
 MIN_NORMAL = 16  # PyTorch makes fewer normals in another way

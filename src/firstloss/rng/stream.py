@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from firstloss.rng import state as torch_state
+from firstloss.rng import generator_state as torch_state
 from firstloss.rng.jump import advance
 from firstloss.rng.mt19937 import N, Words, consistent, extend, temper
 

@@ -15,8 +15,8 @@ from ..capture.deferred import deferred
 from ..errors import BackendError
 from ..settings import Settings, check_name
 from .cluster_config import ClusterConfig
-from .device.at_once import moved_at_once
-from .device.keys import Keys
+from .device.eager_initialization import moved_at_once
+from .device.step_keys import Keys
 
 if TYPE_CHECKING:
     from .mesh.mesh import Mesh

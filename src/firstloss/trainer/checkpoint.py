@@ -18,11 +18,11 @@ import firstloss as fl
 from ..errors import NaNLossError, TrainerError
 from ..files import written_aside
 from ..settings import Settings
-from . import storage
+from . import checkpoint_files
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from .state import State
+    from .run_state import State
     from .trainer import Trainer
 
 _NAME = re.compile(r"step_(\d+)")
@@ -238,7 +238,7 @@ class CheckpointFolder:
         best = self.best()
         for step in self.steps()[:-keep_last]:
             if best is None or step != best["step"]:
-                storage.remove(self.at(step))
+                checkpoint_files.remove(self.at(step))
 
 
 # -- what a checkpoint holds --
@@ -314,7 +314,7 @@ def matching(pattern: Any) -> list[Any]:
 
 def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
     """Give `model` the weights at `path`, and nothing else of a run; returns all that is there."""
-    weights, found = storage.load_weights(path)
+    weights, found = checkpoint_files.load_weights(path)
     wrong = _differences(model, weights)
     if wrong and (strict or "shape" in wrong):
         raise TrainerError(

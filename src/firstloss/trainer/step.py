@@ -14,7 +14,7 @@ import firstloss as fl
 
 from ..compat.torch_names import pytree
 from ..errors import TrainerError
-from ..runtime.structures import attributes_taken_apart, flatten
+from ..runtime.pytrees import attributes_taken_apart, flatten
 from .loops import TrainingLoop
 
 if TYPE_CHECKING:

@@ -25,12 +25,12 @@ from .interrupts import Interrupts
 from .loggers import default_loggers
 from .logging import Logging
 from .loops import TrainingLoop, ValidationLoop
-from .pending import Started
+from .pending_losses import Started
 from .precision import Precision
 from .randomness import kept_random_state, seed_everything
 from .reporting import Reporter
 from .run_folder import RunFolder
-from .state import State
+from .run_state import State
 from .step import Steps, on_device
 from .validation import Averages, quietly_compiled_anew
 
@@ -320,7 +320,7 @@ class Trainer:
         checkpoints.check_finite(self)
         state = checkpoints.collect(self)
         self.callbacks("on_save_start", self, state)
-        checkpoints.storage.save(state, path)
+        checkpoints.checkpoint_files.save(state, path)
         self._saved = self.state.step
         self.callbacks("on_save_end", self, path)
         if self.processes.index == 0:

@@ -12,9 +12,9 @@ import torch
 
 from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
-from ..runtime.structures import attributes_taken_apart
+from ..runtime.pytrees import attributes_taken_apart
 from .loops import ValidationLoop
-from .pending import AHEAD
+from .pending_losses import AHEAD
 from .step import counts, describe
 
 _TARGETS = ("labels", "label", "targets", "target")

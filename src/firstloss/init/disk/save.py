@@ -26,8 +26,8 @@ import torch
 
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch
+from ...engine.cpu_engine import default_threads, make_whole
 from ...engine.reader import Reader, Wholes
-from ...engine.run import default_threads, make_whole
 from ...errors import SaveError
 from ...files import sync_folder, written_aside
 from . import layout

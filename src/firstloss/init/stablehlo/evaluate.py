@@ -16,7 +16,7 @@ from ...lower.rules import RULES
 from ...lower.unfused import unfused
 from .counter import part_of_draw
 from .fill import ShardGeometry, WordSource, flat_indices, part_of_fill
-from .tree import Apply, Constant, Data, Drawn, Masked, Sketch, Truncated, Whole
+from .sketch import Apply, Constant, Data, Drawn, Masked, Sketch, Truncated, Whole
 
 Draws = Sequence[tuple[Any, Any]]  # of each draw: a WordSource, or under the counter policy a seed; and its position
 

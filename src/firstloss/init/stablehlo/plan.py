@@ -15,9 +15,9 @@ from ...program.source import Source as Line
 from ...program.source import here
 from ..recipes import Recipe, Recipes
 from ..shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
+from .build_sketch import Unsketchable, known, sketch
 from .fill import ShardGeometry, words_drawn
-from .sketch import Unsketchable, known, sketch
-from .tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
+from .sketch import Apply, Drawn, Masked, Sketch, Truncated, Whole
 
 # Weights of so few elements are made here and written down, where they are more than a fill.
 _SMALL = 1 << 12

@@ -25,7 +25,7 @@ from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ...files import locked, placed, sync_folder, written_aside
-from ...init.materialize import materialize_tensor
+from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
 from .file import RESERVED, TensorFile, write

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...capture.evaluation import content
 from ...capture.tensor import DeferredTensor, on_backend
-from ...capture.values import content
 from ...errors import UnsavableError
 from ...init.disk.savable import check_savable, memory_key
 from .file import TensorPart

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from ...capture import session
 from ...compat.python_names import getframe
 from ...errors import StateLostError
-from ..jax_there import is_array, is_there
+from ..lazy_jax import is_array, is_there
 
 lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ... import switching, timeline
+from ... import switch_interval, timeline
 from ...capture.exported_memory import note_memory, store_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import close_door
 from ...capture.geometry import Geometry, geometry_of
-from ...capture.other_storage import hook_tables, put_hook_tables
 from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.storage_swap import hook_tables, put_hook_tables
 from ...capture.tensor import Hooks
 from ...compat.torch_names import (
     HOOK_TABLES,
@@ -28,19 +28,19 @@ from ...compat.torch_names import (
     swap_tensor_impl,
     use_count,
 )
-from ...engine.run import default_threads, materialize_values
+from ...engine.cpu_engine import default_threads, materialize_values
 from ...program.graph import Ref, Value, dense_count
-from ..jax_there import is_there, on_cpu, process_count
-from . import drawn, pages
+from ..lazy_jax import is_there, on_cpu, process_count
+from . import host_weights, pages
 from .buffer import DeviceBuffer, is_direct
-from .conjugated import without_bits
 from .host_memory import MappedWeights, is_countable, is_held
+from .resolve_conj import without_bits
 
 if TYPE_CHECKING:
     import jax
 
     from ..mesh.mesh import Mesh
-    from .lazy import LazyArray
+    from .lazy_array import LazyArray
 
 # Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
 BESIDE_TRACING = (5,)
@@ -69,7 +69,7 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with switching.often(), timeline.span("materialize"):
+            with switch_interval.often(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # raised in the thread that waits for the weights
             self.set_exception(error)
@@ -145,9 +145,9 @@ def _materialize_in_background(
         sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
         if multiplied and not behind and on_cpu() and process_count() == 1:
             whole = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
-            made = drawn.make_whole(whole, niceness)
+            made = host_weights.make_whole(whole, niceness)
         if sharded:
-            from ..mesh import placement as mesh_placement
+            from ..mesh import sharded_weights as mesh_placement
 
             made |= mesh_placement.make(sharded, niceness)
         return made
@@ -170,8 +170,8 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
     """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
     memory that becomes the device's."""
     if not is_there() and on_cpu() and pages.are_there():
-        return drawn.make(values, niceness)
-    from ..jaxlib import empties, empty, to_device
+        return host_weights.make(values, niceness)
+    from ..jax_support import empties, empty, to_device
 
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
     kinds = [_kind(value) for value in values if is_direct(value)]
@@ -225,13 +225,13 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
                 store.resident = DeviceBuffer.from_host_memory(value, base, lasting)
                 note_memory(store)
                 continue
-        from ..jaxlib import to_device
+        from ..jax_support import to_device
 
         sharding = None
         if mesh is None:
             array = to_device(base)
         else:
-            from ..mesh.arrays import put
+            from ..mesh.sharded_arrays import put
 
             sharding = mesh.storage_sharding(store)
             array = put(base, sharding)
@@ -264,7 +264,7 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
         store.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
         note_memory(store)
     else:
-        from ..jaxlib import to_device
+        from ..jax_support import to_device
 
         store.resident = DeviceBuffer(value, array=to_device(base))
     return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)

@@ -10,7 +10,7 @@ from ...capture.geometry import contiguous_stride
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from .buffer import DeviceBuffer
-from .lazy import LazyArray
+from .lazy_array import LazyArray
 
 
 def resident(

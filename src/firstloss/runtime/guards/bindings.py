@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .containers import put_items
-from .kinds import Kind, kind_of
-from .left import Env, Make
-from .same import same
+from .equality import same
+from .object_kinds import Kind, kind_of
+from .reconstruct import Env, Make
 
 # What binds something: done twice, it has the same effect as done once.
 Bind = Callable[[], None]

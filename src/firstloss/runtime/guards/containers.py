@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...compat.python_names import is_python_class
-from .kinds import Kind, kind_of
+from .object_kinds import Kind, kind_of
 
 
 def empty_like(container: Any) -> Callable[[], Any]:

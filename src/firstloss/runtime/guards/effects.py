@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import contents
+from . import mutable_state
 from .bindings import (
     Bind,
     added_to,
@@ -30,13 +30,13 @@ from .bindings import (
 )
 from .containers import put_items, put_table
 from .describe import with_article
-from .kinds import Kind, items_of, kind_of, table_of
-from .left import Env, Left
-from .objects import MISSING, define, definition, slot_value
-from .outside import set_state, state_of
-from .reads import Reads
-from .same import same, same_items
+from .equality import same, same_items
+from .external_state import set_state, state_of
+from .introspection import MISSING, define, definition, slot_value
+from .object_kinds import Kind, items_of, kind_of, table_of
+from .reconstruct import Env, Left
 from .snapshot import Snapshot
+from .sources import Reads
 
 
 class Effects:
@@ -83,13 +83,13 @@ class Effects:
         for function, made_of in snapshot.definitions.values():
             if not same(made_of, now := definition(function)):
                 self._again(function, functools.partial(define, function), made_of, now)
-        environment = contents.environment()
-        changed = contents.environment_changes(snapshot.environment, environment)
+        environment = mutable_state.environment()
+        changed = mutable_state.environment_changes(snapshot.environment, environment)
         if changed:
-            old_values = contents.environment_changes(environment, snapshot.environment)
-            self._again(os.environ, contents.set_environment, old_values, changed)
-        if reads is not None and reads.sets_filters and snapshot.filters != (now := contents.filters()):
-            self._again(warnings, contents.set_filters, snapshot.filters, now)
+            old_values = mutable_state.environment_changes(environment, snapshot.environment)
+            self._again(os.environ, mutable_state.set_environment, old_values, changed)
+        if reads is not None and reads.sets_filters and snapshot.filters != (now := mutable_state.filters()):
+            self._again(warnings, mutable_state.set_filters, snapshot.filters, now)
         for generator, state in reads.generators if reads is not None else ():
             if not same(state, now := state_of(generator)):
                 self._again(generator, functools.partial(set_state, generator), state, now)
@@ -110,8 +110,8 @@ class Effects:
     def _content(self, content: Any, before: Any, after: Any, reads: Reads) -> None:
         """An array, a buffer, a generator and their like hold something else."""
         reads.guard_content(content)
-        if contents.put_back(content, after):
-            self._again(content, functools.partial(contents.put_back, content), before, after)
+        if mutable_state.put_back(content, after):
+            self._again(content, functools.partial(mutable_state.put_back, content), before, after)
         else:
             self.places.add(id(content))
             self.why_not = (
@@ -221,7 +221,7 @@ class Effects:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), reads)
 
     def _context(self, variable: contextvars.ContextVar, old: Any, reads: Reads | None) -> None:
-        now = contents.value_in(variable)
+        now = mutable_state.value_in(variable)
         if now is old:
             return
         self.places.add(id(variable))
@@ -310,7 +310,7 @@ def put_back(snapshot: Snapshot) -> bool:
     for content, read, before in snapshot.opaque.values():
         bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # those are undone as all effects
         if not bound and not isinstance(content, contextvars.ContextVar) and not same(before, read()):
-            done = contents.put_back(content, before) and done
+            done = mutable_state.put_back(content, before) and done
     return done
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from ...capture.lost_history import is_returned
+from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
 from .describe import with_article
-from .executed import Lines
+from .executed_code import Lines
+from .external_state import Asked
 from .guards import Change, ListGuard, same
+from .introspection import MISSING
 from .native import native
-from .objects import MISSING
-from .outside import Asked
-from .pytorch import is_shared
-from .values import Values
+from .pytorch_namespaces import is_shared
+from .value_guards import Values
 
 
 class GuardSet:

@@ -8,10 +8,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .kinds import items_of, table_of
-from .objects import MISSING, cell_content, definition
-from .pytorch import undisguised
-from .same import same, same_items
+from .equality import same, same_items
+from .introspection import MISSING, cell_content, definition
+from .object_kinds import items_of, table_of
+from .pytorch_namespaces import undisguised
 
 
 class Change(NamedTuple):

@@ -17,13 +17,13 @@ import torch.nn.modules.module
 
 from ...compat.python_names import getframe
 from ...undo import Undo
-from .kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
+from .external_state import Outside
 from .native import native
-from .outside import Outside
+from .object_kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
 # What stands for a model looks up, sets and deletes the model's attributes for whoever asks.
-_THROUGH = os.path.join(PACKAGE, "runtime", "compiled.py")
+_THROUGH = os.path.join(PACKAGE, "runtime", "compiled_model.py")
 _RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
 # nn.Module looks up its parameters and modules in its own __dict__.
 _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)

@@ -26,10 +26,20 @@ from ...compat.torch_names import (
     post_accumulate_grad_hooks,
 )
 from ...optim.schedule import schedules_of
-from ..stand_in import StandIn, module_of
-from . import caches, contents
+from ..module_proxy import StandIn, module_of
+from . import lru_caches, mutable_state
 from .bytecode import attributes_set, imports, with_inner
-from .kinds import (
+from .equality import same
+from .introspection import (
+    MISSING,
+    cell_content,
+    class_table,
+    definition,
+    names_in,
+    own_attributes,
+    slot_value,
+)
+from .object_kinds import (
     Kind,
     is_closed,
     is_closed_class,
@@ -43,19 +53,9 @@ from .kinds import (
     slots,
     table_of,
 )
-from .objects import (
-    MISSING,
-    cell_content,
-    class_table,
-    definition,
-    names_in,
-    own_attributes,
-    slot_value,
-)
-from .same import same
 
 # What holds more items than this is data: it is copied, but what is in it is not looked into.
-_MOST_ITEMS = contents.LARGEST
+_MOST_ITEMS = mutable_state.LARGEST
 # So many objects are no step's own: what lies beyond is not known, and the step is traced each time.
 _MOST_OBJECTS = 2_000_000
 
@@ -85,7 +85,7 @@ class Snapshot:
         sequences: by id, lists, sets and deques, each with its items.
         cells: by id, variables of enclosing functions.
         slotted: by id, objects with `__slots__`.
-        opaque: by id, objects whose content only `contents.py` can read: with a reader and what it gave.
+        opaque: by id, objects whose content only `mutable_state.py` can read: with a reader and what it gave.
         functions: by their code, the functions that may run; `definitions` is what each was made of.
         modules: the `nn.Module`s.
         optimizers: the optimizers.
@@ -126,8 +126,8 @@ class Snapshot:
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
-        self.environment = contents.environment()
-        self.filters = contents.filters()
+        self.environment = mutable_state.environment()
+        self.filters = mutable_state.filters()
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of what large containers hold
         self.roots = list(roots)
@@ -177,7 +177,7 @@ class Snapshot:
             self._tensor(what, todo)
             return
         if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and len(what) > _MOST_ITEMS:
-            read = contents.reader(what)
+            read = mutable_state.reader(what)
             assert read is not None
             self.opaque[id(what)] = (what, read, read())
         if kind is Kind.DICT:
@@ -206,7 +206,7 @@ class Snapshot:
             if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
                 if not is_installed(what.__wrapped__.__module__):
-                    todo += caches.results(what)
+                    todo += lru_caches.results(what)
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
         elif kind is Kind.CLASS:
@@ -216,10 +216,10 @@ class Snapshot:
             self._module(what, todo)
             return
         elif kind is Kind.OPAQUE:
-            read = contents.reader(what)
+            read = mutable_state.reader(what)
             if read is not None:
                 self.opaque[id(what)] = (what, read, read())
-            todo.extend(contents.inside(what))
+            todo.extend(mutable_state.inside(what))
         elif kind is Kind.UNKNOWN:
             self.unknown[id(what)] = what
             return

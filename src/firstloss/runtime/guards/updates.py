@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .bytecode import Collect, ItemUpdate, Update, Use
-from .kinds import Kind, kind_of
-from .same import same_items
+from .equality import same_items
+from .object_kinds import Kind, kind_of
 
 _NUMBERS = (int, float)
 

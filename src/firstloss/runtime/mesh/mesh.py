@@ -21,7 +21,7 @@ from ...errors import BackendError, ShardingError
 from ...init import shardings
 from ...program.graph import Ref, is_contiguous
 from ...program.source import UNKNOWN, Source, here
-from ..jax_there import process_count
+from ..lazy_jax import process_count
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding

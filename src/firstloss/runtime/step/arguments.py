@@ -16,8 +16,8 @@ import torch
 from ...capture.geometry import Geometry, contiguous_stride, is_dense
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
-from ..guards.left import same_memory
-from ..structures import attributes_taken_apart, containers
+from ..guards.reconstruct import same_memory
+from ..pytrees import attributes_taken_apart, containers
 
 _OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...uncollected import pause, put_off
+from ...gc_pause import pause, put_off
 from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
-from .changes import Request, Versions
-from .modes import modes, settings
+from .process_settings import modes, settings
+from .retracing import Request, Versions
 from .tracing import Shared
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ...compat.torch_names import pytree
 from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
-from ..device.lazy import LazyArray, ready
+from ..device.lazy_array import LazyArray, ready
 from . import loop as loops
 
 
@@ -255,6 +255,6 @@ def _on_host(leaf: Any) -> Any:
 def _values(array: Any) -> torch.Tensor:
     if type(array) is LazyArray and array.content is not None:
         return array.content
-    from ..jaxlib import to_host
+    from ..jax_support import to_host
 
     return to_host(ready(array))

@@ -19,18 +19,18 @@ from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer
 from ..device.host_memory import HostMemory
-from ..device.lazy import LazyArray, ready
+from ..device.lazy_array import LazyArray, ready
 from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
-from ..guards.left import Env
-from ..jax_there import is_array, is_there
+from ..guards.reconstruct import Env
+from ..lazy_jax import is_array, is_there
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import loop as loops
 from .arguments import Arguments
+from .background_compile import FirstRun, PutOffStep
 from .inputs import Inputs, write_back
 from .owners import Owner
-from .put_off import FirstRun, PutOffStep
-from .traced import TracedProgram
+from .traced_program import TracedProgram
 from .tracing import Shared
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class CompiledStep:
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
             if is_there():
-                from ..jaxlib import use_x64
+                from ..jax_support import use_x64
 
                 use_x64(undo)
             dispatch.settled()

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...lower.names import all_have_rules
+from ...lower.rule_names import all_have_rules
 from ..backend import Backend
 from ..mesh.processes import processes
+from .background_compile import PutOffStep
 from .first_loss import FirstLoss
 from .inputs import Inputs
-from .put_off import PutOffStep
-from .traced import TracedProgram
+from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedStep
@@ -34,12 +34,12 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         )
     first_loss = _first_loss(traced, traced.results, backend)
     if first_loss is None or not all_have_rules(traced.program):
-        from .parts import refuse_unsupported
+        from .segmentation import refuse_unsupported
 
         refuse_unsupported(traced)
 
     def make() -> SegmentedStep:
-        from .parts import segmented  # here, because it brings JAX
+        from .segmentation import segmented  # here, because it brings JAX
 
         return segmented(traced, inputs, backend, behind=first_loss is not None and not first_loss.failed)
 

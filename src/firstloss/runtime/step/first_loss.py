@@ -19,11 +19,11 @@ from ...errors import FirstlossError
 from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ...program.python_text import is_number
-from ..device.lazy import LazyArray, copied_later
-from ..jax_there import is_array
+from ..device.lazy_array import LazyArray, copied_later
+from ..lazy_jax import is_array
 
 if TYPE_CHECKING:
-    from .draws import Draws
+    from .first_loss_random import Draws
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
 _MOST_OF_A_STEP = 0.6
@@ -100,7 +100,7 @@ class FirstLoss:
                 found = found.wait()
             if not is_array(found):
                 return torch.from_numpy(np.asarray(found))
-            from ..jaxlib import to_host
+            from ..jax_support import to_host
 
             return to_host(found)
 
@@ -115,7 +115,7 @@ class FirstLoss:
     def _draws(self, seed: np.ndarray) -> Draws | None:
         if not self._random:
             return None
-        from .draws import Draws  # here, because it brings JAX
+        from .first_loss_random import Draws  # here, because it brings JAX
 
         return Draws(self._random, seed)
 

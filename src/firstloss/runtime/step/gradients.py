@@ -14,7 +14,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left, Make
+from ..guards.reconstruct import Env, Left, Make
 from .owners import Owner, memory_of, storage_or_itself
 
 Inputs = dict[Value, Owner]

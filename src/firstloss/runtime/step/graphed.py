@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from ... import timeline
-from ...capture.lost_history import returned
+from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, Replayed
 from ...program.graph import Value
 from ...program.source import warn
 from ...undo import Undo
 from ..backend import Backend
-from ..guards.left import Env
-from ..structures import flatten
+from ..guards.reconstruct import Env
+from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
 from .cache import StepCache
-from .changes import Request
-from .modes import modes
-from .surroundings import Surroundings
-from .traced import TracedProgram
+from .process_settings import modes
+from .retracing import Request
+from .trace_observer import Surroundings
+from .traced_program import TracedProgram
 from .tracing import Shared
 
 # What a step returns, replayed and eager, of half precision perhaps: one place of bfloat16.

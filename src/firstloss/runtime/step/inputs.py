@@ -12,8 +12,8 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy import LazyArray, lent_later, put_later, ready
-from ..jax_there import is_there
+from ..device.lazy_array import LazyArray, lent_later, put_later, ready
+from ..lazy_jax import is_there
 from .owners import Owner, Owners
 from .parameter_groups import Hyperparameter
 
@@ -100,7 +100,7 @@ class Inputs:
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
         if where is None:
             return array
-        from ..mesh.arrays import fit
+        from ..mesh.sharded_arrays import fit
 
         return fit(array, where)
 
@@ -144,7 +144,7 @@ class Inputs:
 def _given(tensor: torch.Tensor) -> Any:
     """A tensor of our own as an argument of one call; where there is no JAX yet, lazily."""
     if is_there():
-        from ..jaxlib import given
+        from ..jax_support import given
 
         return given(tensor)
 
@@ -167,7 +167,7 @@ def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], 
         with torch.no_grad():
             for owner, array in zip(owners, arrays, strict=True):
                 if isinstance(owner, torch.Tensor):  # from outside the backend
-                    from ..jaxlib import to_host
+                    from ..jax_support import to_host
 
                     owner.copy_(to_host(ready(array)))
     replace_arrays(buffers, arrays)

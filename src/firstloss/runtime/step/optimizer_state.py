@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ...capture.new_state import PLAIN
+from ...capture.new_optimizer_state import PLAIN
 from ...capture.step import StepTrace, is_traced
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left, Make
+from ..guards.reconstruct import Env, Left, Make
 
 
 class OptimizerStates:
@@ -125,7 +125,9 @@ class StateOf:
                 return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
             except KeyError:
                 return True
-        now = StateOf(self._optimizer)  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
+        now = StateOf(
+            self._optimizer
+        )  # load_state_dict makes new dicts, and keeps what is in them (`load_optimizer_state.py`)
         pairs = [(self._weights, now._weights), (self._keys, now._keys), (self._values, now._values)]
         if any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in pairs):
             return True

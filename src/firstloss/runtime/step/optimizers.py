@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.new_state import FirstStepDiffers, find_new_state
-from ...capture.scalars import tensor_of
+from ...capture.new_optimizer_state import FirstStepDiffers, find_new_state
 from ...capture.step import StepTrace
+from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
@@ -30,13 +30,13 @@ from ...program.graph import Value, span
 from ...program.source import here
 from ...undo import Undo
 from ..guards.effects import Effects
-from ..guards.left import Left
+from ..guards.reconstruct import Left
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
+from .load_optimizer_state import load_in_place
 from .optimizer_state import OptimizerStates
 from .owners import place_of
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
-from .reload import load_in_place
 from .schedulers import Schedulers
 
 # What these do cannot be one fixed computation on dense tensors.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...capture.autograd_boundary import returned
 from ...capture.geometry import Geometry, geometry_of
-from ...capture.lost_history import returned
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
 from ...program.graph import Ref
-from ..guards.left import Left
+from ..guards.reconstruct import Left
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -174,7 +174,7 @@ class Outputs:
             refs: the Program's outputs.
             step: the step's name.
         """
-        from ..device.lazy import LazyArray  # here, because they bring JAX
+        from ..device.lazy_array import LazyArray  # here, because they bring JAX
         from ..device.tensors import resident, store_of
 
         tensors: dict[int, torch.Tensor] = {}

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.recorder import DeferredTensor
-from ...capture.scalars import Hyperparameter as TracedHyperparameter
 from ...capture.step import StepTrace
+from ...capture.symbolic_scalars import Hyperparameter as TracedHyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.bindings import always
 from ..guards.effects import Effects
-from ..guards.objects import MISSING
-from ..guards.same import same
+from ..guards.equality import same
+from ..guards.introspection import MISSING
 from ..guards.snapshot import Snapshot
 
 # For an optimizer, the numbers in its groups that have been seen to change: (group, key).

@@ -13,25 +13,25 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
+from ...gc_pause import put_off
 from ...init import shardings
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import Axes, Placed
 from ...program.graph import Value
-from ...uncollected import put_off
 from ...undo import Undo
 from ..backend import Backend
-from ..mesh.edges import spec_of
 from ..mesh.mesh import SMALL, Mesh
+from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
 from .inputs import Inputs
 from .owners import Owner, storage_or_itself
-from .parts import Parts, parts_of
 from .plan import Held, Part, StepPlan
+from .segmentation import Parts, parts_of
 from .segmented import Function, functions_of
-from .surroundings import Surroundings
-from .traced import TracedProgram
+from .trace_observer import Surroundings
+from .traced_program import TracedProgram
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:

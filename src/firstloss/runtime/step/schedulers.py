@@ -13,11 +13,11 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...program.source import Source, here
 from ...undo import Undo
-from ..guards.not_yet import NotYet
+from ..guards.unavailable_number import NotYet
 
 if TYPE_CHECKING:
     from ..guards.bindings import Bind
-    from ..guards.left import Env, Left, Make
+    from ..guards.reconstruct import Env, Left, Make
 
 
 class _SchedulerCall(NamedTuple):

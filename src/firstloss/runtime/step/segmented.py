@@ -19,14 +19,14 @@ from ...lower.dtypes import to_jax
 from ...lower.program import Template, constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.calls import Shield, begun, called, calling, direct, flat, probe_memory
-from ..device.lazy import LazyArray, ready
+from ..device.executable_calls import Shield, begun, called, calling, direct, flat, probe_memory
+from ..device.lazy_array import LazyArray, ready
 from ..device.placement import begin_behind
-from ..jaxlib import compile_options, on_cpu, x64
-from ..mesh.edges import Edges
+from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.peers import peers_of
-from . import notes
-from .later import Later
+from ..mesh.segment_shardings import Edges
+from . import lowering_markers
+from .background_work import Later
 
 
 class Function(NamedTuple):
@@ -292,7 +292,7 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
-        put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
+        put_off = step._first > 0 and on_cpu() and lowering_markers.is_noted(compiled.digest)
         for call in step._calls[: step._first]:
             while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
@@ -343,7 +343,7 @@ class SegmentedRun:
         step.lower()
         self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())
-        notes.note(step._compiled.digest)
+        lowering_markers.note(step._compiled.digest)
         self._run(step._calls)
         step.ran = True
 

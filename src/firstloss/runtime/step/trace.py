@@ -13,8 +13,8 @@ from ...capture import session
 from ...errors import TraceError
 from ...program.program import Program
 from ..backend import current_backend
-from .modes import refuse_watchers
-from .shapes import Pad, Shapes
+from .batch_shapes import Pad, Shapes
+from .process_settings import refuse_watchers
 
 if TYPE_CHECKING:
     from .cache import StepCache

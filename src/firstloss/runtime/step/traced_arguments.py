@@ -14,8 +14,8 @@ from ...program.graph import Value
 from ...program.source import here
 from ..guards.bindings import Bind
 from ..guards.effects import Effects
-from ..guards.left import Env, Given, Left
-from ..structures import containers
+from ..guards.reconstruct import Env, Given, Left
+from ..pytrees import containers
 from .arguments import Arguments, setting, view_of
 
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...capture import numbers_in_memory
+from ...capture import direct_memory_access
+from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
-from ...capture.new_memory import Viewer
-from ...capture.other_storage import reseat
 from ...capture.step import StepTrace, is_traced
+from ...capture.storage_swap import reseat
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
 from ...program.graph import Ref
@@ -22,16 +22,16 @@ from ...undo import Undo
 from ..backend import Backend
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left
+from ..guards.reconstruct import Env, Left
 from .arguments import Arguments
 from .gradients import Gradients
-from .modes import ModesLeft
 from .optimizers import Optimizers
 from .outputs import Outputs
 from .owners import Owners
-from .surroundings import Surroundings
-from .traced import TracedProgram
+from .process_settings import ModesLeft
+from .trace_observer import Surroundings
 from .traced_arguments import TracedArguments
+from .traced_program import TracedProgram
 
 
 class Shared(Exception):
@@ -124,7 +124,7 @@ class _Trace:
             except FirstlossError:
                 raise
             except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
-                if numbers_in_memory.is_unallocated(error):
+                if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
         given.check(self.name)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from ...capture import session
 from ...errors import LoaderError
 from ...program.source import here
-from ...runtime.device import feed
+from ...runtime.device import batch_transfer
 from .random_state import RandomState
 from .workers import with_workers
 
@@ -302,7 +302,7 @@ class Reader:
         while True:
             self._now = self._snapshot()
             try:
-                return "batch", feed.put(next(self._iterator)) if self._to_device else next(self._iterator)
+                return "batch", batch_transfer.put(next(self._iterator)) if self._to_device else next(self._iterator)
             except StopIteration:
                 pass
             if self._left is not None:

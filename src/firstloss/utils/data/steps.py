@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import ExecutorError
-from ...runtime.structures import flatten
+from ...runtime.pytrees import flatten
 
 
 def compute_num_steps(

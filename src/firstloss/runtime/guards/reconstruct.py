@@ -1,0 +1,351 @@
+"""What a step returns or leaves in Python, made anew at each call: tensors, and the containers and objects that hold
+them."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...capture.conjugate_views import bits_of, unmirrored, vector_of
+from ...capture.geometry import geometry_of
+from ...capture.tensor import DeferredTensor, Hooks
+from .containers import empty_like, put_items, put_table
+from .introspection import MISSING, own_attributes, slot_value
+from .object_kinds import Kind, items_of, kind_of, slots, table_of
+from .unavailable_number import NotYet
+
+
+class Env:
+    """One call's: its new tensors, the arguments with the containers that they are in, and what stands for tensors that
+    were there when it was traced."""
+
+    __slots__ = ("fresh", "arguments", "containers", "stand_in", "made")
+
+    def __init__(
+        self,
+        fresh: Callable[[int], torch.Tensor],
+        arguments: list[Any],
+        containers: Callable[[], list[Any]],
+        stand_in: dict[int, torch.Tensor],
+    ) -> None:
+        self.fresh = fresh
+        self.arguments = arguments
+        self.containers = containers
+        self.stand_in = stand_in
+        self.made: dict[int, Any] = {}
+
+
+Make = Callable[[Env], Any]
+
+
+class Given(NamedTuple):
+    """What stands for the arguments of a step while it is traced.
+
+    Attributes:
+        tensors: by id, the traced tensors, each with the number of the argument that it stands for.
+        stores: by id, their storages, likewise.
+        containers: by id, the dicts, lists and objects that hold them, each with its number.
+        view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
+        outside: the tensor from outside, whole, that a storage stands for, if it does.
+        lent: whether a real tensor that the step has made lies in memory of an array that was there before.
+    """
+
+    tensors: dict[int, int]
+    stores: dict[int, int]
+    containers: dict[int, int]
+    view: Callable[[torch.Tensor, Any], torch.Tensor]
+    outside: Callable[[Any], torch.Tensor | None]
+    lent: Callable[[torch.Tensor], bool]
+
+
+NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None, lambda tensor: False)
+
+
+class Left:
+    """The values that a step returns or leaves, as functions that make them anew at each call.
+
+    Attributes:
+        tensors: the traced tensors among them, each once; `Env.fresh` is asked for them by number.
+        why_not: what cannot be made anew, in words; then the step has to be traced at each call.
+    """
+
+    def __init__(
+        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: Given = NOTHING_GIVEN
+    ) -> None:
+        """
+        Args:
+            is_traced: whether a tensor was made by the step.
+            is_old: whether an object was there before the step.
+            given: what stands for the arguments.
+        """
+        self.tensors: list[DeferredTensor] = []
+        self.why_not: str | None = None
+        self._numbers: dict[int, int] = {}
+        self._is_traced = is_traced
+        self._is_old = is_old
+        self._given = given
+        self._makes: dict[int, Make] = {}
+        self._constant: set[int] = set()
+        self._kept: list[Any] = []
+
+    def number(self, tensor: DeferredTensor) -> int:
+        """The number of a traced tensor that is left."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def release(self) -> None:
+        """All are known: hold none of them any more."""
+        self.tensors.clear()
+        self._kept.clear()
+        self._is_old = lambda what: True
+        self._given = NOTHING_GIVEN  # which knows all that was there before the step
+
+    def place(self, container: Any) -> Make:
+        """What `container` is at each call: itself, unless it is one that holds arguments."""
+        if id(container) not in self._given.containers:
+            return _constant(container)
+        number = self._given.containers[id(container)]
+        return lambda env: env.containers()[number]
+
+    def holds_arguments(self, container: Any) -> bool:
+        """Whether it stands for one that holds arguments, which are others at each call."""
+        return id(container) in self._given.containers
+
+    def make(self, value: Any) -> Make:
+        """A function that makes at each call what `value` is now."""
+        if id(value) in self._given.containers:
+            return self.place(value)
+        known = self._makes.get(id(value))
+        if known is not None:
+            return known
+        kind = kind_of(type(value))
+        if type(value) is NotYet:
+            value.refuse()
+        if kind is Kind.LEAF or kind is not Kind.TENSOR and self._is_old(value):
+            return _constant(value)
+        self._kept.append(value)  # so that its id stays its own
+        box: list[Make] = []
+        self._makes[id(value)] = lambda env: box[0](env)  # it may contain itself
+        made = self._make(value, kind)
+        box.append(made)
+        self._makes[id(value)] = made
+        return made
+
+    def _make(self, value: Any, kind: Kind) -> Make:
+        if kind is Kind.TENSOR:
+            return self._tensor(value)
+        if kind is Kind.TUPLE:
+            parts = [self.make(part) for part in items_of(value)]
+            if all(isinstance(part, _Constant) for part in parts):
+                return _constant(value)
+            cls = type(value)
+            if cls in (tuple, frozenset):
+                return lambda env: cls([part(env) for part in parts])
+            if isinstance(getattr(cls, "_fields", None), tuple):
+                return lambda env: tuple.__new__(cls, [part(env) for part in parts])
+            return self._cannot(value)
+        if kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+            return self._once(value, self._sequence(value))
+        if kind is Kind.DICT:
+            return self._once(value, self._dict(value))
+        if kind is Kind.FUNCTION:
+            return self._function(value)
+        if kind is Kind.BINDING:
+            return self._binding(value)
+        if kind is Kind.CELL:
+            content = self.make(value.cell_contents)
+            return self._once(
+                value, lambda env: (types.CellType(), lambda new: setattr(new, "cell_contents", content(env)))
+            )
+        if kind is Kind.INSTANCE:
+            return self._once(value, self._instance(value))
+        if kind in (Kind.CLASS, Kind.MODULE):
+            return _constant(value)
+        if hasattr(value, "copy") and type(value).__module__ == "numpy":
+            kept = value.copy()
+            return lambda env: kept.copy()
+        return self._cannot(value)
+
+    def _cannot(self, value: Any) -> Make:
+        self.why_not = self.why_not or f"an object of type {type(value).__name__}"
+        return _constant(value)
+
+    def _tensor(self, value: torch.Tensor) -> Make:
+        argument = self._given.tensors.get(id(value))
+        if argument is not None:
+            return lambda env: env.arguments[argument]
+        key = id(value)
+        if not self._is_traced(value) and self._is_old(value):
+            return lambda env: env.stand_in.get(key, value)
+        new, more = self._new_tensor(value), self._attributes_and_gradient(value)
+        return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
+
+    def _new_tensor(self, value: torch.Tensor) -> Make:
+        """One that the step has made, with nothing beside its content."""
+        if self._is_traced(value):
+            assert type(value) is DeferredTensor
+            if value._store.mirrors is not None:
+                shows, view_of = self._new_tensor(unmirrored(value)), bits_of(value)
+                return lambda env: view_of(shows(env))
+            geometry = geometry_of(value)
+            shown = self._given.stores.get(id(value._store))
+            if shown is not None:
+                view = self._given.view
+                return lambda env: view(env.arguments[shown], geometry)
+            home = self._given.outside(value._store)
+            if home is not None:
+                key = id(home)
+                return lambda env: same_memory(env.stand_in.get(key, home), geometry)
+            number = self.number(value)
+            return lambda env: env.fresh(number)
+        if type(value) is not DeferredTensor:
+            if self._given.lent(value):
+                return lambda env: value.detach()
+            with torch.no_grad():
+                kept = value.detach().clone()
+            return lambda env: kept.clone()
+        if value._store.resident is None and value._store.value.known:  # the step has made it of constants
+            known = Hooks.value_of(value)
+            return lambda env: known.clone()
+        store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
+        return lambda env: DeferredTensor.wrap(store, *geometry)
+
+    def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, Env], None]:
+        """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
+        parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_store"}
+        leaf = value.requires_grad and value.is_leaf
+        kept = value.grad if value.is_leaf or value.retains_grad else None
+        gradient = None if kept is None else self.make(kept)
+
+        def give(new: torch.Tensor, env: Env) -> None:
+            if parts:
+                new.__dict__.update({key: part(env) for key, part in parts.items()})
+            if leaf:
+                new.requires_grad_(True)
+            if gradient is not None:
+                if not new.is_leaf:
+                    new.retain_grad()
+                new.grad = gradient(env)
+
+        return give
+
+    @staticmethod
+    def _once(value: Any, how: Callable[[Env], tuple[Any, Callable[[Any], None]]]) -> Make:
+        """Made once a call, though it may be found in several places, and in itself."""
+        key = id(value)
+
+        def make(env: Env) -> Any:
+            if key not in env.made:
+                new, fill = how(env)
+                env.made[key] = new
+                fill(new)
+            return env.made[key]
+
+        return make
+
+    def _sequence(self, value: Any) -> Callable[[Env], tuple]:
+        parts = [self.make(part) for part in items_of(value)]
+        empty, more = empty_like(value), self._more(value)
+
+        def fill(new: Any, env: Env) -> None:
+            put_items(new, [part(env) for part in parts])
+            more(new, env)
+
+        return lambda env: (empty(), lambda new: fill(new, env))
+
+    def _dict(self, value: dict) -> Callable[[Env], tuple]:
+        parts = [(self.make(key), self.make(part)) for key, part in table_of(value).items()]
+        empty, more = empty_like(value), self._more(value)
+
+        def fill(new: Any, env: Env) -> None:
+            put_table(new, {key(env): part(env) for key, part in parts})
+            more(new, env)
+
+        return lambda env: (empty(), lambda new: fill(new, env))
+
+    def _more(self, value: Any) -> Callable[[Any, Env], None]:
+        """Gives a new container the attributes of `value`."""
+        parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
+
+        def give(new: Any, env: Env) -> None:
+            if parts:
+                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
+
+        return give
+
+    def _instance(self, value: Any) -> Callable[[Env], tuple]:
+        table = own_attributes(value) or {}
+        parts = {key: self.make(part) for key, part in table.items()}
+        held = {name: slot_value(value, name) for name in slots(type(value))}
+        slotted = {name: self.make(part) for name, part in held.items() if part is not MISSING}
+        cls = type(value)
+
+        def fill(new: Any, env: Env) -> None:
+            if parts:
+                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
+            for name, part in slotted.items():
+                object.__setattr__(new, name, part(env))
+
+        base: Any = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
+        try:
+            base.__new__(cls)
+        except TypeError:
+            made = self._cannot(value)
+            return lambda env: (made(env), lambda new: None)
+        return lambda env: (base.__new__(cls), lambda new: fill(new, env))
+
+    def _function(self, value: types.FunctionType) -> Make:
+        cells = [self.make(cell) for cell in value.__closure__ or ()]
+        if all(isinstance(cell, _Constant) for cell in cells):
+            return _constant(value)
+
+        def make(env: Env) -> Any:
+            made = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(c(env) for c in cells)
+            )
+            made.__kwdefaults__ = value.__kwdefaults__
+            return functools.update_wrapper(made, value)
+
+        return make
+
+    def _binding(self, value: Any) -> Make:
+        if isinstance(value, types.MethodType):
+            function, owner = self.make(value.__func__), self.make(value.__self__)
+            return lambda env: types.MethodType(function(env), owner(env))
+        if isinstance(value, functools.partial):
+            f, args = self.make(value.func), [self.make(a) for a in value.args]
+            kwargs = {k: self.make(v) for k, v in value.keywords.items()}
+            return lambda env: functools.partial(
+                f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()}
+            )
+        return _constant(value)
+
+
+def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
+    """Another tensor in the same storage."""
+    if type(tensor) is DeferredTensor:
+        return DeferredTensor.wrap(tensor._store, *geometry)
+    size, stride, offset, dtype = geometry
+    return vector_of(tensor.detach(), dtype).as_strided(size, stride, offset)
+
+
+class _Constant:
+    """The same object at each call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, env: Env) -> Any:
+        return self.value
+
+
+def _constant(value: Any) -> _Constant:
+    return _Constant(value)

@@ -1,0 +1,62 @@
+"""The Python around one trace of a step: what was there before, what the step reads, and what it leaves."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from ..guards.bindings import always
+from ..guards.effects import Effects, put_back
+from ..guards.guard_set import GuardSet
+from ..guards.mutable_state import put_back_environment
+from ..guards.reconstruct import Left
+from ..guards.recording import Recording
+from ..guards.snapshot import Snapshot
+from ..guards.sources import Reads, generators, put_back_generators
+
+
+class Surroundings:
+    """Made before a trace, and asked when it has ended.
+
+    Attributes:
+        noted: whether the code that ran was to be noted.
+    """
+
+    def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
+        """
+        Args:
+            roots: where to begin to look for what the step's Python can reach.
+            functions: that an earlier trace has met.
+            profile: note which code runs.
+        """
+        self._generators = generators()
+        self.snapshot = Snapshot(roots, functions)
+        self.recording = Recording(self.snapshot.classes, profile)
+        self.guards: GuardSet | None = None
+        self.noted = profile
+
+    def effects(self, left: Left, weights: set[int]) -> Effects:
+        """What the step has changed in Python; from here on there are guards.
+
+        Args:
+            weights: the ids of the backend's weights.
+        """
+        reads = Reads(self.snapshot, self.recording)
+        effects = Effects(self.snapshot, reads, left)
+        if generators() != self._generators:
+            before, after = self._generators, generators()
+            effects.add(lambda: put_back_generators(before), always(lambda: put_back_generators(after)))
+        self.guards = reads.guards(self._generators, weights)
+        self.recording.forget()
+        return effects
+
+    def restore(self, left: Left) -> None:
+        """A step that could not be traced leaves nothing behind."""
+        Effects(self.snapshot, None, left).undo()
+
+    def put_back(self) -> bool:
+        """Likewise, what is in arrays, buffers, the environment, generators; whether nothing else has changed."""
+        put_back_environment(self.snapshot.environment)
+        put_back_generators(self._generators)
+        return put_back(self.snapshot)
