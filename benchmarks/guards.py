@@ -31,7 +31,7 @@ def child(side, args):
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = models.training_step(model, optimizer, backend)
-        asked, counts, ask = [], {}, retracing.Known.changes
+        asked, counts, ask = [], {}, retracing.CacheEntry.changes
 
         def timed(known):
             began = time.perf_counter()
@@ -40,7 +40,7 @@ def child(side, args):
             counts.update(dicts=len(known.guards.tables), names=sum(len(t.expected) for t in known.guards.tables))
             return found
 
-        retracing.Known.changes = timed
+        retracing.CacheEntry.changes = timed
         for _ in range(4):
             step(batch).item()
         asked.clear()

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 import firstloss.gc_pause
-from firstloss.gc_pause import Paused, is_wanted, uncollected, want
+from firstloss.gc_pause import Paused, is_wanted, paused, want
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_nothing_is_collected_inside_and_all_can_be_afterwards():
 
     gc.callbacks.append(note)
     try:
-        with uncollected():
+        with paused():
             kept = [[] for _ in range(100_000)]
             garbage = weakref.ref(Cycle())
             assert not collections and not gc.isenabled()
@@ -44,7 +44,7 @@ def test_nothing_is_collected_inside_and_all_can_be_afterwards():
 
 
 def test_it_begins_no_collection_afterwards():
-    with uncollected():
+    with paused():
         kept = [[] for _ in range(100_000)]
     assert gc.get_count()[0] < 1000 and len(kept) == 100_000
 
@@ -52,7 +52,7 @@ def test_it_begins_no_collection_afterwards():
 def test_who_has_switched_collection_off_finds_it_off():
     gc.disable()
     try:
-        with uncollected():
+        with paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -62,7 +62,7 @@ def test_who_has_switched_collection_off_finds_it_off():
 def test_what_somebody_has_frozen_stays_so():
     gc.freeze()
     try:
-        with uncollected():
+        with paused():
             pass
         assert gc.get_freeze_count()
     finally:
@@ -96,7 +96,7 @@ def test_a_pause_leaves_collection_off_where_it_was_off():
         gc.enable()
 
 
-@pytest.mark.parametrize("block", [Paused, uncollected])
+@pytest.mark.parametrize("block", [Paused, paused])
 def test_what_is_wanted_is_what_others_have_set(block):
     """A step is known by it, and other threads have blocks of ours open while it is looked for."""
     with block():

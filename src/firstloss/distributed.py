@@ -41,11 +41,11 @@ def initialize(
         BackendError: if what the launcher says is incomplete, or if some processes have other versions of Firstloss,
             JAX, PyTorch or Python than process 0.
     """
-    from .runtime.mesh.launchers import Launch, launch_of
+    from .runtime.mesh.launchers import LaunchedProcess, launch_of
 
     given = (coordinator, count, index)
     if coordinator is not None and count is not None and index is not None:
-        launch: Launch | None = Launch("fl.distributed.initialize", coordinator, count, index)
+        launch: LaunchedProcess | None = LaunchedProcess("fl.distributed.initialize", coordinator, count, index)
     elif any(part is not None for part in given):
         raise BackendError("fl.distributed.initialize takes the coordinator, the count and the index, or none of them.")
     else:

@@ -28,7 +28,7 @@ class Paused:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def paused() -> Iterator[None]:
     """No garbage collection in the block. What it has made counts as old afterwards.
 
     A capture or a lowering makes tens of thousands of small objects, nearly all of which live on. With torch and JAX
@@ -52,7 +52,7 @@ def pause(undo: Undo) -> None:
 
 
 def put_off(undo: Undo) -> None:
-    """As `uncollected`, until `undo` is through."""
+    """As `paused`, until `undo` is through."""
     if isenabled():
         undo(_resume, _collect_again)
         _begin()

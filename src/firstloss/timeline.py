@@ -62,7 +62,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PhaseRow:
     """One phase in a table.
 
     Attributes:
@@ -203,7 +203,7 @@ class Timeline:
         """
         return _union((span.start, span.end) for span in self.spans if span.name == name)
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[PhaseRow]:
         """One row per phase.
 
         Returns:
@@ -212,7 +212,7 @@ class Timeline:
         begins: dict[str, float] = {}
         for span in self.spans:
             begins.setdefault(span.name, span.start)
-        return [Row(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
+        return [PhaseRow(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
 
     def to_dict(self) -> dict[str, Any]:
         """The spans and marks as plain data, for `from_dict`, in another process too.

@@ -7,7 +7,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import cuda_random_ops
-from firstloss.rng.cuda_layout import Device, advance
+from firstloss.rng.cuda_layout import GpuProperties, advance
 
 
 class Generator:
@@ -28,7 +28,7 @@ class Generator:
         self.offset = offset
 
 
-H100 = Device(132, 2048)
+H100 = GpuProperties(132, 2048)
 own = Generator(5)
 torch.cuda._lazy_init = lambda: None
 torch.cuda.current_device = lambda: 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import firstloss as fl
 from firstloss.engine import epilogue
-from firstloss.engine.plan import Planner
+from firstloss.engine.plan import RangePlanner
 from firstloss.program import node_kinds
 from firstloss.rng import native
 from tests.capture.same import assert_same_as_eager, bytes_of
@@ -110,18 +110,18 @@ def test_the_native_end_of_a_chain(offset, count, factor, term, low, high, width
 def test_what_ends_a_chain():
     def chain(fn):
         tensor = fl.deferred_init(lambda: fn(torch.empty(300, 300).uniform_()))
-        steps = Planner().plan(tensor._store.value, False).steps
+        steps = RangePlanner().plan(tensor._store.value, False).steps
         return [edit for step in steps for edit in step.edits], tensor
 
     whole, _kept = chain(lambda t: t.erfinv_().mul_(3).add_(0.5).clamp_(max=2))
-    assert epilogue.split_finish(whole) == (whole[:1], epilogue.Finish(3, 0.5, high=2))
+    assert epilogue.split_epilogue(whole) == (whole[:1], epilogue.Epilogue(3, 0.5, high=2))
     for fn, end in (
-        (lambda t: t.mul_(0.5), epilogue.Finish(factor=0.5)),
-        (lambda t: t.add_(0.5).mul_(2), epilogue.Finish(factor=2)),
+        (lambda t: t.mul_(0.5), epilogue.Epilogue(factor=0.5)),
+        (lambda t: t.add_(0.5).mul_(2), epilogue.Epilogue(factor=2)),
         (lambda t: t.add_(0.5).erfinv_(), None),
         (lambda t: t.mul_(float("inf")), None),
         (lambda t: t.add_(1, alpha=2), None),
-        (lambda t: t.mul_(2).clamp_(-1, 1), epilogue.Finish(2, low=-1, high=1)),
+        (lambda t: t.mul_(2).clamp_(-1, 1), epilogue.Epilogue(2, low=-1, high=1)),
     ):
         found, _kept = chain(fn)
-        assert epilogue.split_finish(found)[1] == end
+        assert epilogue.split_epilogue(found)[1] == end

@@ -3,7 +3,7 @@ import torch
 
 import firstloss as fl
 from firstloss.engine import cpu_engine
-from firstloss.engine.plan import Planner
+from firstloss.engine.plan import RangePlanner
 from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 
@@ -47,7 +47,7 @@ def values(make):
 
 
 def by_range(wanted):
-    found = cpu_engine.by_range(wanted, Planner())
+    found = cpu_engine.by_range(wanted, RangePlanner())
     return [value for value in wanted if value in found]
 
 

@@ -20,10 +20,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_lent_is_the_same_memory(dtype):
     tensor = torch.arange(-100, 100).to(dtype)
-    array = jax_support.lend(tensor)
+    array = jax_support.share_memory(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
     assert torch.equal(jax_support.to_host(array), tensor)
-    turned = jax_support.lend(tensor.view(20, 10).t())
+    turned = jax_support.share_memory(tensor.view(20, 10).t())
     assert torch.equal(jax_support.to_host(turned), tensor.view(20, 10).t())
 
 
@@ -39,12 +39,12 @@ def test_what_was_lent_is_given_back_by_python(monkeypatch):
     lent = jax_support.as_numpy
     monkeypatch.setattr(jax_support, "as_numpy", watched)
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda i, y: y @ x / 1e3, x))
-    result = long(jax_support.lend(torch.randn(256, 256)))  # nobody here holds what was lent
+    result = long(jax_support.share_memory(torch.randn(256, 256)))  # nobody here holds what was lent
     assert not given_back
     result.block_until_ready()
     until = time.monotonic() + 60
     while not given_back and time.monotonic() < until:
-        long(jax_support.lend(torch.randn(2, 2)))  # JAX gives back what has come in at calls like this
+        long(jax_support.share_memory(torch.randn(2, 2)))  # JAX gives back what has come in at calls like this
     assert given_back and set(given_back) == {threading.main_thread()}
 
 

@@ -19,7 +19,9 @@ from tests import forked
 
 ROOT = Path(__file__).parents[2]
 WIDE = 1100  # a weight of WIDE x WIDE has pages of its own
-pytestmark = pytest.mark.skipif(not pages.are_there(), reason="this system moves no pages, or there is no C compiler")
+pytestmark = pytest.mark.skipif(
+    not pages.are_available(), reason="this system moves no pages, or there is no C compiler"
+)
 
 SCRIPT = f"""
 import hashlib, json, sys, tempfile
@@ -123,7 +125,7 @@ def exists(overload):
 
 @pytest.fixture
 def before_jax(monkeypatch):
-    monkeypatch.setattr(placement, "is_there", lambda: False)
+    monkeypatch.setattr(placement, "is_imported", lambda: False)
 
 
 def trained(tmp_path, before=lambda net: None, after=lambda net, held: None):
@@ -176,7 +178,7 @@ def test_weights_drawn_before_jax_are_trained_as_others(before, after, tmp_path,
     expected, weights = trained(tmp_path, before, after)
     made, make = [], host_weights.make
     with monkeypatch.context() as context:
-        context.setattr(placement, "is_there", lambda: False)
+        context.setattr(placement, "is_imported", lambda: False)
         context.setattr(host_weights, "make", lambda *given: made.append(make(*given)) or made[-1])
         losses, same = trained(tmp_path, before, after)
     assert losses == expected
@@ -256,13 +258,13 @@ def test_whether_the_device_is_known_without_jax(environment, expected, monkeypa
         monkeypatch.delenv(name, raising=False)
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
-    assert lazy_jax.certainly_cpu.__wrapped__() == expected
+    assert lazy_jax.is_cpu_only.__wrapped__() == expected
 
 
 def test_a_plugin_may_bring_another_device(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(lazy_jax.importlib.metadata, "entry_points", lambda group: [group])
-    assert not lazy_jax.certainly_cpu.__wrapped__()
+    assert not lazy_jax.is_cpu_only.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -312,10 +314,10 @@ print(lazy_jax.cpu_devices(), len(jax.devices()))
     ids=["none", "as many as there are", "too many", "no sizes", "no mesh"],
 )
 def test_on_what_mesh_jax_may_wait(mesh, expected, monkeypatch):
-    monkeypatch.setattr(lazy_jax, "is_there", lambda: False)
-    monkeypatch.setattr(lazy_jax, "certainly_cpu", lambda: True)
+    monkeypatch.setattr(lazy_jax, "is_imported", lambda: False)
+    monkeypatch.setattr(lazy_jax, "is_cpu_only", lambda: True)
     monkeypatch.setattr(lazy_jax, "cpu_devices", lambda: 8)
-    assert lazy_jax.may_wait(mesh) == expected
+    assert lazy_jax.can_defer_import(mesh) == expected
 
 
 def test_an_operation_without_a_rule_is_refused_at_the_first_call(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.compat.python_names import is_python_class
-from firstloss.runtime.guards.object_kinds import LEAVES, Kind, kind_of, module_of_class
+from firstloss.runtime.guards.object_kinds import LEAVES, ObjectKind, kind_of, module_of_class
 from tests.fuzz.draft import imports
 from tests.fuzz.objects import CASES
 
@@ -71,5 +71,5 @@ def subclasses(cls, seen):
 
 def test_no_class_made_in_c_is_taken_for_plain_because_of_its_module():
     made_in_c = [cls for cls in subclasses(object, set()) if not is_python_class(cls)]
-    plain = [cls for cls in made_in_c if kind_of(cls) is Kind.LEAF and not issubclass(cls, LEAVES)]
+    plain = [cls for cls in made_in_c if kind_of(cls) is ObjectKind.LEAF and not issubclass(cls, LEAVES)]
     assert {module_of_class(cls).partition(".")[0] for cls in plain} <= PLAIN

@@ -15,7 +15,7 @@ from ..engine import replay
 from ..program.graph import Value
 from . import session
 from .constants import constant_tensor
-from .op_call import Call
+from .op_call import OpCall
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def _from_constants(value: Value) -> bool:
     return True
 
 
-def run_on_known(call: Call) -> Any:
+def run_on_known(call: OpCall) -> Any:
     """What `call` returns, where its shape depends on values that are known; else None."""
     if call.traits.writes or call.traits.random is not None:
         return None

@@ -65,10 +65,10 @@ def generator_at(stream: PhiloxStream, position: Position, device: torch.device)
     return generator
 
 
-def gpu(index: int) -> cuda_layout.Device:
+def gpu(index: int) -> cuda_layout.GpuProperties:
     """What of a GPU decides how it fills."""
     found = torch.cuda.get_device_properties(index)
-    return cuda_layout.Device(found.multi_processor_count, found.max_threads_per_multi_processor)
+    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
 @functools.cache

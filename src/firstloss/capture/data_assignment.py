@@ -39,7 +39,7 @@ class Viewer(NamedTuple):
     whole: DeferredTensor
 
 
-class NewMemory:
+class DataAssignments:
     """The weights that a step has given other memory.
 
     Attributes:

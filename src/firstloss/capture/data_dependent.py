@@ -99,7 +99,7 @@ _ANOMALY = (
 )
 
 
-class Asked(NamedTuple):
+class ValueRequest(NamedTuple):
     """Who asks for a value: the line, the expression as written, if it is known, and what kind it is."""
 
     source: Source
@@ -107,7 +107,7 @@ class Asked(NamedTuple):
     kind: str
 
 
-def advice(op: OpOverload, asked: Asked, reads: bool) -> str:
+def advice(op: OpOverload, asked: ValueRequest, reads: bool) -> str:
     """What to write instead of `asked`, which came down to `op`."""
     name = op.overloadpacket.__name__
     if asked.kind in ("backward", "grad") and torch.is_anomaly_enabled():
@@ -137,11 +137,11 @@ def message(op: OpOverload) -> str:
     )
 
 
-def who_asks() -> Asked:
+def who_asks() -> ValueRequest:
     """The user's expression that is being evaluated."""
     frame = user_frame()
     if frame is None:
-        return Asked(UNKNOWN, "", "")
+        return ValueRequest(UNKNOWN, "", "")
     instruction = next((i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti), None)
     source = Source(frame.f_code.co_filename, frame.f_lineno)
     text = _text(frame)
@@ -150,7 +150,7 @@ def who_asks() -> Asked:
     if ("JUMP" in name and "_IF_" in name) or name in ("TO_BOOL", "UNARY_NOT"):
         line = linecache.getline(source.file, source.line)
         kind = "assert" if line.lstrip().startswith("assert") else "if"
-    return Asked(source, textwrap.shorten(text, 80, placeholder=" ..."), kind)
+    return ValueRequest(source, textwrap.shorten(text, 80, placeholder=" ..."), kind)
 
 
 def is_shown() -> bool:

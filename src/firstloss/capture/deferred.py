@@ -13,7 +13,7 @@ import torch
 from .. import timeline
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
-from ..gc_pause import uncollected
+from ..gc_pause import paused
 from ..program.source import here, is_machinery, raised_at
 from . import activation_checkpointing as _rematerialize  # noqa: F401 - likewise
 from . import checkpoint_loaders, direct_memory_access, first_use, patches, session
@@ -81,7 +81,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
     first_use.close_door()
     try:
-        with timeline.span("capture"), uncollected(), checkpoint_loaders.in_this_thread(), CaptureMode():
+        with timeline.span("capture"), paused(), checkpoint_loaders.in_this_thread(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)

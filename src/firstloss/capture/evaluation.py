@@ -17,7 +17,7 @@ from .constants import constant, constant_tensor
 from .exported_memory import note_memory
 from .file_value import FileValue
 from .geometry import geometry_of
-from .op_call import Call
+from .op_call import OpCall
 from .shapes import infer, is_unusual
 from .storage_swap import reseat
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend
@@ -49,20 +49,20 @@ def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
         return memory.detach() if ref.whole else ref.view(memory)
 
 
-def run_for_real(call: Call) -> Any:
+def run_for_real(call: OpCall) -> Any:
     """No deferred tensor is written: compute, as eager PyTorch would; deferred arguments are computed first."""
     args, kwargs = (call.args, call.kwargs) if not call.deferred else _real_arguments(call)
     return _call(call, args, kwargs)
 
 
-def read_and_run(call: Call) -> Any:
+def read_and_run(call: OpCall) -> Any:
     """All that is deferred about the tensors is that they are in a file: read them, for good, and compute."""
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return _call(call, call.args, call.kwargs)
 
 
-def call_with_content(call: Call) -> Any:
+def call_with_content(call: OpCall) -> Any:
     """What `call` returns on the very memory of its tensors; those that it writes to are real."""
 
     def real(arg: Any) -> Any:
@@ -73,12 +73,12 @@ def call_with_content(call: Call) -> Any:
     return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
 
 
-def run_to_find_out(call: Call) -> Any:
+def run_to_find_out(call: OpCall) -> Any:
     """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
     args, kwargs = _real_arguments(call)
     result = _call(call, args, kwargs)
     # The values were computed on memory of our own; what is written there becomes the new content.
-    for t, new in zip(call.written(), Call(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
+    for t, new in zip(call.written(), OpCall(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
         if type(t) is DeferredTensor:
             _take_over(t, new)
     if any(where is not None for where in call.traits.returns):
@@ -114,7 +114,7 @@ def _take_over(target: DeferredTensor, new: Tensor) -> None:
     store.value = constant(base, copy=False)
 
 
-def run_on_resident(call: Call) -> Any:
+def run_on_resident(call: OpCall) -> Any:
     """Eager work on weights that live on a backend: views stay views, the rest is computed on the host."""
     if call.traits.view:
         views = [DeferredTensor.wrap(call.deferred[0]._store, *g) for g in infer(call).geometry]
@@ -165,7 +165,7 @@ def content(tensor: Tensor) -> Tensor:
     return state_of(tensor._store).content(tensor)
 
 
-def _call(call: Call, args: Any, kwargs: dict) -> Any:
+def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
     if call.traits.random is not None and not call.on_meta:
         session.generators.load(call.generator())
     elif call.traits.opaque:
@@ -174,7 +174,7 @@ def _call(call: Call, args: Any, kwargs: dict) -> Any:
         return call.op(*args, **kwargs)
 
 
-def _real_arguments(call: Call) -> tuple[Any, dict[str, Any]]:
+def _real_arguments(call: OpCall) -> tuple[Any, dict[str, Any]]:
     refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._store).pending]
     with DisableTorchDispatch():
         real = iter(replay.compute(refs)) if refs else iter(())  # together: they may have much in common

@@ -37,14 +37,14 @@ from . import distributed, session
 from .direct_memory_access import is_unallocated
 from .evaluation import call_with_content, run_to_find_out
 from .file_value import is_in_file
-from .op_call import Call
+from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
 from .tensor_states import state_of
 
 _COLLECTIVES = distributed.COLLECTIVES
 
 
-def needs_values(call: Call) -> bool:
+def needs_values(call: OpCall) -> bool:
     """Whether a call, outside of every capture, is more than initialisation."""
     if not call.deferred or call.traits.view or call.on_meta or all(map(is_in_file, call.deferred)):
         return False
@@ -64,11 +64,11 @@ def _in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-def _is_tracked(call: Call) -> bool:
+def _is_tracked(call: OpCall) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in call.deferred)
 
 
-def run(call: Call) -> Any:
+def run(call: OpCall) -> Any:
     """What `call` returns, all of the modules that its tensors belong to having been made."""
     if getattr(_own, "door", False):
         raise _NeedsValues([t._store for t in call.deferred], str(call.op))

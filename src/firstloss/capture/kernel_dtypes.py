@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, current_autograd_node
-from .op_call import Call
+from .op_call import OpCall
 from .symbolic_scalars import is_symbolic, stand_in
 
 Tensor = torch.Tensor
@@ -35,7 +35,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _given: dict[tuple, list[torch.dtype | None]] = {}
 
 
-def dtypes_given(call: Call) -> list[torch.dtype | None] | None:
+def dtypes_given(call: OpCall) -> list[torch.dtype | None] | None:
     """The dtypes of what PyTorch's CPU kernel returns for tensors of the dtypes of a call's; None if it cannot be told.
 
     Raises:

@@ -17,7 +17,7 @@ from .storage_swap import point_at, share_memory
 from .tensor import DeferredTensor
 
 
-class NewLayouts:
+class LayoutChanges:
     """The tensors that outlive a step, and that it gives another shape or storage."""
 
     def __init__(self, trace: Tracing) -> None:

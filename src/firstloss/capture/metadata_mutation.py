@@ -14,7 +14,7 @@ from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
 from .geometry import contiguous_stride, geometry_of
-from .op_call import Call
+from .op_call import OpCall
 from .op_schema import traits
 from .shapes import as_meta, infer
 from .storage_swap import become, reseat, share_memory
@@ -40,7 +40,7 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 f"{here()}: {op} gives a tensor that wants gradients another shape in place, while views of it are "
                 "held: PyTorch would take them of the new shape. Make a view, as in x = x.t()."
             )
-        call = Call(op, traits(op), args, kwargs)
+        call = OpCall(op, traits(op), args, kwargs)
         (geometry,) = infer(call).geometry
         reseat(tensor, tensor._store, geometry)
         return tensor

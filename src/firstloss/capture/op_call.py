@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class Call:
+class OpCall:
     """One call of an ATen operation, its tensors found.
 
     Attributes:

@@ -17,7 +17,7 @@ from .constants import constant_tensor, edits, owned_by_torch
 from .evaluation import run_for_real, value_of
 from .file_value import is_in_file
 from .metadata_mutation import OPERATIONS, resize
-from .op_call import Call
+from .op_call import OpCall
 from .op_schema import traits
 from .shapes import infer
 from .symbolic_scalars import number_of
@@ -129,7 +129,7 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    call = Call(op, traits(op), args, kwargs)
+    call = OpCall(op, traits(op), args, kwargs)
     pending = any(state_of(t._store).pending and not is_in_file(t) for t in call.deferred)
     if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
         return _keep_recipe(args[0], kwargs)
@@ -138,7 +138,7 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     fill = _LIKE[op](args)
     if fill is not None and fill[0] is aten.normal_.default and not args[0].numel():
         fill = None  # nothing to draw, not even of a dtype that cannot be drawn, as PyTorch sees it
-        call = Call(aten.empty_like.default, traits(aten.empty_like.default), args, kwargs)
+        call = OpCall(aten.empty_like.default, traits(aten.empty_like.default), args, kwargs)
     ((size, stride, _, dtype),) = infer(call).geometry
     options = {"dtype": dtype, "device": call.device()}
     out = Hooks.dispatch(aten.empty_strided.default, (size, stride), options)
@@ -199,7 +199,7 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _is_meta(call: Call) -> bool:
+def _is_meta(call: OpCall) -> bool:
     return call.kwargs.get("device") is None and any(t.is_meta for t in call.real)
 
 

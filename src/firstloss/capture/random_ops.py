@@ -19,22 +19,22 @@ from ..rng.deferred_stream import DeferredOffsetStream
 from ..rng.stream import Position, Stream
 from . import cuda_random_ops, session
 from .geometry import Geometry
-from .op_call import Call
+from .op_call import OpCall
 
 
-def draws_at_all(call: Call) -> bool:
+def draws_at_all(call: OpCall) -> bool:
     """Whether the call draws: attention does only if it drops out."""
     name = schema_of(call.op).name
     return not name.startswith("aten::_scaled_dot_product") or call.plain_arguments().get("dropout_p", 0.0) != 0.0
 
 
-def record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool:
+def record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> bool:
     """Give `node` its stream position and move the generator on; False if how far cannot be said."""
     with session.generators.lock:
         return _record_draw(call, node, geometry)
 
 
-def _record_draw(call: Call, node: Node, geometry: list[Geometry] | None) -> bool:
+def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> bool:
     if node.writes:
         target = node.writes[0]
         size, dtype, device = target.size, target.dtype, target.value.device

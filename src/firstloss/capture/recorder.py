@@ -36,7 +36,7 @@ from .geometry import contiguous_stride
 from .lazy_bits import NONE, lazy_bits
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import Call
+from .op_call import OpCall
 from .op_overrides import SPECIAL
 from .op_schema import traits
 from .random_ops import draws_at_all, record_draw
@@ -88,7 +88,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     how = traits(op)
     if how.replacement is not None:
         return conjugate_views.view_lazily(op, how.replacement, args, kwargs)
-    call = Call(op, how, args, kwargs)
+    call = OpCall(op, how, args, kwargs)
     if how.writes and call.is_foreach:  # PyTorch counts an edit of each where it edits them one by one, above this
         torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
     if op.namespace in distributed.COLLECTIVES and call.deferred and (session.depth or session.trace is not None):
@@ -129,10 +129,10 @@ class CaptureMode(TorchDispatchMode):
         return dispatch(func, args, kwargs or {})
 
 
-def _record(call: Call) -> Any:
+def _record(call: OpCall) -> Any:
     how, trace = call.traits, session.trace
     if call.op is ASKS_GRAD_MODE:  # and not for its last argument, `train`
-        call = Call(call.op, how, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
+        call = OpCall(call.op, how, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
     if call.symbolic:
         check_places(call)
     if trace is not None:
@@ -237,7 +237,7 @@ def _is_drawn_apart(target: Tensor) -> bool:
     return lazy_bits(target) != NONE and not target.is_contiguous()
 
 
-def _draw_apart(call: Call, target: Tensor) -> Tensor:
+def _draw_apart(call: OpCall, target: Tensor) -> Tensor:
     with DisableTorchDispatch():
         copy = torch.empty_like(as_meta(target))
     options = {"dtype": target.dtype, "device": target.device}
@@ -247,7 +247,7 @@ def _draw_apart(call: Call, target: Tensor) -> Tensor:
     return target
 
 
-def _in_turn(call: Call, targets: list[Tensor]) -> Any:
+def _in_turn(call: OpCall, targets: list[Tensor]) -> Any:
     """An operation on lists writes to tensors that share memory (views of one vector): one after the other, since each
     write makes new content of the whole."""
     count = len(targets)
@@ -263,7 +263,7 @@ def _in_turn(call: Call, targets: list[Tensor]) -> Any:
 
     for i in range(count):
         arguments = tuple(nth(a, i) for a in call.args), {k: nth(v, i) for k, v in call.kwargs.items()}
-        _record(Call(call.op, call.traits, *arguments))
+        _record(OpCall(call.op, call.traits, *arguments))
     returns = call.traits.returns
     return call.args[0] if returns and returns[0] is not None else None
 
@@ -290,7 +290,7 @@ def _is_same_memory(target: Tensor, source: Any) -> bool:
     return alike and target.is_contiguous() and source.is_contiguous()
 
 
-def _mentioned_once(call: Call, target: Tensor) -> bool:
+def _mentioned_once(call: OpCall, target: Tensor) -> bool:
     """Whether no other argument shares the target's memory: `a.copy_(a)` reads what it writes."""
     if len(call.deferred) == 1:
         return True
@@ -298,10 +298,10 @@ def _mentioned_once(call: Call, target: Tensor) -> bool:
     return sum(t._store is store for t in call.deferred) == 1
 
 
-def _with_dtype(call: Call, default: torch.dtype) -> Call:
+def _with_dtype(call: OpCall, default: torch.dtype) -> OpCall:
     """The call with PyTorch's default dtype of now written out: another may be set when the node is run."""
     if any(a.name == "dtype" for a in schema_of(call.op).arguments):
-        return Call(call.op, call.traits, call.args, {**call.kwargs, "dtype": default})
+        return OpCall(call.op, call.traits, call.args, {**call.kwargs, "dtype": default})
     if torch.Tag.pointwise not in call.op.tags or not (call.deferred or call.real):
         return call
 
@@ -310,10 +310,10 @@ def _with_dtype(call: Call, default: torch.dtype) -> Call:
             return dispatch(aten._to_copy.default, (arg,), {"dtype": default})
         return arg
 
-    return Call(call.op, call.traits, tuple(cast(a) for a in call.args), call.kwargs)
+    return OpCall(call.op, call.traits, tuple(cast(a) for a in call.args), call.kwargs)
 
 
-def _results(call: Call, made: list[DeferredTensor | int | None]) -> Any:
+def _results(call: OpCall, made: list[DeferredTensor | int | None]) -> Any:
     returns = call.traits.returns
     if not returns:
         return None

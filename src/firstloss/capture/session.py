@@ -23,7 +23,7 @@ from .generators import Generators
 Storage = Any  # a DeferredStorage, of which nothing is asked here: `tensor.py` knows the session
 
 
-class NewMemory(Protocol):
+class SupportsDataAssignment(Protocol):
     """What deferred tensors need of the weights that a step gives other memory (`data_assignment.py`): see there."""
 
     def assign(self, weight: torch.Tensor, other: Any) -> None: ...
@@ -33,7 +33,7 @@ class NewMemory(Protocol):
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn: ...
 
 
-class NewLayouts(Protocol):
+class SupportsLayoutChange(Protocol):
     """What deferred tensors need of the tensors that a step gives another shape or storage (`layout_changes.py`)."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
@@ -52,8 +52,8 @@ class Tracing:
     mirrors: list[torch.Tensor]  # keeps the mirrors of memory from outside, at which real tensors look
     met_in_memory: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
 
-    new_memory: NewMemory
-    new_layouts: NewLayouts
+    new_memory: SupportsDataAssignment
+    new_layouts: SupportsLayoutChange
     why_not: str | None  # no compiled step can do what the step did, if so
 
     def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:

@@ -34,9 +34,9 @@ from ..rng.stream import Position
 from ..undo import Undo
 from . import data_dependent, direct_memory_access, recorder, session
 from .constant_folding import known as known_value
-from .data_assignment import NewMemory
+from .data_assignment import DataAssignments
 from .geometry import contiguous_stride, geometry_of, is_dense
-from .layout_changes import NewLayouts
+from .layout_changes import LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 from .value_reads import ValueRead
@@ -87,8 +87,8 @@ class StepTrace(recorder._Tracing):
         self.why_not: str | None = None
         self.met_in_memory = weakref.WeakSet()
         session.traces.add(self)
-        self.new_memory: NewMemory = NewMemory(self)
-        self.new_layouts: NewLayouts = NewLayouts(self)
+        self.new_memory: DataAssignments = DataAssignments(self)
+        self.new_layouts: LayoutChanges = LayoutChanges(self)
 
     # -- what the recorder asks for --
 

@@ -2,8 +2,8 @@
 
 Where PyTorch wants a number and is given a tensor without dimensions (`add_(x, alpha=lr)`, `addcdiv_(a, b, value=lr)`),
 it reads the tensor's value. A traced tensor has none yet, so it reads a symbolic number: PyTorch's own `SymFloat` or
-`SymInt`, around a `Number`, which knows the traced tensor. The recorder writes that tensor into the operation's place
-for a number. Arithmetic on such a number is recorded like arithmetic on tensors; a branch on it is refused, as a branch
+`SymInt`, around a `SymbolicNumber` that holds the traced tensor. The recorder passes that tensor to the operation as a
+number. Arithmetic on such a number is recorded like arithmetic on tensors; a branch on it is refused, as a branch
 on a tensor is.
 """
 
@@ -21,7 +21,7 @@ from ..program.graph import Ref
 from ..program.source import here
 from . import session
 from .constants import ref_of
-from .op_call import Call
+from .op_call import OpCall
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ _ARITHMETIC: dict[str, Callable] = {
 _KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
 
 
-class Number:
+class SymbolicNumber:
     """What PyTorch's `SymNode` is, for a traced tensor without dimensions or a constant.
 
     Args:
@@ -91,14 +91,14 @@ class Number:
 
     maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_float = constant_bool = _unknown
 
-    def wrap_int(self, number: int) -> Number:
-        return Number(number)
+    def wrap_int(self, number: int) -> SymbolicNumber:
+        return SymbolicNumber(number)
 
-    def wrap_float(self, number: float) -> Number:
-        return Number(number)
+    def wrap_float(self, number: float) -> SymbolicNumber:
+        return SymbolicNumber(number)
 
-    def wrap_bool(self, number: bool) -> Number:
-        return Number(number)
+    def wrap_bool(self, number: bool) -> SymbolicNumber:
+        return SymbolicNumber(number)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         compute = _ARITHMETIC.get(name)
@@ -108,9 +108,9 @@ class Number:
             return self._refuse
         return lambda *others: self._computed(compute, others)
 
-    def _computed(self, compute: Callable, others: tuple[Number, ...]) -> Number:
+    def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
         with torch.no_grad():
-            return Number(compute(self.what, *(other.what for other in others)))
+            return SymbolicNumber(compute(self.what, *(other.what for other in others)))
 
     def _refuse(self, *args: Any) -> Any:
         """Somebody wants the value: to compare, to print, to use as a size."""
@@ -124,7 +124,7 @@ class Number:
     __str__ = __repr__ = guard_int = guard_float = guard_bool = bool_ = _refuse
 
 
-class Hyperparameter(Number):
+class Hyperparameter(SymbolicNumber):
     """A number in an optimizer's parameter group that changes from step to step.
 
     It can be compared with zero, as PyTorch's optimizers do to leave out what a zero makes vanish
@@ -139,31 +139,31 @@ class Hyperparameter(Number):
     def bool_(self) -> bool:
         return self.sign != 0
 
-    def ne(self, other: Number) -> Number:
+    def ne(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.ne, other)
 
-    def eq(self, other: Number) -> Number:
+    def eq(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.eq, other)
 
-    def gt(self, other: Number) -> Number:
+    def gt(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.gt, other)
 
-    def ge(self, other: Number) -> Number:
+    def ge(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.ge, other)
 
-    def lt(self, other: Number) -> Number:
+    def lt(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.lt, other)
 
-    def le(self, other: Number) -> Number:
+    def le(self, other: SymbolicNumber) -> SymbolicNumber:
         return self._against_zero(operator.le, other)
 
-    def _against_zero(self, compare: Callable[[int, int], bool], other: Number) -> Number:
+    def _against_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
         if not isinstance(other.what, (int, float)) or other.what != 0:
             return self._refuse()
-        return Known(compare(1 if self.sign is None else self.sign, 0))
+        return DecidedComparison(compare(1 if self.sign is None else self.sign, 0))
 
 
-class Known(Number):
+class DecidedComparison(SymbolicNumber):
     """The answer to a comparison."""
 
     def bool_(self) -> bool:
@@ -183,7 +183,7 @@ def number_of(tensor: DeferredTensor) -> Any:
     if tensor.dim():
         tensor = Hooks.dispatch(aten.view.default, (tensor, ()), {})
     wide = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
-    return (torch.SymFloat if floating else torch.SymInt)(Number(wide))
+    return (torch.SymFloat if floating else torch.SymInt)(SymbolicNumber(wide))
 
 
 def is_symbolic(arg: Any) -> bool:
@@ -201,7 +201,7 @@ def stand_in(number: Any) -> float | int:
     return 2 if type(number) is torch.SymInt else 0.5
 
 
-def check_places(call: Call) -> None:
+def check_places(call: OpCall) -> None:
     """A symbolic number may stand where the operation takes any number, and not for a size, an index or a dimension."""
     by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
     pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FirstlossError, PlanError, TargetError
-from ..gc_pause import uncollected
+from ..gc_pause import paused
 from . import mesh, output, target
 from .batch import TensorSpec, parse_tensor, tensors_of
 from .quantities import link_rates, quantity
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with uncollected():  # nearly all that is imported and traced lives to the end
+    with paused():  # nearly all that is imported and traced lives to the end
         return _run(args)
 
 

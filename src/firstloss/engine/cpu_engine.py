@@ -24,7 +24,7 @@ from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from .huge_pages import allocate_huge
-from .plan import Planner, RangeStep
+from .plan import RangePlanner, RangeStep
 from .reader import Reader, Wholes, flat
 from .replay import Replay
 from .splits import Box, cut_dimension
@@ -88,7 +88,7 @@ def materialize_values(
         niceness: of the first threads, so that they yield to work that the first loss waits for.
     """
     wanted = list(dict.fromkeys(values))
-    planner = Planner()
+    planner = RangePlanner()
     ranged = by_range(wanted, planner)
     nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
     hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
@@ -124,7 +124,7 @@ class WantedPart(NamedTuple):
 
 def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
     """Make parts of what each Ref shows; parts that are adjacent in the stream are drawn together."""
-    planner = Planner()
+    planner = RangePlanner()
     with torch.no_grad(), DisableTorchDispatch():
         tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
         execute(tasks, Wholes(make_whole), planner, None, niceness)
@@ -133,7 +133,7 @@ def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: 
 def execute(
     tasks: list[Task],
     whole: Callable[[Value], torch.Tensor],
-    planner: Planner,
+    planner: RangePlanner,
     num_threads: int | None = None,
     niceness: Sequence[int] = (),
 ) -> None:
@@ -200,7 +200,9 @@ class _Output:
             return self._buffer
 
 
-def _whole_tasks(output: _Output, planner: Planner, span: int, done: Callable[[int], None] | None) -> Iterator[Task]:
+def _whole_tasks(
+    output: _Output, planner: RangePlanner, span: int, done: Callable[[int], None] | None
+) -> Iterator[Task]:
     value = output.value
     _resolve(value, planner)
     order = planner.first_draw(value)
@@ -219,7 +221,7 @@ def _whole_tasks(output: _Output, planner: Planner, span: int, done: Callable[[i
         yield Task((order, begin), end - begin, partial(make, begin, end))
 
 
-def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
+def _resolve(value: Value, planner: RangePlanner, depth: int = 8) -> None:
     """Resolve the origins of the streams that a recipe draws from now, while all cores are free for it."""
     for step in planner.plan(value, False).steps:
         if step.node.draw is not None:
@@ -229,7 +231,7 @@ def _resolve(value: Value, planner: Planner, depth: int = 8) -> None:
                 _resolve(ref.value, planner, depth - 1)
 
 
-def by_range(wanted: Sequence[Value], planner: Planner) -> set[Value]:
+def by_range(wanted: Sequence[Value], planner: RangePlanner) -> set[Value]:
     """Those of `wanted` that are made by ranges: they share no work with others, or need only a part of it.
 
     Shards are no special case: `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view of the
@@ -269,7 +271,7 @@ def _is_part(ref: Ref) -> bool:
     return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _WORTH
 
 
-def _sources(value: Value, planner: Planner, depth: int = 8) -> Iterator[Ref | None]:
+def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Ref | None]:
     """The reads of other Values that have to be made for a recipe; None if there are too many."""
     if not depth:
         yield None
@@ -295,7 +297,7 @@ def _reads(step: RangeStep) -> list[Ref]:
     return [ref for ref in refs if not ref.value.known and not is_unwritten(ref.value.node)]
 
 
-def _hoisted(nodes: list[Node], wanted: set[Value], planner: Planner) -> dict[Value, list[Node]]:
+def _hoisted(nodes: list[Node], wanted: set[Value], planner: RangePlanner) -> dict[Value, list[Node]]:
     """The fills among `nodes`, each with the edits after it that nothing else reads, by the Value that they make."""
     users: dict[Value, list[Node]] = {}
     for node in nodes:
@@ -369,7 +371,7 @@ def _components(nodes: list[Node]) -> list[list[Node]]:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _part_tasks(ref: Ref, parts: list[WantedPart], planner: Planner) -> Iterator[Task]:
+def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Iterator[Task]:
     """The tasks for some parts of what `ref` shows."""
     value = ref.value
     number = planner.first_draw(value)

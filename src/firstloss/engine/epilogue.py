@@ -18,7 +18,7 @@ from ..rng import native
 aten = torch.ops.aten
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """The last edits, for which there is a native kernel: multiply, add, clamp; each is optional."""
 
     factor: float = 1.0
@@ -31,9 +31,9 @@ class Finish(NamedTuple):
         native.finish(target.data_ptr(), source.data_ptr(), source.numel(), *self)
 
 
-def split_finish(edits: Sequence[Pointwise]) -> tuple[list[Pointwise], Finish | None]:
-    """The edits without those of a Finish at the end, and that; None if they do not end so."""
-    found = Finish()
+def split_epilogue(edits: Sequence[Pointwise]) -> tuple[list[Pointwise], Epilogue | None]:
+    """Split the edits into those before an Epilogue and the Epilogue; None if they do not end in one."""
+    found = Epilogue()
     rest = list(edits)
     for kinds, read in _ENDS:
         if rest and rest[-1].op in kinds:

@@ -41,7 +41,7 @@ class RangePlan(NamedTuple):
     steps: tuple[RangeStep, ...]
 
 
-class Planner:
+class RangePlanner:
     """Makes plans, and caches them. Thread-safe."""
 
     def __init__(self) -> None:

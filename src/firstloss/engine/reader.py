@@ -14,8 +14,8 @@ from ..program.graph import Draw, Ref, Value, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise
 from ..rng import words_drawn
 from ..rng.stream import Position
-from .epilogue import Finish, apply, split_finish
-from .plan import Planner, RangeStep, dtype_name, is_empty
+from .epilogue import Epilogue, apply, split_epilogue
+from .plan import RangePlanner, RangeStep, dtype_name, is_empty
 from .replay import make_whole
 from .sampler import StreamSampler, has_erfinv, is_native
 from .splits import Box, cover, row_blocks
@@ -60,9 +60,11 @@ class Wholes:
 class Reader:
     """Makes Values and parts of them. Keeps its stream position between calls, so use one per thread."""
 
-    def __init__(self, whole: Callable[[Value], torch.Tensor] | None = None, planner: Planner | None = None) -> None:
+    def __init__(
+        self, whole: Callable[[Value], torch.Tensor] | None = None, planner: RangePlanner | None = None
+    ) -> None:
         """`whole` returns the buffer of a Value that has to be made whole; it is only read."""
-        self.planner = planner or Planner()
+        self.planner = planner or RangePlanner()
         self._whole = whole or Wholes()
         self._sampler = StreamSampler()
 
@@ -238,7 +240,7 @@ class Reader:
         """Draw piece by piece, and apply the edits to each."""
         native = is_native(fill.name, into, *fill.pair)
         finishes = native and step.edits and into.dtype == torch.float32  # that kernel knows no other dtype
-        edits, finish = split_finish(step.edits) if finishes else (list(step.edits), None)
+        edits, finish = split_epilogue(step.edits) if finishes else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
         unit = words_drawn.granule(fill.name, dtype_name(fill.target))
@@ -251,7 +253,7 @@ class Reader:
             part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
             self._seek(draw, _position(draw, fill, begin))
             if by_erfinv:
-                self._sampler.fill_erfinv(part, *fill.pair, finish or Finish())
+                self._sampler.fill_erfinv(part, *fill.pair, finish or Epilogue())
             elif finish is None:
                 self._sampler.fill(fill.name, part, *fill.pair)
                 if edits:

@@ -27,7 +27,7 @@ _LEAST, _MOST = 14, 21  # bits of a chunk's length
 _GROUP = 16  # normals made together
 
 
-class Piece(NamedTuple):
+class CpuPiece(NamedTuple):
     """A part of one fill, and the memory that it goes to.
 
     Attributes:
@@ -53,20 +53,20 @@ def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
     return name == "uniform" and dtype in DTYPES
 
 
-def fill(pieces: Iterable[Piece], launcher: Launcher, bits: int | None = None) -> None:
+def fill(pieces: Iterable[CpuPiece], launcher: Launcher, bits: int | None = None) -> None:
     """Make all pieces.
 
     Args:
         bits: of a chunk's length; by default what keeps a GPU busy.
     """
-    table = Table(list(pieces), bits)
+    table = LaunchTables(list(pieces), bits)
     table.run(launcher)
 
 
-class Table:
+class LaunchTables:
     """Of all pieces: the windows to be made, the chunks to be drawn, and the segments that are written."""
 
-    def __init__(self, pieces: Sequence[Piece], bits: int | None = None) -> None:
+    def __init__(self, pieces: Sequence[CpuPiece], bits: int | None = None) -> None:
         streams: dict[Stream, list[np.void]] = {}
         for piece in pieces:
             for segment in _segments(piece):
@@ -158,7 +158,7 @@ def window_at(stream: Stream, words: int) -> Words:
     return extend(block, drawn)[drawn:]
 
 
-def _segments(piece: Piece) -> list[np.void]:
+def _segments(piece: CpuPiece) -> list[np.void]:
     """Where in the stream the wanted numbers are: side by side, but for a ragged end of normals."""
     low, high, row, column, width = piece.wanted
     made = np.zeros((), SEGMENT)

@@ -31,7 +31,7 @@ class Slice(NamedTuple):
         return (self.high - self.low) // self.row * self.width if self.row else self.high - self.low
 
 
-class Recipe(NamedTuple):
+class FillRecipe(NamedTuple):
     """A weight, or a shard of one, that is a part of one fill.
 
     Attributes:
@@ -48,12 +48,12 @@ class Recipe(NamedTuple):
     edits: tuple[tuple[Any, tuple, dict[str, Any]], ...]
 
 
-def recipe_of(value: Value) -> Recipe | None:
+def recipe_of(value: Value) -> FillRecipe | None:
     """The recipe of `value`, where it is so simple; None for any other."""
     return _of_ref(Ref.of(value), _DEPTH)
 
 
-def _of_ref(ref: Ref, depth: int) -> Recipe | None:
+def _of_ref(ref: Ref, depth: int) -> FillRecipe | None:
     value, node = ref.value, ref.value.node
     if not depth or value.known or node is None or ref.dtype != value.dtype or not value.numel:
         return None
@@ -76,7 +76,7 @@ def _of_ref(ref: Ref, depth: int) -> Recipe | None:
     if node.draw is not None and node.draw.rejection is not None or (node.draw is None) != (does.name == "constant"):
         return None
     wanted = _slice(ref)
-    return wanted and Recipe(does, value.numel, wanted, value.dtype, node.draw, ())
+    return wanted and FillRecipe(does, value.numel, wanted, value.dtype, node.draw, ())
 
 
 def _is_all(target: Ref) -> bool:

@@ -15,16 +15,16 @@ from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
 
 
-class Turn(NamedTuple):
+class ScheduledNode(NamedTuple):
     """A node, or a part of one, and the Values that no later node reads."""
 
     node: Node
     frees: tuple[Value, ...]
 
 
-def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> list[Turn]:
+def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> list[ScheduledNode]:
     """The nodes in order, those on lists in parts of at most `nbytes` of a list each, or of one of its elements."""
-    found: list[Turn] = []
+    found: list[ScheduledNode] = []
     begin = 0
     while begin < len(nodes):
         run = _run(nodes, begin)
@@ -32,7 +32,7 @@ def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes
             found += _in_parts(run, frees, nbytes)
         else:
             run = run[:1] or [nodes[begin]]
-            found += [Turn(node, tuple(frees.get(node.index, ()))) for node in run]
+            found += [ScheduledNode(node, tuple(frees.get(node.index, ()))) for node in run]
         begin += len(run)
     return found
 
@@ -76,7 +76,7 @@ def _apart(run: Sequence[Node]) -> bool:
     return True
 
 
-def _in_parts(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> Iterator[Turn]:
+def _in_parts(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> Iterator[ScheduledNode]:
     parts = list(_parts(run, nbytes))
     shared = {node.index: _shared(node) for node in run}
     for begin, end in parts:
@@ -85,7 +85,7 @@ def _in_parts(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes:
             touched = {*part.reads(), *part.outputs, *(ref.value for ref in part.writes)}
             last = end == parts[-1][1]
             free = [v for v in frees.get(node.index, ()) if v in touched and (last or v not in shared[node.index])]
-            yield Turn(part, tuple(free))
+            yield ScheduledNode(part, tuple(free))
 
 
 def _shared(node: Node) -> set[Value]:

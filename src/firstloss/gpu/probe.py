@@ -76,7 +76,7 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
         for wanted in (Slice(0, numel), Slice(numel // 3, numel // 2)):
             found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
             bits = uniform_bits(dtype)
-            pieces.append(cpu_stream.Piece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
+            pieces.append(cpu_stream.CpuPiece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
             pairs.append((expected[wanted.low : wanted.high], found))
         begin += drawn.words
     cpu_stream.fill(pieces, launcher, 13)
@@ -91,13 +91,13 @@ def cpu_bits(device: int, name: str, dtype: torch.dtype) -> bool:
     return _tried(lambda: _drawn_on_the_cpu(name, dtype, CudaLauncher(device)), f"the CPU's {dtype} {name} on a GPU")
 
 
-def geometry(device: int) -> cuda_layout.Device:
+def geometry(device: int) -> cuda_layout.GpuProperties:
     """What of a GPU decides how it fills."""
     found = torch.cuda.get_device_properties(device)
-    return cuda_layout.Device(found.multi_processor_count, found.max_threads_per_multi_processor)
+    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
-def cuda_trials(of: cuda_layout.Device) -> tuple[int, ...]:
+def cuda_trials(of: cuda_layout.GpuProperties) -> tuple[int, ...]:
     """Sizes of fills to try: less than a block, one number of each thread, more than one, all four, and many turns."""
     resident = 256 * of.multi_processor_count * (of.max_threads_per_multi_processor // 256)
     return (1, 1000, resident // 3, resident, resident + 1, 4 * resident + 77, 9 * resident + 5)
@@ -131,7 +131,7 @@ def _drawn_on_the_gpu(name: str, dtype: torch.dtype, device: int, by_lane: bool)
             return False
         for wanted in {Slice(0, numel), Slice(numel // 3, max(numel // 2, numel // 3 + 1))}:
             found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
-            pieces.append(cuda_stream.Piece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
+            pieces.append(cuda_stream.CudaPiece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
             pairs.append((expected[wanted.low : wanted.high], found))
     cuda_stream.fill(pieces, launcher, of, by_lane)
     return all(_same(expected, found) for expected, found in pairs)

@@ -12,7 +12,7 @@ from ..program.graph import Value
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
 from . import cpu_stream, cuda_stream, probe
-from .fill_slices import Recipe, recipe_of
+from .fill_slices import FillRecipe, recipe_of
 from .kernels import CudaLauncher, Launcher
 
 
@@ -30,9 +30,9 @@ def make(
     `device` are for tests, which have no GPU.)
     """
     index = device.index or 0
-    of_cpu: list[cpu_stream.Piece] = []
-    of_cuda: dict[str, list[cuda_stream.Piece]] = {}
-    made: dict[Value, tuple[torch.Tensor, Recipe]] = {}
+    of_cpu: list[cpu_stream.CpuPiece] = []
+    of_cuda: dict[str, list[cuda_stream.CudaPiece]] = {}
+    made: dict[Value, tuple[torch.Tensor, FillRecipe]] = {}
     with torch.no_grad(), DisableTorchDispatch():
         for value in values:
             recipe = recipe_of(value)
@@ -50,7 +50,7 @@ def make(
                 if layout is not None:
                     out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
                     given = draw.stream.seed, draw.position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted
-                    of_cuda.setdefault(layout, []).append(cuda_stream.Piece(*given, out.data_ptr()))
+                    of_cuda.setdefault(layout, []).append(cuda_stream.CudaPiece(*given, out.data_ptr()))
                     made[value] = out, recipe
             elif not isinstance(draw.stream, CounterStream):
                 if not cpu_stream.can_make(name, numel, dtype) or not cpu_bits(index, name, dtype):
@@ -58,7 +58,7 @@ def make(
                 stream, position = draw.stream.absolute(draw.position)
                 out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
                 of_cpu.append(
-                    cpu_stream.Piece(
+                    cpu_stream.CpuPiece(
                         stream, position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted,
                         out.data_ptr(), probe.uniform_bits(dtype),
                     )

@@ -12,16 +12,16 @@ from typing import Any
 
 from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
-from .program import Call, call_of
+from .program import LoweredCall, call_of
 
 # So few calls that they cost nothing wherever they are.
 _FEW = 12
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
-def calls_apart(nodes: Sequence[Node]) -> list[Call]:
+def calls_apart(nodes: Sequence[Node]) -> list[LoweredCall]:
     """`nodes` as Calls in an order that is as good: list operations apart, each weight's as early as it can be."""
-    calls: list[Call] = []
+    calls: list[LoweredCall] = []
     apart: list[bool] = []
     for node in nodes:
         pieces = _pieces(node) or [call_of(node)]
@@ -30,7 +30,7 @@ def calls_apart(nodes: Sequence[Node]) -> list[Call]:
     return [calls[i] for i in _early(calls, apart)] if any(apart) else calls
 
 
-def _pieces(node: Node) -> list[Call] | None:
+def _pieces(node: Node) -> list[LoweredCall] | None:
     """A call for each element of the node's lists; None if it works on none, or on its lists as a whole."""
     name = schema_of(node.op).name.removeprefix("aten::")
     if not (name.startswith("_foreach_") or name in _FUSED):
@@ -43,11 +43,13 @@ def _pieces(node: Node) -> list[Call] | None:
         return None
     written = {id(ref): value for ref, value in zip(node.writes, node.outputs, strict=False)}
     made = node.outputs[len(node.writes) :]
-    known: dict[tuple, Call] = {}
+    known: dict[tuple, LoweredCall] = {}
     return [_piece(node, i, count, written, made[i::count], known) for i in range(count)]
 
 
-def _piece(node: Node, i: int, count: int, written: dict[int, Value], made: tuple, known: dict[tuple, Call]) -> Call:
+def _piece(
+    node: Node, i: int, count: int, written: dict[int, Value], made: tuple, known: dict[tuple, LoweredCall]
+) -> LoweredCall:
     """Element `i` of `node`. `known` has a call for each kind of element so far."""
 
     def element(arg: Any) -> Any:
@@ -80,7 +82,7 @@ def _piece(node: Node, i: int, count: int, written: dict[int, Value], made: tupl
     return call
 
 
-def _early(calls: Sequence[Call], apart: Sequence[bool]) -> list[int]:
+def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
     """An order of `calls` in which each group of pieces that belong together comes as soon as all it needs is there."""
     maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
     needs = [sorted({maker[v] for v in call.inputs if v in maker}) for call in calls]

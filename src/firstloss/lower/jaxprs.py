@@ -9,12 +9,12 @@ import jax
 import jax.extend.core as jex
 
 from .dtypes import to_jax
-from .program import Call
+from .program import LoweredCall
 
 T = TypeVar("T")
 
 
-def jaxpr_of(call: Call) -> jex.Jaxpr:
+def jaxpr_of(call: LoweredCall) -> jex.Jaxpr:
     """What a call computes; its first input is the step's random key."""
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -22,7 +22,7 @@ _PARTS = frozenset({"slice", "dynamic_slice", "gather"})
 _COMBINED = 30 << 20
 
 
-class Node(NamedTuple):
+class FusionNode(NamedTuple):
     """What is computed.
 
     Attributes:
@@ -38,7 +38,7 @@ class Node(NamedTuple):
     reduced: tuple[str, ...] | None = None
 
 
-class Kernel(NamedTuple):
+class FusedKernel(NamedTuple):
     """What is computed in one go: an operation, with those that are fused with it.
 
     Attributes:
@@ -59,13 +59,13 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[FusionNode] = []
         self.given: set[int] = set()
         self.flops: dict[int, float] = {}
 
     def add(self, primitive: str, nbytes: int, reads: tuple[int, ...], reduced: tuple[str, ...] | None = None) -> int:
         """Add a node, and return its number."""
-        self.nodes.append(Node(primitive, nbytes, reads, reduced))
+        self.nodes.append(FusionNode(primitive, nbytes, reads, reduced))
         return len(self.nodes) - 1
 
     def peak(self, outputs: set[int]) -> int:
@@ -100,11 +100,11 @@ class Memory:
                     computed -= nodes[source].bytes
         return most
 
-    def kernels(self, outputs: set[int]) -> list[Kernel]:
+    def kernels(self, outputs: set[int]) -> list[FusedKernel]:
         """What is computed in one go each, and what each reads and writes in memory. Not what is sent."""
         kept, reads = self._fused(outputs)
         return [
-            Kernel(self.flops.get(n, 0.0), sum(reads[n].values()) + node.bytes)
+            FusedKernel(self.flops.get(n, 0.0), sum(reads[n].values()) + node.bytes)
             for n, node in enumerate(self.nodes)
             if kept[n] and node.primitive not in ("input", "sent")
         ]

@@ -18,7 +18,7 @@ import torch
 from ..program.graph import Ref, Value
 from ..program.program import Program
 from .foreach_split import calls_apart
-from .program import Call, View, call_of, view_of
+from .program import LoweredCall, View, call_of, view_of
 from .repeats import Repeats, find_runs
 
 # A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
     """
 
     function: int
-    calls: tuple[Call, ...]
+    calls: tuple[LoweredCall, ...]
     inputs: tuple[Value | int, ...]
     outputs: tuple[Value, ...]
 
@@ -99,28 +99,28 @@ def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
     return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
 
 
-def _looks(program: Program, apart: Iterable[str]) -> dict[str, Call]:
+def _looks(program: Program, apart: Iterable[str]) -> dict[str, LoweredCall]:
     """For outputs that are no whole Values, and those that are to have one of their own, the calls that make these."""
     own = set(apart)
     return {name: _view_call(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
 
 
-def _outputs(program: Program, looks: Mapping[str, Call]) -> dict[str, Value]:
+def _outputs(program: Program, looks: Mapping[str, LoweredCall]) -> dict[str, Value]:
     return {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
 
 
-def _view_call(ref: Ref) -> Call:
+def _view_call(ref: Ref) -> LoweredCall:
     """A call that makes a Value of its own of what `ref` sees."""
     value = ref.value
     view = View(value.shape, value.stride, value.dtype, ref.size, ref.stride, ref.offset, ref.dtype)
-    return Call(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
+    return LoweredCall(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
 
 
-def _avals(call: Call) -> tuple:
+def _avals(call: LoweredCall) -> tuple:
     return tuple((value.shape, value.dtype) for value in call.inputs)
 
 
-def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> list[int]:
+def _bounds(run: Repeats, calls: Sequence[LoweredCall], last_use: dict[Value, int]) -> list[int]:
     """Where to cut a run: every so many periods, at the place in the period that the fewest bytes are carried across.
 
     A run can be cut anywhere in its period. Where one layer ends and the next begins there is least to carry.
@@ -152,7 +152,7 @@ def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> 
     return [begin + k * group * run.period for k in range(repeats // group + 1)]
 
 
-def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[Value]) -> list[Segment]:
+def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results: set[Value]) -> list[Segment]:
     """The pieces as segments; those that are alike get the same function number and the same outputs."""
     maker = {value: n for n, piece in enumerate(pieces) for call in piece for value in call.outputs}
     given = {*inputs, *maker}
@@ -179,7 +179,7 @@ def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[V
     return segments
 
 
-def _signature(piece: Sequence[Call], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
+def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
     """What the piece computes from arrays given to it, and which these are, in the order of their first use."""
     names: dict[Any, tuple] = {}
     outside: list[Value | int] = []

@@ -15,7 +15,7 @@ from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
 from ..program.source import here
 from .backend import Backend, current_backend
-from .module_proxy import StandIn, module_of
+from .module_proxy import ModuleProxy, module_of
 
 # Special methods that are the wrapper's own, or that Python's object protocol gives every object anew.
 _OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}
@@ -24,7 +24,7 @@ _RETURNING_SELF = ("train", "eval", "requires_grad_", "apply", "to", "to_empty",
                    "bfloat16", "cpu", "cuda", "xpu", "mtia", "ipu", "share_memory")  # fmt: skip
 
 
-class CompiledModel(StandIn):
+class CompiledModel(ModuleProxy):
     """Callable like the model, whose weights live on the backend. Inside a traced step its calls are traced.
 
     It stands for the model: every attribute that is read, set or deleted is the model's, `len`, iteration and indexing

@@ -15,7 +15,7 @@ from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant
 from ..undo import Undo
-from .lazy_jax import directory_to_compile_in, on_cpu
+from .lazy_jax import on_cpu, pending_cache_directory
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
@@ -86,10 +86,10 @@ def to_device(tensor: torch.Tensor) -> jax.Array:
         array, memory = empty(tuple(tensor.shape), tensor.dtype)
         memory.copy_(tensor)
         return array
-    return lend(tensor.contiguous().clone())
+    return share_memory(tensor.contiguous().clone())
 
 
-def lend(tensor: torch.Tensor) -> jax.Array:
+def share_memory(tensor: torch.Tensor) -> jax.Array:
     """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives.
 
     By way of NumPy, not of DLPack: XLA gives back what it was lent in a thread of its own, and for PyTorch's DLPack it
@@ -102,12 +102,12 @@ def lend(tensor: torch.Tensor) -> jax.Array:
         return jax.device_put(as_numpy(tensor))
 
 
-def given(tensor: torch.Tensor) -> Any:
-    """`tensor` as an argument of one call, and nothing else: where it is small, so that a call of `lend` takes longer
-    than a copy, as a NumPy array. Its bytes must not change until the call is through."""
+def as_argument(tensor: torch.Tensor) -> Any:
+    """`tensor` as an argument of a single call: a NumPy array where it is so small that copying it is quicker than
+    `share_memory`. Its bytes must not change until the call returns."""
     if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS:
         return tensor.numpy()
-    return lend(tensor)
+    return share_memory(tensor)
 
 
 def _put(tensor: torch.Tensor) -> jax.Array:
@@ -120,7 +120,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
     if on_cpu():
         try:
             return torch.from_dlpack(array)
-        except (RuntimeError, TypeError, BufferError, ValueError):  # as in `lend`
+        except (RuntimeError, TypeError, BufferError, ValueError):  # as in `share_memory`
             pass
     host = np.asarray(array)
     dtype = to_torch(host.dtype)
@@ -130,6 +130,6 @@ def to_host(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(host.copy())
 
 
-_directory = directory_to_compile_in()
+_directory = pending_cache_directory()
 if _directory is not None:
     use_compilation_cache(_directory)

@@ -27,7 +27,7 @@ _PLUGINS = ("jax_plugins", "libtpu")
 _compile_dir: list[str] = []
 
 
-def is_there() -> bool:
+def is_imported() -> bool:
     """Whether anybody has imported JAX."""
     return "jax" in sys.modules
 
@@ -44,10 +44,10 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("jax", "jaxlib"))
 
 
-def may_wait(mesh: Any = None) -> bool:
+def can_defer_import(mesh: Any = None) -> bool:
     """Whether the import of JAX can be put off: it is installed, and its device is known without it, or those of a mesh
     that is given as sizes of axes."""
-    if is_there() or not is_installed() or not certainly_cpu() or not pages.are_there():
+    if is_imported() or not is_installed() or not is_cpu_only() or not pages.are_available():
         return False
     if mesh is None:
         return True
@@ -69,7 +69,7 @@ def cpu_devices() -> int:
 
 def process_count() -> int:
     """How many processes JAX has been told of."""
-    if not is_there():
+    if not is_imported():
         return 1
     import jax
 
@@ -79,7 +79,7 @@ def process_count() -> int:
 @functools.cache
 def on_cpu() -> bool:
     """Whether JAX's default device is this machine's CPU, so that torch and the device can share memory."""
-    if not is_there() and certainly_cpu():
+    if not is_imported() and is_cpu_only():
         return True
     import jax
 
@@ -87,7 +87,7 @@ def on_cpu() -> bool:
 
 
 @functools.cache
-def certainly_cpu() -> bool:
+def is_cpu_only() -> bool:
     """Whether JAX has no other device, as far as can be told without importing it."""
     asked_for = os.environ.get("JAX_PLATFORMS", "").lower()
     if asked_for:
@@ -97,7 +97,7 @@ def certainly_cpu() -> bool:
     return not importlib.metadata.entry_points(group="jax_plugins")
 
 
-def compile_in(directory: str) -> None:
+def set_compilation_cache(directory: str) -> None:
     """Keep compiled executables in `directory`, once there is JAX."""
     jaxlib: Any = sys.modules.get(f"{__package__}.jax_support")
     if hasattr(jaxlib, "use_compilation_cache"):
@@ -106,6 +106,6 @@ def compile_in(directory: str) -> None:
         _compile_dir[:] = [directory]
 
 
-def directory_to_compile_in() -> str | None:
-    """What `compile_in` was given last, before there was JAX."""
+def pending_cache_directory() -> str | None:
+    """What `set_compilation_cache` was given last, before there was JAX."""
     return _compile_dir.pop() if _compile_dir else None

@@ -10,7 +10,7 @@ import torch
 from .. import malloc_settings, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
-from ..gc_pause import uncollected
+from ..gc_pause import paused
 from . import lazy_jax
 from .backend import EAGER, Backend, current_backend, make_current
 
@@ -115,8 +115,8 @@ def backend(
         # All that the first step needs, so that it need not wait for it; JAX is put off until the first loss is there,
         # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
         # transformers, would take as long as the import.
-        with timeline.span("import"), uncollected():
-            if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.may_wait(mesh):
+        with timeline.span("import"), paused():
+            if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.can_defer_import(mesh):
                 require_jax(f"firstloss.backend({name!r})")
                 from . import jax_support  # noqa: F401
                 from .step import segmented  # noqa: F401
@@ -127,7 +127,7 @@ def backend(
         if mesh is not None:
             from .mesh.mesh import Mesh
 
-            devices = Mesh(mesh, put_off=not lazy_jax.is_there())
+            devices = Mesh(mesh, put_off=not lazy_jax.is_imported())
         if devices is not None and not (devices.is_there or validate_only):
             raise BackendError(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
@@ -144,7 +144,7 @@ def backend(
             validate_only=validate_only,
             first_loss=first_loss or "eager",
         )
-        lazy_jax.compile_in(folder)
+        lazy_jax.set_compilation_cache(folder)
         lowering_markers.set_folder(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 
-class StandIn:
+class ModuleProxy:
     """Its attributes, all but `_model`, are those of the module that it stands for."""
 
     __slots__ = ()
 
 
-def module_of(compiled: StandIn) -> torch.nn.Module:
+def module_of(compiled: ModuleProxy) -> torch.nn.Module:
     """The module that `compiled` stands for."""
     return compiled.__dict__["_model"]

@@ -22,7 +22,7 @@ from . import checkpoint_files
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from .run_state import State
+    from .run_state import RunState
     from .trainer import Trainer
 
 _NAME = re.compile(r"step_(\d+)")
@@ -114,7 +114,7 @@ class Checkpoint(Settings):
         """
         return than is None or (value < than if self.mode == "min" else value > than)
 
-    def is_best(self, metrics: dict[str, float], state: State) -> bool:
+    def is_best(self, metrics: dict[str, float], state: RunState) -> bool:
         """Whether validation finds this step's weights to be the best so far; `state.best` then says so.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class State:
+class RunState:
     """Where a run is.
 
     Attributes:

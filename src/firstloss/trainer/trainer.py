@@ -30,7 +30,7 @@ from .precision import Precision
 from .randomness import kept_random_state, seed_everything
 from .reporting import Reporter
 from .run_folder import RunFolder
-from .run_state import State
+from .run_state import RunState
 from .step import Steps, on_device
 from .validation import Averages, quietly_compiled_anew
 
@@ -126,7 +126,7 @@ class Trainer:
         )
         self.callbacks = Callbacks([*(callbacks or []), *writers])
         self.folder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
-        self.state = State()
+        self.state = RunState()
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedulers: list[Any] = []

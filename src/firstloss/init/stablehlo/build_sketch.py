@@ -17,7 +17,7 @@ from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice
 from ...program.node_kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
 from ...rng import words_drawn
 from ...rng.counter_stream import CounterStream, number_and_word
-from .sketch import Apply, Constant, Data, Drawn, DrawOrigin, Masked, Sketch, SketchStep, Truncated, Whole
+from .sketch import Apply, Constant, Data, DrawOrigin, Masked, RandomFill, Sketch, SketchStep, Truncated, WholeSketch
 
 aten = torch.ops.aten
 
@@ -154,7 +154,7 @@ class _Drawer:
 
     # -- draws -------------------------------------------------------------------------------------------------------
 
-    def fill(self, node: Node, target: Ref) -> Drawn | Truncated:
+    def fill(self, node: Node, target: Ref) -> RandomFill | Truncated:
         """The fill that `node` makes of `target`."""
         does = kind_of(node)
         assert node.draw is not None
@@ -169,18 +169,18 @@ class _Drawer:
             if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise Unsketchable(node, "draws with a generator of its own under the counter policy")
             self.places.append(DrawOrigin(stream, number_and_word(position)[0]))
-            return Drawn(len(self.places) - 1, name, arguments, dtype, 0)
+            return RandomFill(len(self.places) - 1, name, arguments, dtype, 0)
         if kernel(name, dtype, dict(arguments)) is None or (name == "normal" and count < words_drawn.MIN_PIECE):
             raise Unsketchable(node, f"has no {_short(dtype)} kernel for {count} elements")
         words = node.draw.after.words - node.draw.position.words
         self.places.append(DrawOrigin(stream, position.words))
-        fill = Drawn(len(self.places) - 1, name, arguments, dtype, words)
+        fill = RandomFill(len(self.places) - 1, name, arguments, dtype, words)
         again = node.draw.rejection
         return fill if again is None else Truncated(fill, again.low, again.high)
 
     # -- whole -------------------------------------------------------------------------------------------------------
 
-    def whole(self, ref: Ref) -> Whole:
+    def whole(self, ref: Ref) -> WholeSketch:
         """The recipe of what `ref` shows, node by node."""
         numbers: dict[Value, int] = {}
         inputs: list[Any] = []
@@ -213,7 +213,7 @@ class _Drawer:
             steps.append(SketchStep(template, tuple(numbers[v] for v in slots), fill, size, view))
             for value in node.outputs:
                 numbers[value] = len(numbers)
-        return Whole(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
+        return WholeSketch(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
 
 
 def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:

@@ -20,7 +20,7 @@ from ...engine.splits import Box
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
 from ...program.graph import Ref
-from .shard_memory import Kind, tensor_at, unwritten
+from .shard_memory import ArraySpec, tensor_at, unwritten
 
 K = TypeVar("K")
 
@@ -35,7 +35,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
     sent: list[tuple[K, dict[Any, torch.Tensor]]] = []
     parts: list[tuple[Ref, list[WantedPart]]] = []
     ours = [key for key, (_, sharding) in wanted.items() if _ours(sharding)]
-    kinds = [Kind(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
+    kinds = [ArraySpec(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
     made = dict(zip(ours, unwritten(kinds), strict=True))
     out.update((key, array) for key, (array, _) in made.items())
     with DisableTorchDispatch():

@@ -24,7 +24,7 @@ from ...lower.unwritten import known_to_xla
 from ...lower.unwritten import results as unwritten_results
 
 
-class Kind(NamedTuple):
+class ArraySpec(NamedTuple):
     """What an array is to be like, before there is one."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     sharding: Sharding
 
 
-def unwritten(kinds: Sequence[Kind]) -> list[tuple[jax.Array, dict[jax.Device, int]]]:
+def unwritten(kinds: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Device, int]]]:
     """Arrays of these kinds, on CPU devices of one mesh or on one CPU device, and where their parts' memory begins.
 
     Until an array has been given to anybody else, its memory may be written.
@@ -45,7 +45,7 @@ def unwritten(kinds: Sequence[Kind]) -> list[tuple[jax.Array, dict[jax.Device, i
     known_to_xla()  # once, and not by two threads
     with ThreadPoolExecutor(2, thread_name_prefix="firstloss-compile") as pool:
         allocators = list(pool.map(_allocator, [wanted for _, wanted in calls]))
-    made: dict[Kind, list[jax.Array]] = {}
+    made: dict[ArraySpec, list[jax.Array]] = {}
     for (repeats, wanted), allocate in zip(calls, allocators, strict=True):
         for _ in range(repeats):
             for kind, array in zip(wanted, allocate(), strict=True):
@@ -83,7 +83,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 
 @lru_cache(maxsize=64)
-def _allocator(kinds: tuple[Kind, ...]) -> Any:
+def _allocator(kinds: tuple[ArraySpec, ...]) -> Any:
     """The executable whose results are these arrays, which are all on one mesh or one device."""
     sharding = kinds[0].sharding
     with jax.enable_x64(True):

@@ -16,7 +16,7 @@ from ...lower.program import Template, View
 from ...rng.stream import Stream
 
 
-class Drawn(NamedTuple):
+class RandomFill(NamedTuple):
     """A random fill of the whole weight. `draw` numbers the recipe's places in the stream."""
 
     draw: int
@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
 class Truncated(NamedTuple):
     """Normals drawn anew until they lie inside the bounds: the fill is its first round."""
 
-    fill: Drawn
+    fill: RandomFill
     low: float
     high: float
 
@@ -69,16 +69,16 @@ class Masked(NamedTuple):
 
 
 class SketchStep(NamedTuple):
-    """One operation of a `Whole`: a node's template and its operands, which are numbers of earlier results."""
+    """One operation of a `WholeSketch`: a node's template and its operands, which are numbers of earlier results."""
 
     template: Template
     inputs: tuple[int, ...]
-    fill: Any  # of a draw: a Drawn, and the view that is filled
+    fill: Any  # of a draw: a RandomFill, and the view that is filled
     size: tuple[int, ...]
     view: View | None
 
 
-class Whole(NamedTuple):
+class WholeSketch(NamedTuple):
     """A recipe that is evaluated whole: its constants (or unwritten memory), its operations, and what is shown."""
 
     inputs: tuple[Any, ...]
@@ -118,9 +118,9 @@ class Sketch:
     @property
     def whole(self) -> bool:
         """Whether shards of it cannot be made alone."""
-        return type(self.tree) is Whole
+        return type(self.tree) is WholeSketch
 
     @property
     def pure(self) -> bool:
         """Whether it is a fill or a number, with nothing else to it."""
-        return type(self.tree) in (Drawn, Truncated, Constant)
+        return type(self.tree) in (RandomFill, Truncated, Constant)

@@ -10,7 +10,7 @@ import torch
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import pytree
 from .. import backend as backends
-from ..lazy_jax import is_there, on_cpu
+from ..lazy_jax import is_imported, on_cpu
 from ..mesh.processes import processes
 from ..pytrees import flatten
 from .lazy_array import LazyArray, lent_later, put_later
@@ -61,10 +61,10 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         return made.requires_grad_(True) if tensor.requires_grad else made
     with torch.no_grad():
         own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if is_there() or not on_cpu():
-            from ..jax_support import lend
+        if is_imported() or not on_cpu():
+            from ..jax_support import share_memory
 
-            made = resident(lend(own))
+            made = resident(share_memory(own))
         else:
             made = resident(lent_later(own), tuple(own.shape), own.dtype)
     return made.requires_grad_(True) if tensor.requires_grad else made

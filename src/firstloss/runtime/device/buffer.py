@@ -165,9 +165,9 @@ class DeviceBuffer:
             return self.array()
         tensor, held = memory.content(), memory.held()
         if held and not donated:
-            from ..jax_support import lend
+            from ..jax_support import share_memory
 
-            return lend(tensor)
+            return share_memory(tensor)
         array = memory.on_device()
         if array is None:
             array = self._put(tensor)

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 from ...capture import session
 from ...compat.python_names import getframe
 from ...errors import StateLostError
-from ..lazy_jax import is_array, is_there
+from ..lazy_jax import is_array, is_imported
 
 lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
 
 
-class Run(Protocol):
+class StepRun(Protocol):
     """One execution of a compiled step."""
 
     def advance(self) -> None:
@@ -47,7 +47,7 @@ class Transaction:
 
     def __init__(
         self,
-        run: Run,
+        run: StepRun,
         state: Sequence[Any],
         commit: Callable[[Sequence[Sequence[Any]]], None],
         lose: Callable[[BaseException], None],
@@ -84,7 +84,7 @@ class Transaction:
             return self.execute()
         except BaseException as error:
             self.settle(error)
-            if is_there():
+            if is_imported():
                 from ..mesh.peers import lost
 
                 if (told := lost(error)) is not error:
@@ -121,7 +121,7 @@ _finishes = False  # whether the exit has been told of
 def _executed(outputs: Sequence[Sequence[Any]]) -> None:
     global _latest
     arrays = outputs[-1] or outputs[0][-1:] or outputs[1][-1:]
-    if is_there():
+    if is_imported():
         finish_at_exit()
     _latest = min(arrays, key=_size) if arrays else False
 

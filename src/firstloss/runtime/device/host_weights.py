@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import jax
 
     from ..mesh.mesh import MeshSharding
-    from ..mesh.sharded_weights import Whole
+    from ..mesh.sharded_weights import WholeArrays
 
 
 def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]:
@@ -35,7 +35,7 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
         return own.tensor
 
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
-    drawn = {value: Drawn(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
+    drawn = {value: HostWeight(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
     pages.clear()  # of what is no weight, too
     return _lazily(drawn, _Together([each for each in drawn.values() if each.pages is not None]))
 
@@ -44,17 +44,17 @@ def make_whole(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int])
     """As `make`, of weights that go to several devices of this machine's CPU. The first loss needs all of each weight;
     to draw it so takes no longer than to draw its parts."""
     buffers = materialize_values(list(shardings), allocate=allocate_huge, niceness=niceness)
-    drawn = {value: Drawn(value, buffer) for value, buffer in buffers.items()}
+    drawn = {value: HostWeight(value, buffer) for value, buffer in buffers.items()}
     return _lazily(drawn, _OnMesh(shardings))
 
 
-def _lazily(drawn: dict[Value, Drawn], together: _Together | _OnMesh) -> dict[Value, LazyArray]:
+def _lazily(drawn: dict[Value, HostWeight], together: _Together | _OnMesh) -> dict[Value, LazyArray]:
     for each in drawn.values():
         each.together = together
     return {value: LazyArray(each.array, borrow=each.borrow) for value, each in drawn.items()}
 
 
-class Drawn:
+class HostWeight:
     """The content of one weight, until it is an array of XLA's."""
 
     def __init__(self, value: Value, content: torch.Tensor, pages: Pages | None = None) -> None:
@@ -90,14 +90,14 @@ class Drawn:
 class _Together:
     """Arrays for several weights, allocated in one call, of which each new kind takes XLA some 20 ms."""
 
-    def __init__(self, drawn: list[Drawn]) -> None:
+    def __init__(self, drawn: list[HostWeight]) -> None:
         self._kinds = {
             id(each): (tuple(each.pages.tensor.shape), each.pages.tensor.dtype) for each in drawn if each.pages
         }
         self._made: dict[int, tuple[jax.Array, torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
-    def array(self, drawn: Drawn, content: torch.Tensor) -> jax.Array:
+    def array(self, drawn: HostWeight, content: torch.Tensor) -> jax.Array:
         """The array of one, which is small, or one of them."""
         from ..jax_support import to_device
 
@@ -110,7 +110,7 @@ class _Together:
             memory.copy_(content)
         return array
 
-    def _allocate(self, drawn: Drawn) -> tuple[jax.Array, torch.Tensor]:
+    def _allocate(self, drawn: HostWeight) -> tuple[jax.Array, torch.Tensor]:
         """The array for one of them, and its memory, which nobody has written."""
         from ..jax_support import empties
 
@@ -119,7 +119,7 @@ class _Together:
                 self._made = dict(zip(self._kinds, empties(list(self._kinds.values())), strict=True))
             return self._made[id(drawn)]
 
-    def forget(self, drawn: Drawn) -> None:
+    def forget(self, drawn: HostWeight) -> None:
         """It has its array."""
         with self._lock:
             if self._made is not None:
@@ -131,19 +131,19 @@ class _OnMesh:
 
     def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
         self._shardings = shardings
-        self._whole: Whole | None = None
+        self._whole: WholeArrays | None = None
         self._lock = threading.Lock()
 
-    def array(self, drawn: Drawn, content: torch.Tensor) -> jax.Array:
+    def array(self, drawn: HostWeight, content: torch.Tensor) -> jax.Array:
         """The array of one."""
         with self._lock:
             if self._whole is None:
-                from ..mesh.sharded_weights import Whole
+                from ..mesh.sharded_weights import WholeArrays
 
-                self._whole = Whole(self._shardings)
+                self._whole = WholeArrays(self._shardings)
         return self._whole.array(drawn.value, content)
 
-    def forget(self, drawn: Drawn) -> None:
+    def forget(self, drawn: HostWeight) -> None:
         """It has its array."""
         if self._whole is not None:
             self._whole.forget(drawn.value)

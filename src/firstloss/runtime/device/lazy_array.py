@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..lazy_jax import is_there
+from ..lazy_jax import is_imported
 
 if TYPE_CHECKING:
     import jax
@@ -85,16 +85,16 @@ def lent_later(content: torch.Tensor) -> LazyArray:
     """`content`, whose own bytes become an array; they must not change while that lives."""
 
     def lent() -> jax.Array:
-        from ..jax_support import lend
+        from ..jax_support import share_memory
 
-        return lend(content)
+        return share_memory(content)
 
     return LazyArray(lent, content)
 
 
 def put_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
     """A copy of `tensor`, cut over a mesh; where there is no JAX yet, lazily."""
-    if is_there():
+    if is_imported():
         from ..mesh.sharded_arrays import put
 
         return put(tensor, sharding)

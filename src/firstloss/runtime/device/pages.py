@@ -48,7 +48,7 @@ _library = c_library.load(
 _moved = 0
 
 
-def are_there() -> bool:
+def are_available() -> bool:
     """Whether this system can move pages, and the library that does was built."""
     return sys.platform == "linux" and _library is not None
 

@@ -30,7 +30,7 @@ from ...compat.torch_names import (
 )
 from ...engine.cpu_engine import default_threads, materialize_values
 from ...program.graph import Ref, Value, dense_count
-from ..lazy_jax import is_there, on_cpu, process_count
+from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, pages
 from .buffer import DeviceBuffer, is_direct
 from .host_memory import MappedWeights, is_countable, is_held
@@ -169,7 +169,7 @@ def _materialize_in_background(
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
     memory that becomes the device's."""
-    if not is_there() and on_cpu() and pages.are_there():
+    if not is_imported() and on_cpu() and pages.are_available():
         return host_weights.make(values, niceness)
     from ..jax_support import empties, empty, to_device
 

@@ -9,27 +9,27 @@ from typing import Any
 
 from .containers import put_items
 from .equality import same
-from .object_kinds import Kind, kind_of
-from .reconstruct import Env, Make
+from .object_kinds import ObjectKind, kind_of
+from .reconstruct import CallFrame, Make
 
 # What binds something: done twice, it has the same effect as done once.
 Bind = Callable[[], None]
 
 
-def always(bind: Bind) -> Callable[[Env], Bind]:
+def always(bind: Bind) -> Callable[[CallFrame], Bind]:
     """The same at each call."""
     return lambda env: bind
 
 
-def setting(put: Callable[[Any], None], make: Make) -> Callable[[Env], Bind]:
+def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
     """Puts what `make` makes."""
     return lambda env: functools.partial(put, make(env))
 
 
-def setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
+def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
     """Puts an item into a dict or a list, whatever its class makes of that."""
 
-    def apply(env: Env) -> Bind:
+    def apply(env: CallFrame) -> Bind:
         container = place(env)
         put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
         return functools.partial(put, container, key, make(env))
@@ -37,7 +37,7 @@ def setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
     return apply
 
 
-def removing_from(place: Make, name: str) -> Callable[[Env], Bind]:
+def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
     """Takes an item out of a dict."""
     return lambda env: functools.partial(place(env).pop, name, None)
 
@@ -51,16 +51,16 @@ def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
 def adding(container: Any, items: list) -> Bind:
     """Adds items at the end of a collection."""
     kind = kind_of(type(container))
-    if kind is Kind.SET:
+    if kind is ObjectKind.SET:
         return functools.partial(set.update, container, items)
-    if kind is Kind.LIST:
+    if kind is ObjectKind.LIST:
         return functools.partial(list.__setitem__, container, slice(len(container), None), items)
     return functools.partial(put_items, container, [*container, *items])
 
 
 def added_to(container: Any, before: list, now: list) -> list | None:
     """What was added at the end; None if it is not just that."""
-    if kind_of(type(container)) is Kind.SET:
+    if kind_of(type(container)) is ObjectKind.SET:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
     if getattr(container, "maxlen", None) is not None:
         for count in range(1, len(now) + 1):  # so many were added, and so many fell out

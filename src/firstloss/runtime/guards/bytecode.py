@@ -209,7 +209,7 @@ def with_inner(code: types.CodeType) -> list[types.CodeType]:
     return out
 
 
-class Lines(NamedTuple):
+class NameLines(NamedTuple):
     """Of one piece of code: by name, the first line that reads it, and the first that writes it."""
 
     reads: dict[str, Source]
@@ -217,7 +217,7 @@ class Lines(NamedTuple):
 
 
 @functools.lru_cache(maxsize=65536)
-def lines(code: types.CodeType) -> Lines:
+def lines(code: types.CodeType) -> NameLines:
     """For people: where `code` reads and writes names; what is only updated is written."""
     reads: dict[str, Source] = {}
     writes: dict[str, Source] = {}
@@ -234,4 +234,4 @@ def lines(code: types.CodeType) -> Lines:
                 writes.setdefault(step.argument, place)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, place)  # getattr(self, "name")
-    return Lines(reads, writes)
+    return NameLines(reads, writes)

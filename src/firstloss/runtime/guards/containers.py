@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...compat.python_names import is_python_class
-from .object_kinds import Kind, kind_of
+from .object_kinds import ObjectKind, kind_of
 
 
 def empty_like(container: Any) -> Callable[[], Any]:
@@ -36,12 +36,12 @@ def _builtin(cls: type) -> Any:
 def put_items(container: Any, items: list[Any]) -> None:
     """Make `items` all that is in a list, set or deque."""
     kind = kind_of(type(container))
-    if kind is Kind.LIST:
+    if kind is ObjectKind.LIST:
         list.__setitem__(container, slice(None), items)
         return
     base = _builtin(type(container))
     base.clear(container)
-    (set.update if kind is Kind.SET else base.extend)(container, items)
+    (set.update if kind is ObjectKind.SET else base.extend)(container, items)
 
 
 def put_table(table: dict, entries: dict) -> None:

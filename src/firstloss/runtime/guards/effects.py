@@ -33,10 +33,10 @@ from .describe import with_article
 from .equality import same, same_items
 from .external_state import set_state, state_of
 from .introspection import MISSING, define, definition, slot_value
-from .object_kinds import Kind, items_of, kind_of, table_of
-from .reconstruct import Env, Left
+from .object_kinds import ObjectKind, items_of, kind_of, table_of
+from .reconstruct import CallFrame, Reconstructor
 from .snapshot import Snapshot
-from .sources import Reads
+from .sources import GuardSources
 
 
 class Effects:
@@ -47,7 +47,7 @@ class Effects:
         why_not: what it has changed that cannot be changed so again, so that it has to be traced at each call; if any.
     """
 
-    def __init__(self, snapshot: Snapshot, reads: Reads | None, left: Left) -> None:
+    def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
         """
         Args:
             reads: what the step has read; None where it is only to be undone.
@@ -55,7 +55,7 @@ class Effects:
         self.places: set[int] = set()
         self.why_not: str | None = None
         self._undo: list[Bind] = []
-        self._apply: list[Callable[[Env], Bind]] = []
+        self._apply: list[Callable[[CallFrame], Bind]] = []
         self._left = left
         for table in snapshot.tables.values():
             if not (table.before or table.table):
@@ -107,7 +107,7 @@ class Effects:
         self._undo.append(functools.partial(put, before))
         self._apply.append(always(functools.partial(put, after)))
 
-    def _content(self, content: Any, before: Any, after: Any, reads: Reads) -> None:
+    def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
         """An array, a buffer, a generator and their like hold something else."""
         reads.guard_content(content)
         if mutable_state.put_back(content, after):
@@ -125,7 +125,7 @@ class Effects:
         self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
         self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
-    def add(self, undo: Bind, apply: Callable[[Env], Bind]) -> None:
+    def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
         """A change that somebody else has found."""
         self._undo.append(undo)
         self._apply.append(apply)
@@ -136,13 +136,13 @@ class Effects:
             undo()
         self._undo.clear()  # what was there before is nobody's any more
 
-    def bindings(self, env: Env) -> list[Bind]:
+    def bindings(self, env: CallFrame) -> list[Bind]:
         """What does at this call what the step's Python would do; all are made before the first is done."""
         return [apply(env) for apply in self._apply]
 
     # -- what has changed --
 
-    def _names(self, table: dict, before: dict, owner: Any, reads: Reads | None) -> None:
+    def _names(self, table: dict, before: dict, owner: Any, reads: GuardSources | None) -> None:
         if _unchanged(table, before):
             return
         self.places.add(id(table))
@@ -170,7 +170,7 @@ class Effects:
                 continue
             self._apply.append(always(functools.partial(delete_name, table, name, delete)))
 
-    def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: Reads | None) -> None:
+    def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
         counted = None if reads is None else reads.updates.numbers.get(place)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
@@ -181,7 +181,7 @@ class Effects:
         make = self._left.make(now)
         self._apply.append(setting(put, make))
 
-    def _cell(self, cell: types.CellType, old: Any, reads: Reads | None) -> None:
+    def _cell(self, cell: types.CellType, old: Any, reads: GuardSources | None) -> None:
         try:
             now = cell.cell_contents
         except ValueError:
@@ -202,7 +202,7 @@ class Effects:
         else:
             self._bind((id(cell), None), old, now, put, lambda: cell.cell_contents, reads)
 
-    def _slot(self, owner: Any, name: str, old: Any, reads: Reads | None) -> None:
+    def _slot(self, owner: Any, name: str, old: Any, reads: GuardSources | None) -> None:
         now = slot_value(owner, name)
         if now is old:
             return
@@ -220,7 +220,7 @@ class Effects:
         else:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), reads)
 
-    def _context(self, variable: contextvars.ContextVar, old: Any, reads: Reads | None) -> None:
+    def _context(self, variable: contextvars.ContextVar, old: Any, reads: GuardSources | None) -> None:
         now = mutable_state.value_in(variable)
         if now is old:
             return
@@ -234,7 +234,7 @@ class Effects:
             reads.guard_content(variable)
         self._apply.append(setting(put, self._left.make(now)))
 
-    def _items(self, table: dict, before: dict, reads: Reads | None) -> None:
+    def _items(self, table: dict, before: dict, reads: GuardSources | None) -> None:
         now = table_of(table)
         if _unchanged(now, before):
             return
@@ -255,7 +255,7 @@ class Effects:
             lambda env: functools.partial(put_table, place(env), {key(env): make(env) for key, make in parts})
         )
 
-    def _counted(self, container: Any, before: Any, now: Any, reads: Reads | None) -> bool:
+    def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
         """Whether all that the step has done to a dict or a list is to count in it, so that each call does that."""
         found = None if reads is None else reads.updates.item_updates(container, before, now)
         if found is None:
@@ -264,13 +264,13 @@ class Effects:
         if any(update is None for _, update in updates):
             return False
 
-        def counting(key: Any, update: Any) -> Callable[[Env], Bind]:
+        def counting(key: Any, update: Any) -> Callable[[CallFrame], Bind]:
             return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
 
         self._apply += [counting(key, update) for key, update in updates]
         return True
 
-    def _sequence(self, container: Any, before: list, reads: Reads | None) -> None:
+    def _sequence(self, container: Any, before: list, reads: GuardSources | None) -> None:
         now = items_of(container)
         if reads is not None and reads.updates.only_collected(container):
             reads.guard_collection(container, before)
@@ -289,7 +289,7 @@ class Effects:
         if not self._left.holds_arguments(container):
             reads.guard_content(container)
         makes = [self._left.make(item) for item in now]
-        if kind_of(type(container)) is Kind.LIST and len(now) == len(before):
+        if kind_of(type(container)) is ObjectKind.LIST and len(now) == len(before):
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
             for i, make in changed:
@@ -298,7 +298,7 @@ class Effects:
         self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
 
 
-def _has_run(content: Any, reads: Reads) -> bool:
+def _has_run(content: Any, reads: GuardSources) -> bool:
     """Whether it is a generator that may have run: it may stand where it stood, by all that can be seen."""
     return isinstance(content, types.GeneratorType) and content.gi_code in reads.ran
 

@@ -12,7 +12,7 @@ import torch
 from .native import native
 
 
-class State(str):
+class ComparedState(str):
     """The state of something, compared as text.
 
     Attributes:
@@ -21,14 +21,14 @@ class State(str):
 
     state: Any
 
-    def __new__(cls, state: Any) -> State:
+    def __new__(cls, state: Any) -> ComparedState:
         text = super().__new__(cls, repr(state))
         text.state = state
         return text
 
 
 # Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
-_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, State}
+_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, ComparedState}
 
 
 def same(a: Any, b: Any) -> bool:

@@ -50,7 +50,7 @@ class Executed:
         self.cached = [f for f in snapshot.cached if not is_closed_function(f) and not is_installed(own_module(f))]
         executed += [(inner, f.__globals__) for f in self.cached for inner in bytecode.with_inner(f.__code__)]
         self.code = executed
-        self.lines = Lines([code for code, _ in executed])
+        self.lines = CodeLines([code for code, _ in executed])
         own = [code for code, table in executed if not is_installed(table.get("__name__"))]
         self.mentioned = {name for code in own for name in _names(code)}
         self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
@@ -65,7 +65,7 @@ class Executed:
         return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
 
 
-class Lines:
+class CodeLines:
     """Where code reads and writes what."""
 
     def __init__(self, codes: list[types.CodeType]) -> None:
@@ -79,7 +79,7 @@ class Lines:
         """A line that writes it."""
         return self._line(name, lambda found: found.writes, False)
 
-    def _line(self, name: str, part: Callable[[bytecode.Lines], dict[str, Source]], own: bool) -> Source | None:
+    def _line(self, name: str, part: Callable[[bytecode.NameLines], dict[str, Source]], own: bool) -> Source | None:
         for code in self._codes:
             if own and code.co_filename.startswith(INSTALLED_FOLDERS):
                 continue

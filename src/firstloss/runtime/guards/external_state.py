@@ -29,7 +29,7 @@ from ...program.source import Source
 from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
 
 
-class Asked(NamedTuple):
+class ExternalCall(NamedTuple):
     """A function whose answer cannot be watched."""
 
     what: str
@@ -50,7 +50,7 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, ExternalCall] = {}
         self.sets_by_string = False
         self.warns = False
         self.kept: set[str] = set()
@@ -62,7 +62,7 @@ class Outside:
         """Note what has run that asks, and is not written in C."""
         for code in codes:
             if code in _IN_PYTHON:
-                self.asked.setdefault(_IN_PYTHON[code], Asked(_IN_PYTHON[code], None))
+                self.asked.setdefault(_IN_PYTHON[code], ExternalCall(_IN_PYTHON[code], None))
 
     def called(self, function: Any, frame: types.FrameType) -> bool:
         """Note a call of a function written in C, by the code of `frame`.
@@ -96,7 +96,7 @@ class Outside:
         if what not in self.asked:
             asks, where = _asked_by(frame, module in _OF_NO_LIBRARY)
             if asks:
-                self.asked[what] = Asked(what, where)
+                self.asked[what] = ExternalCall(what, where)
         return True
 
 

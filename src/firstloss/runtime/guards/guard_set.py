@@ -12,8 +12,8 @@ from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
 from .describe import with_article
-from .executed_code import Lines
-from .external_state import Asked
+from .executed_code import CodeLines
+from .external_state import ExternalCall
 from .guards import Change, ListGuard, same
 from .introspection import MISSING
 from .native import native
@@ -33,7 +33,12 @@ class GuardSet:
     """
 
     def __init__(
-        self, values: Values, lines: Lines, unknown: list[types.CodeType], asked: list[Asked], weights: set[int]
+        self,
+        values: Values,
+        lines: CodeLines,
+        unknown: list[types.CodeType],
+        asked: list[ExternalCall],
+        weights: set[int],
     ) -> None:
         """
         Args:

@@ -42,10 +42,10 @@ def _entries(cached: Any) -> list[Any]:
     _, table = _parts(cached)
     if table is None:  # another Python's: how many there are, then
         return [cached.cache_info()[1:]]
-    return [_Same(value) for value in islice(dict.values(table), LARGEST)]
+    return [_Identity(value) for value in islice(dict.values(table), LARGEST)]
 
 
-class _Same:
+class _Identity:
     """Equal to what holds the same object; that cannot be another one at its address as long as this is held."""
 
     __slots__ = ("value",)
@@ -54,7 +54,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _Identity) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ...compat.python_names import environment_of, is_python_class
-from .equality import State, same_items
+from .equality import ComparedState, same_items
 
 # Of what holds more items than this, the items are watched, but not what is in them.
 LARGEST = 1024
@@ -98,9 +98,9 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, random.Random):
         return held.getstate
     if isinstance(held, np.random.Generator):
-        return lambda: State(held.bit_generator.state)
+        return lambda: ComparedState(held.bit_generator.state)
     if isinstance(held, np.random.RandomState):
-        return lambda: State(held.get_state())
+        return lambda: ComparedState(held.get_state())
     if held is os.environ:
         return environment
     if is_iterator_of_c(kind):

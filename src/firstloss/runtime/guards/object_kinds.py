@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
-from ..module_proxy import StandIn
+from ..module_proxy import ModuleProxy
 from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, is_iterator_of_c, tells_where_it_stands
 from .native import native
 
@@ -49,7 +49,7 @@ INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.se
 WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 
 
-class Kind(Enum):
+class ObjectKind(Enum):
     """What the walk does with an object."""
 
     LEAF = auto()  # nothing can change in it
@@ -100,7 +100,7 @@ _UNKNOWN: tuple[type, ...] = (
 )  # fmt: skip
 
 
-def kind_of(cls: type) -> Kind:
+def kind_of(cls: type) -> ObjectKind:
     """The kind of objects of a class; what is a container and has attributes as well is the former."""
     kind = _kinds.get(cls)
     if kind is None:
@@ -108,57 +108,57 @@ def kind_of(cls: type) -> Kind:
     return kind
 
 
-_kinds: dict[type, Kind] = {}
+_kinds: dict[type, ObjectKind] = {}
 
 
-def _kind_of(cls: type) -> Kind:
+def _kind_of(cls: type) -> ObjectKind:
     if issubclass(cls, enum.Enum):
-        return Kind.LEAF if is_closed_class(cls) and not _changes(cls) else Kind.INSTANCE
+        return ObjectKind.LEAF if is_closed_class(cls) and not _changes(cls) else ObjectKind.INSTANCE
     if issubclass(cls, np.void):  # a row of an array
-        return Kind.UNKNOWN if issubclass(cls, np.record) else Kind.OPAQUE
+        return ObjectKind.UNKNOWN if issubclass(cls, np.record) else ObjectKind.OPAQUE
     if issubclass(cls, LEAVES):
-        return Kind.INSTANCE if _has_attributes(cls) and not is_closed_class(cls) else Kind.LEAF
+        return ObjectKind.INSTANCE if _has_attributes(cls) and not is_closed_class(cls) else ObjectKind.LEAF
     if issubclass(cls, _UNKNOWN) or issubclass(cls, C_DATA) and has_pointers(cls):
-        return Kind.UNKNOWN
+        return ObjectKind.UNKNOWN
     for kinds, kind in (
-        (torch.Tensor, Kind.TENSOR),
-        (dict, Kind.DICT),
-        (list, Kind.LIST),
-        (set, Kind.SET),
-        (collections.deque, Kind.DEQUE),
-        ((tuple, frozenset), Kind.TUPLE),
-        (types.FunctionType, Kind.FUNCTION),
-        (types.CellType, Kind.CELL),
+        (torch.Tensor, ObjectKind.TENSOR),
+        (dict, ObjectKind.DICT),
+        (list, ObjectKind.LIST),
+        (set, ObjectKind.SET),
+        (collections.deque, ObjectKind.DEQUE),
+        ((tuple, frozenset), ObjectKind.TUPLE),
+        (types.FunctionType, ObjectKind.FUNCTION),
+        (types.CellType, ObjectKind.CELL),
         ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, property,
           staticmethod, classmethod, functools.cached_property, *_HOLDERS,
           *WEAK, types.MappingProxyType,
-          lru_cache_wrapper), Kind.BINDING),
-        (type, Kind.CLASS),
-        (types.ModuleType, Kind.MODULE),
+          lru_cache_wrapper), ObjectKind.BINDING),
+        (type, ObjectKind.CLASS),
+        (types.ModuleType, ObjectKind.MODULE),
         ((np.ndarray, bytearray, array.array, contextvars.ContextVar, contextvars.Context, types.GeneratorType,
           random.Random, np.random.Generator, np.random.RandomState, logging.Logger, decimal.Context, *LOCKS, *C_DATA),
-         Kind.OPAQUE),
+         ObjectKind.OPAQUE),
     ):  # fmt: skip
         if issubclass(cls, kinds):
             return kind
     if is_iterator_of_c(cls):
-        return Kind.OPAQUE if tells_where_it_stands(cls) else Kind.UNKNOWN
+        return ObjectKind.OPAQUE if tells_where_it_stands(cls) else ObjectKind.UNKNOWN
     if module_of_class(cls).partition(".")[0] == "tokenizers":
-        return Kind.OPAQUE
-    if is_ours(module_of_class(cls)) and not issubclass(cls, (torch.optim.Optimizer, StandIn)):
+        return ObjectKind.OPAQUE
+    if is_ours(module_of_class(cls)) and not issubclass(cls, (torch.optim.Optimizer, ModuleProxy)):
         held = module_of_class(cls).startswith(_THE_USERS) and bool(cls.__dictoffset__) and not issubclass(cls, type)
-        return Kind.OURS if held else Kind.LEAF
+        return ObjectKind.OURS if held else ObjectKind.LEAF
     if issubclass(cls, threading.local):
-        return Kind.INSTANCE
+        return ObjectKind.INSTANCE
     if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
-        return Kind.UNKNOWN
+        return ObjectKind.UNKNOWN
     if module_of_class(cls).partition(".")[0] in _STATELESS:
-        return Kind.LEAF
-    return Kind.INSTANCE if _has_attributes(cls) else Kind.LEAF
+        return ObjectKind.LEAF
+    return ObjectKind.INSTANCE if _has_attributes(cls) else ObjectKind.LEAF
 
 
 _THE_USERS = ("firstloss.optim.", "firstloss.metrics.", "firstloss.amp.")
-_PLAIN = (Kind.LEAF, Kind.FUNCTION, Kind.TUPLE)
+_PLAIN = (ObjectKind.LEAF, ObjectKind.FUNCTION, ObjectKind.TUPLE)
 
 
 def _has_attributes(cls: type) -> bool:

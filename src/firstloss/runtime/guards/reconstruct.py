@@ -15,11 +15,11 @@ from ...capture.geometry import geometry_of
 from ...capture.tensor import DeferredTensor, Hooks
 from .containers import empty_like, put_items, put_table
 from .introspection import MISSING, own_attributes, slot_value
-from .object_kinds import Kind, items_of, kind_of, slots, table_of
-from .unavailable_number import NotYet
+from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
+from .unavailable_number import UnavailableNumber
 
 
-class Env:
+class CallFrame:
     """One call's: its new tensors, the arguments with the containers that they are in, and what stands for tensors that
     were there when it was traced."""
 
@@ -39,10 +39,10 @@ class Env:
         self.made: dict[int, Any] = {}
 
 
-Make = Callable[[Env], Any]
+Make = Callable[[CallFrame], Any]
 
 
-class Given(NamedTuple):
+class ArgumentStandIns(NamedTuple):
     """What stands for the arguments of a step while it is traced.
 
     Attributes:
@@ -62,19 +62,19 @@ class Given(NamedTuple):
     lent: Callable[[torch.Tensor], bool]
 
 
-NOTHING_GIVEN = Given({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None, lambda tensor: False)
+NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None, lambda tensor: False)
 
 
-class Left:
+class Reconstructor:
     """The values that a step returns or leaves, as functions that make them anew at each call.
 
     Attributes:
-        tensors: the traced tensors among them, each once; `Env.fresh` is asked for them by number.
+        tensors: the traced tensors among them, each once; `CallFrame.fresh` is asked for them by number.
         why_not: what cannot be made anew, in words; then the step has to be traced at each call.
     """
 
     def __init__(
-        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: Given = NOTHING_GIVEN
+        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: ArgumentStandIns = NO_ARGUMENTS
     ) -> None:
         """
         Args:
@@ -104,7 +104,7 @@ class Left:
         self.tensors.clear()
         self._kept.clear()
         self._is_old = lambda what: True
-        self._given = NOTHING_GIVEN  # which knows all that was there before the step
+        self._given = NO_ARGUMENTS  # which knows all that was there before the step
 
     def place(self, container: Any) -> Make:
         """What `container` is at each call: itself, unless it is one that holds arguments."""
@@ -125,9 +125,9 @@ class Left:
         if known is not None:
             return known
         kind = kind_of(type(value))
-        if type(value) is NotYet:
+        if type(value) is UnavailableNumber:
             value.refuse()
-        if kind is Kind.LEAF or kind is not Kind.TENSOR and self._is_old(value):
+        if kind is ObjectKind.LEAF or kind is not ObjectKind.TENSOR and self._is_old(value):
             return _constant(value)
         self._kept.append(value)  # so that its id stays its own
         box: list[Make] = []
@@ -137,10 +137,10 @@ class Left:
         self._makes[id(value)] = made
         return made
 
-    def _make(self, value: Any, kind: Kind) -> Make:
-        if kind is Kind.TENSOR:
+    def _make(self, value: Any, kind: ObjectKind) -> Make:
+        if kind is ObjectKind.TENSOR:
             return self._tensor(value)
-        if kind is Kind.TUPLE:
+        if kind is ObjectKind.TUPLE:
             parts = [self.make(part) for part in items_of(value)]
             if all(isinstance(part, _Constant) for part in parts):
                 return _constant(value)
@@ -150,22 +150,22 @@ class Left:
             if isinstance(getattr(cls, "_fields", None), tuple):
                 return lambda env: tuple.__new__(cls, [part(env) for part in parts])
             return self._cannot(value)
-        if kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+        if kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE):
             return self._once(value, self._sequence(value))
-        if kind is Kind.DICT:
+        if kind is ObjectKind.DICT:
             return self._once(value, self._dict(value))
-        if kind is Kind.FUNCTION:
+        if kind is ObjectKind.FUNCTION:
             return self._function(value)
-        if kind is Kind.BINDING:
+        if kind is ObjectKind.BINDING:
             return self._binding(value)
-        if kind is Kind.CELL:
+        if kind is ObjectKind.CELL:
             content = self.make(value.cell_contents)
             return self._once(
                 value, lambda env: (types.CellType(), lambda new: setattr(new, "cell_contents", content(env)))
             )
-        if kind is Kind.INSTANCE:
+        if kind is ObjectKind.INSTANCE:
             return self._once(value, self._instance(value))
-        if kind in (Kind.CLASS, Kind.MODULE):
+        if kind in (ObjectKind.CLASS, ObjectKind.MODULE):
             return _constant(value)
         if hasattr(value, "copy") and type(value).__module__ == "numpy":
             kept = value.copy()
@@ -216,14 +216,14 @@ class Left:
         store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
         return lambda env: DeferredTensor.wrap(store, *geometry)
 
-    def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, Env], None]:
+    def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, CallFrame], None]:
         """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
         parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_store"}
         leaf = value.requires_grad and value.is_leaf
         kept = value.grad if value.is_leaf or value.retains_grad else None
         gradient = None if kept is None else self.make(kept)
 
-        def give(new: torch.Tensor, env: Env) -> None:
+        def give(new: torch.Tensor, env: CallFrame) -> None:
             if parts:
                 new.__dict__.update({key: part(env) for key, part in parts.items()})
             if leaf:
@@ -236,11 +236,11 @@ class Left:
         return give
 
     @staticmethod
-    def _once(value: Any, how: Callable[[Env], tuple[Any, Callable[[Any], None]]]) -> Make:
+    def _once(value: Any, how: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
         """Made once a call, though it may be found in several places, and in itself."""
         key = id(value)
 
-        def make(env: Env) -> Any:
+        def make(env: CallFrame) -> Any:
             if key not in env.made:
                 new, fill = how(env)
                 env.made[key] = new
@@ -249,44 +249,44 @@ class Left:
 
         return make
 
-    def _sequence(self, value: Any) -> Callable[[Env], tuple]:
+    def _sequence(self, value: Any) -> Callable[[CallFrame], tuple]:
         parts = [self.make(part) for part in items_of(value)]
         empty, more = empty_like(value), self._more(value)
 
-        def fill(new: Any, env: Env) -> None:
+        def fill(new: Any, env: CallFrame) -> None:
             put_items(new, [part(env) for part in parts])
             more(new, env)
 
         return lambda env: (empty(), lambda new: fill(new, env))
 
-    def _dict(self, value: dict) -> Callable[[Env], tuple]:
+    def _dict(self, value: dict) -> Callable[[CallFrame], tuple]:
         parts = [(self.make(key), self.make(part)) for key, part in table_of(value).items()]
         empty, more = empty_like(value), self._more(value)
 
-        def fill(new: Any, env: Env) -> None:
+        def fill(new: Any, env: CallFrame) -> None:
             put_table(new, {key(env): part(env) for key, part in parts})
             more(new, env)
 
         return lambda env: (empty(), lambda new: fill(new, env))
 
-    def _more(self, value: Any) -> Callable[[Any, Env], None]:
+    def _more(self, value: Any) -> Callable[[Any, CallFrame], None]:
         """Gives a new container the attributes of `value`."""
         parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
 
-        def give(new: Any, env: Env) -> None:
+        def give(new: Any, env: CallFrame) -> None:
             if parts:
                 own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
 
         return give
 
-    def _instance(self, value: Any) -> Callable[[Env], tuple]:
+    def _instance(self, value: Any) -> Callable[[CallFrame], tuple]:
         table = own_attributes(value) or {}
         parts = {key: self.make(part) for key, part in table.items()}
         held = {name: slot_value(value, name) for name in slots(type(value))}
         slotted = {name: self.make(part) for name, part in held.items() if part is not MISSING}
         cls = type(value)
 
-        def fill(new: Any, env: Env) -> None:
+        def fill(new: Any, env: CallFrame) -> None:
             if parts:
                 own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
             for name, part in slotted.items():
@@ -305,7 +305,7 @@ class Left:
         if all(isinstance(cell, _Constant) for cell in cells):
             return _constant(value)
 
-        def make(env: Env) -> Any:
+        def make(env: CallFrame) -> Any:
             made = types.FunctionType(
                 value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(c(env) for c in cells)
             )
@@ -343,7 +343,7 @@ class _Constant:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def __call__(self, env: Env) -> Any:
+    def __call__(self, env: CallFrame) -> Any:
         return self.value
 
 

@@ -26,7 +26,7 @@ from ...compat.torch_names import (
     post_accumulate_grad_hooks,
 )
 from ...optim.schedule import schedules_of
-from ..module_proxy import StandIn, module_of
+from ..module_proxy import ModuleProxy, module_of
 from . import lru_caches, mutable_state
 from .bytecode import attributes_set, imports, with_inner
 from .equality import same
@@ -40,7 +40,7 @@ from .introspection import (
     slot_value,
 )
 from .object_kinds import (
-    Kind,
+    ObjectKind,
     is_closed,
     is_closed_class,
     is_installed,
@@ -60,7 +60,7 @@ _MOST_ITEMS = mutable_state.LARGEST
 _MOST_OBJECTS = 2_000_000
 
 
-class Table(NamedTuple):
+class DictSnapshot(NamedTuple):
     """A dict that holds attributes, variables or items, and what it held."""
 
     table: dict
@@ -69,7 +69,7 @@ class Table(NamedTuple):
     kind: str  # "attributes", "globals", "items"
 
 
-class Slotted(NamedTuple):
+class SlotsSnapshot(NamedTuple):
     """An object that keeps attributes in `__slots__`, and what they were."""
 
     owner: Any
@@ -106,10 +106,10 @@ class Snapshot:
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
-        self.tables: dict[int, Table] = {}
+        self.tables: dict[int, DictSnapshot] = {}
         self.sequences: dict[int, tuple[Any, list]] = {}
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self.slotted: dict[int, Slotted] = {}
+        self.slotted: dict[int, SlotsSnapshot] = {}
         self.opaque: dict[int, tuple[Any, Callable[[], Any], Any]] = {}
         self.functions: dict[types.CodeType, list[types.FunctionType]] = {}
         self.definitions: dict[int, tuple[types.FunctionType, tuple]] = {}
@@ -167,41 +167,41 @@ class Snapshot:
 
     def _visit(self, what: Any, todo: list[Any]) -> None:
         kind = kind_of(type(what))
-        if kind is Kind.LEAF:
+        if kind is ObjectKind.LEAF:
             return
         if id(what) in self.seen:
             return
         self.seen[id(what)] = what
-        if kind is Kind.TENSOR:
+        if kind is ObjectKind.TENSOR:
             self.tensors[id(what)] = what
             self._tensor(what, todo)
             return
-        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and len(what) > _MOST_ITEMS:
+        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(what) > _MOST_ITEMS:
             read = mutable_state.reader(what)
             assert read is not None
             self.opaque[id(what)] = (what, read, read())
-        if kind is Kind.DICT:
+        if kind is ObjectKind.DICT:
             self._table(what, None, "items", todo)
             if isinstance(what, collections.defaultdict):
                 todo.append(what.default_factory)
-        elif kind in (Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
+        elif kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
             items = items_of(what)
-            if kind is not Kind.TUPLE:
+            if kind is not ObjectKind.TUPLE:
                 self.sequences[id(what)] = (what, items)
             if len(items) <= _MOST_ITEMS:
                 todo += items
             else:
                 self._beyond.update(map(id, items))
-        elif kind is Kind.FUNCTION:
+        elif kind is ObjectKind.FUNCTION:
             self._function(what, todo)
             return
-        elif kind is Kind.CELL:
+        elif kind is ObjectKind.CELL:
             content = cell_content(what)
             self.cells[id(what)] = (what, content)
             if content is not MISSING:
                 todo.append(content)
             return
-        elif kind is Kind.BINDING:
+        elif kind is ObjectKind.BINDING:
             todo.extend(referents(what))
             if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
@@ -209,22 +209,22 @@ class Snapshot:
                     todo += lru_caches.results(what)
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
-        elif kind is Kind.CLASS:
+        elif kind is ObjectKind.CLASS:
             self._class(what, todo)
             return
-        elif kind is Kind.MODULE:
+        elif kind is ObjectKind.MODULE:
             self._module(what, todo)
             return
-        elif kind is Kind.OPAQUE:
+        elif kind is ObjectKind.OPAQUE:
             read = mutable_state.reader(what)
             if read is not None:
                 self.opaque[id(what)] = (what, read, read())
             todo.extend(mutable_state.inside(what))
-        elif kind is Kind.UNKNOWN:
+        elif kind is ObjectKind.UNKNOWN:
             self.unknown[id(what)] = what
             return
-        elif kind is Kind.OURS:
-            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is Kind.LEAF}
+        elif kind is ObjectKind.OURS:
+            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is ObjectKind.LEAF}
             self.ours[id(what)] = (what, plain)
             return
         self._instance(what, todo)
@@ -232,7 +232,7 @@ class Snapshot:
     def _instance(self, what: Any, todo: list[Any]) -> None:
         """The attributes of an object."""
         cls = type(what)
-        if issubclass(cls, StandIn):
+        if issubclass(cls, ModuleProxy):
             todo.append(module_of(what))
             return
         table = own_attributes(what)
@@ -243,7 +243,7 @@ class Snapshot:
             self.states[id(what)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
             assert table is not None
             before = table_of(table)
-            self.tables[id(table)] = Table(table, before, what, "attributes")
+            self.tables[id(table)] = DictSnapshot(table, before, what, "attributes")
             self.seen[id(table)] = table
             todo += [v for k, v in before.items() if not apart_in_optimizers(k)]
             todo += [p for group in what.param_groups for p in group["params"]]
@@ -253,7 +253,7 @@ class Snapshot:
         names = slots(cls)
         if names:
             values = tuple(slot_value(what, name) for name in names)
-            self.slotted[id(what)] = Slotted(what, names, values)
+            self.slotted[id(what)] = SlotsSnapshot(what, names, values)
             todo += [value for value in values if value is not MISSING]
         if is_python_class(cls):
             self.types.append((what, cls))
@@ -265,7 +265,7 @@ class Snapshot:
 
     def _table(self, table: dict, owner: Any, kind: str, todo: list[Any]) -> None:
         before = table_of(table) if table else {}
-        self.tables[id(table)] = Table(table, before, owner, kind)
+        self.tables[id(table)] = DictSnapshot(table, before, owner, kind)
         if kind == "attributes":
             self.seen[id(table)] = table
         if kind == "attributes":
@@ -316,20 +316,20 @@ class Snapshot:
 
     def _globals(self, table: dict, names: set[str], installed: bool, todo: list[Any]) -> None:
         if id(table) not in self.tables:
-            self.tables[id(table)] = Table(table, table.copy(), table.get("__name__", "?"), "globals")
+            self.tables[id(table)] = DictSnapshot(table, table.copy(), table.get("__name__", "?"), "globals")
         for name in names & table.keys():
             place = (id(table), name)
             if place not in self._mentioned:
                 self._mentioned.add(place)
                 # What installed packages define leads to all of them; what they hold may be changed from outside.
-                if not installed or kind_of(type(table[name])) is Kind.INSTANCE:
+                if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
                     todo.append(table[name])
 
     def _class(self, what: type, todo: list[Any]) -> None:
         if is_closed_class(what):
             return
         table = class_table(what)
-        self.tables[id(table)] = Table(table, table.copy(), what, "attributes")
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), what, "attributes")
         skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - OF_FIELDS
         todo += [value for name, value in table.items() if name not in skipped]
         todo += [base for base in (type(what), *what.__mro__[1:]) if not is_closed_class(base)]
@@ -340,8 +340,8 @@ class Snapshot:
         if is_closed(what.__name__) or is_installed(what.__name__):
             return
         table = vars(what)
-        self.tables[id(table)] = Table(table, table.copy(), what.__name__, "globals")
-        todo += [v for v in table.values() if kind_of(type(v)) is not Kind.MODULE]
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), what.__name__, "globals")
+        todo += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
 
 
 def _hook_tables() -> Iterator[tuple[dict, str, dict]]:

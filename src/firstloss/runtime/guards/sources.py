@@ -27,11 +27,11 @@ from . import bytecode, mutable_state
 from .bytecode import Use
 from .describe import describe_attribute, describe_global, with_article
 from .executed_code import Executed
-from .external_state import KEPT, Asked, state_of
+from .external_state import KEPT, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard
 from .introspection import MISSING, cell_content, own_attributes, slot_reader
-from .object_kinds import Kind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
+from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
 from .pytorch_namespaces import namespaces, undisguised
 from .recording import Recording, Site, is_closed_code
 from .snapshot import Snapshot, apart_in_optimizers
@@ -39,7 +39,7 @@ from .store_guards import guard_stores
 from .value_guards import Values
 
 
-class Reads:
+class GuardSources:
     """What a step has read.
 
     Attributes:
@@ -60,7 +60,7 @@ class Reads:
         recording.outside.ran(self.ran)
         self.asked = list(recording.outside.asked.values())
         if recording.outside.handling and self._executed.looks_at_handled():
-            self.asked.append(Asked("sys.exception", None))
+            self.asked.append(ExternalCall("sys.exception", None))
         self.generators = list(recording.outside.generators.values())
         for generator, state in recording.outside.generators.values():
             self._values.read(
@@ -81,7 +81,7 @@ class Reads:
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
-            if kind_of(type(root)) in (Kind.BINDING, Kind.CLASS):  # a method, perhaps of a class
+            if kind_of(type(root)) in (ObjectKind.BINDING, ObjectKind.CLASS):  # a method, perhaps of a class
                 self._values.value(root, "the step or its arguments", "")
         for cls, names in list(self._values.classes.items()):  # attributes that objects share, methods among them
             self._values.of_class(cls, names)
@@ -144,13 +144,13 @@ class Reads:
         held = [self._values.before(function.__globals__).get(name) for name in names]
         held += [cell_content(cell) for cell in function.__closure__ or ()]
         for value in held:
-            table = own_attributes(value) if kind_of(type(value)) is Kind.INSTANCE else None
+            table = own_attributes(value) if kind_of(type(value)) is ObjectKind.INSTANCE else None
             if table is not None:
                 self._values.some(table, describe_attribute(value))
 
     def _global(self, table: dict, name: str, uses: list[Use]) -> None:
         before = self._values.before(table).get(name, MISSING)
-        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (Kind.FUNCTION, Kind.CLASS):
+        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (ObjectKind.FUNCTION, ObjectKind.CLASS):
             self._values.table(table, describe_global(table), None).expected[name] = before
             return
         if self.updates.decides_nothing((id(table), name), before, uses):

@@ -21,7 +21,7 @@ from .guards import CellGuard
 from .introspection import MISSING, cell_content, own_attributes, slot_reader, slot_value
 from .object_kinds import can_be_instrumented, is_closed
 from .recording import Recording
-from .snapshot import Snapshot, Table, apart_in_optimizers
+from .snapshot import DictSnapshot, Snapshot, apart_in_optimizers
 from .value_guards import Values
 
 
@@ -75,7 +75,7 @@ class _Stores:
         if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
-    def table(self, known: Table) -> None:
+    def table(self, known: DictSnapshot) -> None:
         """Any name of an object's, or a class's."""
         describe = describe_attribute(known.owner)
         for name in list(known.table):
@@ -102,7 +102,7 @@ class _Stores:
         if table is None:
             return
         if name is None:
-            self.table(Table(table, table, owner, "attributes"))
+            self.table(DictSnapshot(table, table, owner, "attributes"))
             return
         if isinstance(owner, torch.nn.Module) and any(name in table.get(part, ()) for part in MODULE_TABLES):
             self._values.of_object(owner)

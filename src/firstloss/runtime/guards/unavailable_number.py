@@ -8,7 +8,7 @@ from ...errors import TraceError
 from ...program.source import here
 
 
-class NotYet:
+class UnavailableNumber:
     """Stands in a parameter group, while a step is traced, for a number that a scheduler sets when it has been run."""
 
     def __init__(self, what: str, scheduler: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .bytecode import Collect, ItemUpdate, Update, Use
 from .equality import same_items
-from .object_kinds import Kind, kind_of
+from .object_kinds import ObjectKind, kind_of
 
 _NUMBERS = (int, float)
 
@@ -41,7 +41,11 @@ class Updates:
     def collects(self, before: Any, uses: list[Use] | None) -> bool:
         """Whether a collection is only added to, or only counted in."""
         kind = kind_of(type(before))
-        if uses and all(isinstance(use, Collect) for use in uses) and kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+        if (
+            uses
+            and all(isinstance(use, Collect) for use in uses)
+            and kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE)
+        ):
             self._collected[id(before)] = before
             return True
         if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):

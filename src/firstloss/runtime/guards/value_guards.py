@@ -26,7 +26,7 @@ from .guards import CellGuard, FunctionGuard, ListGuard, ReadGuard, TableGuard
 from .introspection import MISSING, class_table, definition, own_attributes
 from .object_kinds import (
     WEAK,
-    Kind,
+    ObjectKind,
     can_be_instrumented,
     is_closed,
     is_closed_class,
@@ -40,7 +40,7 @@ from .object_kinds import (
     referents,
 )
 from .pytorch_namespaces import undisguised
-from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, Snapshot, Table
+from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
 from .updates import Updates
 
 
@@ -79,7 +79,7 @@ class Values:
         self._in_class = 0  # what a class or an installed package holds is code, and no state of the step's
 
     def before(self, table: dict) -> dict:
-        known: Table | None = self._snapshot.tables.get(id(table))
+        known: DictSnapshot | None = self._snapshot.tables.get(id(table))
         return table if known is None else known.before
 
     def table(self, table: dict, describe: Callable[[Any], str], name: str | None) -> TableGuard:
@@ -100,20 +100,20 @@ class Values:
     def value(self, value: Any, what: str, name: str) -> None:
         """What is in something that was read, and in what is in that."""
         kind = kind_of(type(value))
-        if kind is Kind.LEAF or id(value) in self.looked_at:
+        if kind is ObjectKind.LEAF or id(value) in self.looked_at:
             return
         self.looked_at.add(id(value))
-        if kind is Kind.TENSOR:
+        if kind is ObjectKind.TENSOR:
             self.leaves[id(value)] = value
             self._tensor_attributes(value)
             return
         inside = f"what is in {what}"
-        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
+        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
             self._container(value, kind, what, inside, name)
-        elif kind is Kind.FUNCTION:
+        elif kind is ObjectKind.FUNCTION:
             if not is_closed_function(value):
                 self.definition(value)
-        elif kind is Kind.BINDING:
+        elif kind is ObjectKind.BINDING:
             if id(value) in self._snapshot.opaque:
                 _, read, reading = self._snapshot.opaque[id(value)]
                 self.read(id(value), read, reading, inside, name)
@@ -127,36 +127,42 @@ class Values:
                 self._in_c(value, ("func", "args", "keywords"), what, name)
             if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
                 self._cached(value, f"what {what} has cached", name)
-        elif kind is Kind.CELL:
+        elif kind is ObjectKind.CELL:
             known = self._snapshot.cells.get(id(value))
             if known is not None:
                 self.cells.setdefault(id(value), CellGuard(value, known[1], what, name))
                 self.value(known[1], what, name)
-        elif kind is Kind.CLASS:
+        elif kind is ObjectKind.CLASS:
             if not is_closed_class(value):
                 self.of_class(value, set())
             if isinstance(value, abc.ABCMeta):
                 token = abc.get_cache_token
                 self.read("abc", token, token(), "what is registered of abstract base classes", name)
-        elif kind is Kind.MODULE:
+        elif kind is ObjectKind.MODULE:
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self.some(vars(value), describe_global(vars(value)))
             elif is_closed(value.__name__) and not is_ours(value.__name__):
                 self._of_library(vars(value))
-        elif kind is Kind.OPAQUE:
+        elif kind is ObjectKind.OPAQUE:
             self._opaque(value, what, inside, name)
-        elif kind is Kind.OURS:
+        elif kind is ObjectKind.OURS:
             self._ours(value)
-        elif kind is Kind.UNKNOWN and not self._in_class:
+        elif kind is ObjectKind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, what)
-        if kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and is_python_class(type(value)):
+        if kind in (
+            ObjectKind.INSTANCE,
+            ObjectKind.DICT,
+            ObjectKind.LIST,
+            ObjectKind.SET,
+            ObjectKind.DEQUE,
+        ) and is_python_class(type(value)):
             if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):  # of which not all counts: `of_object`
                 self.objects.setdefault(id(value), value)
             self.classes.setdefault(type(value), set())
         if isinstance(value, BaseException):
             fields: Any = type(value)
             self._in_c(value, _fields_in_c(fields), what, name)
-        if kind is Kind.INSTANCE and not _reads_are_noted(type(value)):
+        if kind is ObjectKind.INSTANCE and not _reads_are_noted(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
@@ -175,16 +181,16 @@ class Values:
         """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the
         step is traced once more."""
         found = lru_caches.results(function)
-        new = any(kind_of(type(r)) is not Kind.LEAF and not self._snapshot.holds(r) for r in found)
+        new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in found)
         self.read(id(function), lru_caches.unchanged(function), not new, what, name)
         for result in found:
             self.value(result, what, name)
 
-    def _container(self, value: Any, kind: Kind, what: str, inside: str, name: str) -> None:
+    def _container(self, value: Any, kind: ObjectKind, what: str, inside: str, name: str) -> None:
         large = mutable_state.unwatched(value)
         if large is not None and name:
             self.unwatched.append((name, f"{what}, {large}"))
-        if kind is Kind.DICT:
+        if kind is ObjectKind.DICT:
             if isinstance(value, defaultdict):
                 factory = operator.attrgetter("default_factory")
                 key = (id(value), "default_factory")
@@ -203,12 +209,12 @@ class Values:
         else:
             known = self._snapshot.sequences.get(id(value))
             items = known[1] if known is not None else items_of(value)
-            if kind is Kind.LIST and len(items) <= mutable_state.LARGEST:
+            if kind is ObjectKind.LIST and len(items) <= mutable_state.LARGEST:
                 self.lists[id(value)] = ListGuard(value, items, inside, name)
-            elif kind is not Kind.TUPLE and id(value) in self._snapshot.opaque:
+            elif kind is not ObjectKind.TUPLE and id(value) in self._snapshot.opaque:
                 _, read, reading = self._snapshot.opaque[id(value)]
                 self.read(id(value), read, reading, inside, name)
-            elif kind is not Kind.TUPLE:
+            elif kind is not ObjectKind.TUPLE:
                 self.read(id(value), mutable_state.reader(value), _reading_of(value, items), inside, name)
             if len(items) > mutable_state.LARGEST:
                 return

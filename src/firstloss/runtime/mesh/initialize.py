@@ -13,10 +13,10 @@ import torch
 
 from ...compat.jax_names import distributed_client
 from ...errors import BackendError
-from .launchers import Launch
+from .launchers import LaunchedProcess
 
 
-def join(launch: Launch, version: str, timeout: int, heartbeat: int) -> None:
+def join(launch: LaunchedProcess, version: str, timeout: int, heartbeat: int) -> None:
     """Wait for all processes, and see that they run the same versions; `version` is Firstloss'.
 
     If they do not all come in time, this process ends: JAX's client does so, without saying what has been waited for.

@@ -160,7 +160,7 @@ class Mesh:
                 if type(tensor) is not DeferredTensor or tensor._ref().whole:  # a gradient may be a view
                     shardings.mark_alike(tensor, mark)
 
-    def _check_axes(self, mark: shardings.Mark) -> None:
+    def _check_axes(self, mark: shardings.ShardingMark) -> None:
         theirs = shardings.axes_of(mark.mesh)
         for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
             if theirs.get(axis) != self.axes.get(axis):
@@ -226,5 +226,5 @@ def _jax_mesh(mesh: Any, source: Source) -> Any:
 _HOW = ' Several on one CPU: jax.config.update("jax_num_cpu_devices", {}) before the backend is made.'
 
 
-def _at(mark: shardings.Mark) -> str:
+def _at(mark: shardings.ShardingMark) -> str:
     return "" if mark.source == UNKNOWN else f"{mark.source}: "

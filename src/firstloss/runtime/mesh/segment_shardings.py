@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...lower.segments import Cut
-from ...lower.sharding import Placed, Spec, propagate
+from ...lower.sharding import ArraySharding, Spec, propagate
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
@@ -40,7 +40,7 @@ class Edges:
         self.whole = mesh.whole.named
         places = {value: named(where) for value, where in given.items()}
         ends = {value: named(where) for value, where in wanted.items()}
-        placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
+        placed = {v: ArraySharding(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
         specs = {value: spec_of(where, len(value.shape)) for value, where in ends.items()}
         found = propagate(cut.segments, placed, specs, mesh.axes)
         cut_so: dict[Spec, NamedSharding] = {}
@@ -68,9 +68,9 @@ class Edges:
         """The sharding of a value; the number of a draw, and what the step's code holds, are on every device."""
         return self.whole if isinstance(value, int) else self._where.get(value, self.whole)
 
-    def placed(self, value: Value) -> Placed:
+    def placed(self, value: Value) -> ArraySharding:
         """The same, by dimensions."""
-        return Placed(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
+        return ArraySharding(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
 
     def put(self, values: np.ndarray) -> Any:
         """A copy of `values`, which every process has, on every device."""

@@ -14,9 +14,9 @@ from ...capture.geometry import contiguous_stride
 from ...capture.recorder import new_index
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import materialize_values
-from ...engine.plan import Planner
+from ...engine.plan import RangePlanner
 from ...init.stablehlo.host_shards import make_on_host
-from ...init.stablehlo.shard_memory import Kind, tensor_at
+from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
 from ...init.stablehlo.shard_memory import unwritten as unwritten_shards
 from ...lower import unwritten
 from ...lower.dtypes import to_jax
@@ -31,30 +31,30 @@ aten = torch.ops.aten
 _CHUNK = 256 << 20
 
 
-class Box(NamedTuple):
+class ArrayBox(NamedTuple):
     """A part of an array."""
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
 
 
-def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[Box, list[jax.Device]]:
+def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[ArrayBox, list[jax.Device]]:
     """The distinct parts of an array of `shape`, each with the devices that hold it, in the order of their numbers."""
-    found: dict[Box, list[jax.Device]] = {}
+    found: dict[ArrayBox, list[jax.Device]] = {}
     indices = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
         ends = [index.indices(size)[:2] for index, size in zip(indices[device], shape, strict=True)]
-        box = Box(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
+        box = ArrayBox(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
         found.setdefault(box, []).append(device)
     return found
 
 
-class Shard(NamedTuple):
+class WeightShard(NamedTuple):
     """A part of `value` that devices of this process hold; `part` stands for it, a recipe of its own."""
 
     value: Value
     part: Value
-    box: Box
+    box: ArrayBox
     devices: list[jax.Device]
 
 
@@ -63,7 +63,7 @@ def make(
 ) -> dict[Value, jax.Array]:
     """Run the recipes of the parts that devices of this process hold; `niceness` as in `engine.run.run`."""
     wanted = {value: named(sharding) for value, sharding in shardings.items()}
-    planner = Planner()
+    planner = RangePlanner()
     drawn = {
         value: sharding for value, sharding in wanted.items() if _is_straight(value) and planner.can_run(value, True)
     }
@@ -88,11 +88,11 @@ def make(
     return out
 
 
-class Whole:
+class WholeArrays:
     """Arrays on this machine's CPU devices of weights that have been drawn whole: allocated in one call."""
 
     def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
-        kinds = [Kind(tuple(v.shape), to_jax(v.dtype), sharding.named) for v, sharding in shardings.items()]
+        kinds = [ArraySpec(tuple(v.shape), to_jax(v.dtype), sharding.named) for v, sharding in shardings.items()]
         with x64():
             self._made = dict(zip(shardings, unwritten_shards(kinds), strict=True))
 
@@ -126,17 +126,17 @@ def _chunks(values: Mapping[Value, NamedSharding]) -> Iterator[list[Value]]:
         yield chunk
 
 
-def _shards(value: Value, sharding: NamedSharding) -> list[Shard]:
+def _shards(value: Value, sharding: NamedSharding) -> list[WeightShard]:
     mine = sharding.addressable_devices
     out = []
     for box, devices in boxes(tuple(value.shape), sharding).items():
         here = [device for device in devices if device in mine]
         if here:
-            out.append(Shard(value, _part(value, box), box, here))
+            out.append(WeightShard(value, _part(value, box), box, here))
     return out
 
 
-def _part(value: Value, box: Box) -> Value:
+def _part(value: Value, box: ArrayBox) -> Value:
     """A Value that copies `box` out of `value`."""
     if box.shape == value.shape and is_contiguous(value.shape, value.stride):
         return value
@@ -149,11 +149,11 @@ def _part(value: Value, box: Box) -> Value:
     return part
 
 
-def _offset(value: Value, box: Box) -> int:
+def _offset(value: Value, box: ArrayBox) -> int:
     return sum(b * s for b, s in zip(box.begin, value.stride, strict=True))
 
 
-def _read(shard: Shard) -> torch.Tensor:
+def _read(shard: WeightShard) -> torch.Tensor:
     """The part of a Value that is known."""
     if isinstance(shard.value, FileValue):
         return shard.value.box(*shard.box)
@@ -166,7 +166,7 @@ def _read(shard: Shard) -> torch.Tensor:
 class _Memory:
     """Where the parts are made: on a CPU in the devices' own memory, elsewhere on the host first."""
 
-    def __init__(self, shards: list[Shard], shardings: dict[Value, NamedSharding]) -> None:
+    def __init__(self, shards: list[WeightShard], shardings: dict[Value, NamedSharding]) -> None:
         self._shardings = shardings
         self._arrays: dict[Value, jax.Array] = {}
         self._views: dict[tuple[Value, jax.Device], torch.Tensor] = {}
@@ -191,7 +191,7 @@ class _Memory:
         memory = self._first.get(part)
         return part.empty() if memory is None or not part.numel else memory
 
-    def take(self, shard: Shard, made: torch.Tensor) -> None:
+    def take(self, shard: WeightShard, made: torch.Tensor) -> None:
         """Bring a part that has been made to all devices that hold it."""
         if shard.value in self._arrays:
             for device in shard.devices:

@@ -11,7 +11,7 @@ from ...program.graph import Value
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import LazyArray
 from ..device.placement import begin_behind
-from .background_work import Later
+from .background_work import BackgroundWork
 from .first_loss import FirstLoss
 from .traced_program import Groups
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.05  # between two looks at whether a thread that lowers is still there
 
 
-class PutOffStep:
+class BackgroundCompiledStep:
     """As a `SegmentedStep`, which it becomes with its first run."""
 
     def __init__(
@@ -41,7 +41,7 @@ class PutOffStep:
         self._made: SegmentedStep | None = None
         self._lock = threading.Lock()
         self._lowered = threading.Event()
-        self._later: Later | None = None
+        self._later: BackgroundWork | None = None
         self.first_loss: FirstLoss | None = first_loss
         self.inputs = (*groups.state, *groups.read)
         self.counts = tuple(map(len, groups.outputs))
@@ -61,7 +61,7 @@ class PutOffStep:
                 self._made = self._make()
             return self._made
 
-    def lower_behind(self, later: Later) -> None:
+    def lower_behind(self, later: BackgroundWork) -> None:
         """Have `later` begin, which lowers it and runs the rest."""
         self._later = later
         later.begin()
@@ -83,25 +83,25 @@ class PutOffStep:
         while later is not None and not later.done() and not self._lowered.wait(_LOOK_SECONDS):
             pass
 
-    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> FirstRun | SegmentedRun:
+    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> KernelsFirstRun | SegmentedRun:
         """An execution, to be begun by its `advance`."""
         if self.first_loss is None or self._made is not None:
             return self.made().begin(state, rest, seed)
-        return FirstRun(self, state, rest, seed)
+        return KernelsFirstRun(self, state, rest, seed)
 
 
-class FirstRun:
+class KernelsFirstRun:
     """Its first execution: a `Run`, as `dispatch.py` has it, which gives the results before anything is compiled."""
 
-    def __init__(self, step: PutOffStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
+    def __init__(self, step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._step = step
         self._given = state, rest, seed
         self._results: list[LazyArray] | None = None
         self._instead: SegmentedRun | None = None  # what runs it, where the kernels cannot
-        self._later: Later | None = None
+        self._later: BackgroundWork | None = None
 
     @property
-    def later(self) -> Later | None:
+    def later(self) -> BackgroundWork | None:
         """What the rest will make."""
         return self._later if self._instead is None else self._instead.later
 
@@ -116,7 +116,7 @@ class FirstRun:
             assert step.first_loss is not None
             self._results = step.first_loss.attempt(given, seed)
             if self._results is not None:
-                later = Later(functools.partial(_finish, step, state, rest, seed))
+                later = BackgroundWork(functools.partial(_finish, step, state, rest, seed))
                 self._given = (), (), None
                 self._later = later
                 step.lower_behind(later)
@@ -153,7 +153,9 @@ class FirstRun:
         return False
 
 
-def _finish(step: PutOffStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> dict[tuple[int, int], Any]:
+def _finish(
+    step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any
+) -> dict[tuple[int, int], Any]:
     """All of the step, behind its first results: the outputs by group and place."""
     try:
         run = step.lower().begin(state, rest, seed)

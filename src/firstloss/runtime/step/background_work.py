@@ -10,7 +10,7 @@ from typing import Any
 from ... import timeline
 
 
-class Later(Future):
+class BackgroundWork(Future):
     """What the rest of a step makes, by any keys.
 
     Attributes:

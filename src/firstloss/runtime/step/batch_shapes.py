@@ -12,7 +12,7 @@ from ...capture.shapes import is_unusual
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
 from ...program.source import here, warn
-from ..guards.object_kinds import Kind, kind_of
+from ..guards.object_kinds import ObjectKind, kind_of
 from ..pytrees import flatten
 from .arguments import Arguments, Itself
 
@@ -155,7 +155,7 @@ def _kind(leaf: Any) -> tuple:
     try:
         hash(leaf)
     except TypeError:
-        if kind_of(type(leaf)) is Kind.INSTANCE:  # a dataclass, for example
+        if kind_of(type(leaf)) is ObjectKind.INSTANCE:  # a dataclass, for example
             return (type(leaf), Itself(leaf))
         raise TraceError(
             f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "

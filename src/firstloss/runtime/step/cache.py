@@ -14,7 +14,7 @@ from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
 from .process_settings import modes, settings
-from .retracing import Request, Versions
+from .retracing import CacheEntries, Request
 from .tracing import Shared
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class StepCache:
     """
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
-        self.kinds: dict[_Key, Versions] = {}
-        self._latest: Versions | None = None  # of the last call
+        self.kinds: dict[_Key, CacheEntries] = {}
+        self._latest: CacheEntries | None = None  # of the last call
         self._found: CompiledStep | None = None  # at the last call
         self._name = name
         self._refuse = refuse
@@ -44,7 +44,9 @@ class StepCache:
         self._all: list[torch.nn.Parameter] = []
         # By id, what arguments are that the step meets in another way, too.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._read_later: dict[tuple[Versions, int], bool] = {}  # whether they read the parameters from the int-th on
+        self._read_later: dict[
+            tuple[CacheEntries, int], bool
+        ] = {}  # whether they read the parameters from the int-th on
 
     def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple, backend: Backend) -> Any:
         """Call the compiled step.
@@ -96,7 +98,7 @@ class StepCache:
                 self._seen = None
                 key = setting, self._parameters(backend)
                 versions = self._fitting(*key) or self.kinds.setdefault(
-                    key, Versions(self._name, self._refuse, self._check)
+                    key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
             alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
@@ -124,7 +126,7 @@ class StepCache:
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
 
-    def _fitting(self, setting: tuple, weights: tuple) -> Versions | None:
+    def _fitting(self, setting: tuple, weights: tuple) -> CacheEntries | None:
         """Those of which one does what the step's Python would do now: those traced with the same weights,
         or those traced before there were models that they do not read."""
         known = self.kinds.get((setting, weights))

@@ -102,14 +102,14 @@ class _Closure:
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        call = Call(self, here(), *pytree.tree_flatten((args, kwargs)))
+        call = ClosureCall(self, here(), *pytree.tree_flatten((args, kwargs)))
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
             call.run_outside_step()
 
 
-class Call:
+class ClosureCall:
     """One call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
     def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any) -> None:
@@ -156,7 +156,7 @@ class Call:
             if type(leaf) is DeferredTensor and leaf._store.resident is not None:
                 array = leaf._store.resident.snapshot()
                 arrays.append(array)
-                leaf = _Held(array, leaf._ref())
+                leaf = _StoredArray(array, leaf._ref())
             elif isinstance(leaf, torch.Tensor):
                 leaf = leaf.detach().clone()
             leaves.append(leaf)
@@ -233,7 +233,7 @@ def _in_closure() -> bool:
     return _this_thread.depth > 0
 
 
-class _Held:
+class _StoredArray:
     """The array that a tensor of the backend had, and how the tensor looks at it."""
 
     def __init__(self, array: Any, ref: Ref) -> None:
@@ -243,7 +243,7 @@ class _Held:
 
 def _on_host(leaf: Any) -> Any:
     """What a closure is given for an argument: of an array, its values in memory of the closure's own."""
-    if type(leaf) is _Held:
+    if type(leaf) is _StoredArray:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))
         return leaf.ref.view(whole)

@@ -22,12 +22,12 @@ from ..device.host_memory import HostMemory
 from ..device.lazy_array import LazyArray, ready
 from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
-from ..guards.reconstruct import Env
-from ..lazy_jax import is_array, is_there
+from ..guards.reconstruct import CallFrame
+from ..lazy_jax import is_array, is_imported
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import loop as loops
 from .arguments import Arguments
-from .background_compile import FirstRun, PutOffStep
+from .background_compile import BackgroundCompiledStep, KernelsFirstRun
 from .inputs import Inputs, write_back
 from .owners import Owner
 from .traced_program import TracedProgram
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .segmented import SegmentedRun, SegmentedStep
 
 
-class Call:
+class StepCall:
     """One call of a step: its arguments, and what it returns and binds once the step has been run."""
 
     __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
@@ -66,7 +66,7 @@ class CompiledStep:
         self,
         traced: TracedProgram,
         inputs: Inputs,
-        executable: SegmentedStep | PutOffStep,
+        executable: SegmentedStep | BackgroundCompiledStep,
         backend: Backend,
         ran: bool,
     ) -> None:
@@ -82,13 +82,13 @@ class CompiledStep:
     def executable(self) -> SegmentedStep:
         """What computes it; waits for JAX where that is put off. See `compiling.compile_step`."""
         executable = self._executable
-        if isinstance(executable, PutOffStep):
+        if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
         return executable
 
     def wait_until_lowered(self) -> None:
         """Wait while its first run lowers it: before it is traced again."""
-        if isinstance(self._executable, PutOffStep):
+        if isinstance(self._executable, BackgroundCompiledStep):
             self._executable.wait_until_lowered()
 
     def outdated(self) -> bool:
@@ -103,7 +103,7 @@ class CompiledStep:
         call leaves it, and weights as they are."""
         self.executable.compile_all()
         traced = self.traced
-        call = Call(arguments, ())
+        call = StepCall(arguments, ())
         env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
         call.result = traced.result(env)
         for bind in traced.effects.bindings(env):
@@ -129,7 +129,7 @@ class CompiledStep:
             )
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
-            if is_there():
+            if is_imported():
                 from ..jax_support import use_x64
 
                 use_x64(undo)
@@ -142,11 +142,13 @@ class CompiledStep:
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None
-            seed = key if key is not None else _no_seed(backend.mesh is None) if is_there() else np.zeros(2, np.uint32)
+            seed = (
+                key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
+            )
             begin = timeline.current().now()
             run = self._executable.begin(state, rest, seed)
 
-            call = Call(arguments, state_owners.values())
+            call = StepCall(arguments, state_owners.values())
 
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
                 self._commit(call, buffers, key, *outputs)
@@ -182,7 +184,7 @@ class CompiledStep:
 
     def _commit(
         self,
-        call: Call,
+        call: StepCall,
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         new: Sequence[Any],
@@ -215,14 +217,14 @@ class CompiledStep:
             self._backend.keys.taken(key)
         self.inputs.settle(buffers, (*new, *made, *results))
 
-    def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> Env:
+    def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
         fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
-        return Env(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
 
     def _first(
         self,
-        run: SegmentedRun | FirstRun,
+        run: SegmentedRun | KernelsFirstRun,
         state: Sequence[Any],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,

@@ -10,7 +10,7 @@ from ...errors import BackendError
 from ...lower.rule_names import all_have_rules
 from ..backend import Backend
 from ..mesh.processes import processes
-from .background_compile import PutOffStep
+from .background_compile import BackgroundCompiledStep
 from .first_loss import FirstLoss
 from .inputs import Inputs
 from .traced_program import TracedProgram
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .segmented import SegmentedStep
 
 
-def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | PutOffStep:
+def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | BackgroundCompiledStep:
     """What is called with the state that the step changes, the rest of its inputs and a seed, and returns new state,
     what the step leaves, and results. The state is donated, so that its memory is updated in place.
 
@@ -45,7 +45,7 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
     if first_loss is None:
         return make()
-    return PutOffStep(make, first_loss, traced.groups)
+    return BackgroundCompiledStep(make, first_loss, traced.groups)
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:

@@ -16,9 +16,9 @@ import torch
 
 from ...lower import aten
 from ...lower.dtypes import to_jax
-from ...lower.program import Call, call_of
+from ...lower.program import LoweredCall, call_of
 from ...program.graph import Node, Value
-from ..jax_support import lend, on_cpu, to_host, x64
+from ..jax_support import on_cpu, share_memory, to_host, x64
 from .segmented import step_key
 
 
@@ -42,12 +42,12 @@ class Draws:
         """
         call = call_of(node)
         with x64():
-            given = [lend(content_of(value)) for value in call.inputs]
+            given = [share_memory(content_of(value)) for value in call.inputs]
             results = self._compiled[call.kind](self._seed, np.uint32(call.draw), *given)
         return [to_host(result.block_until_ready()) for result in results]
 
 
-def _compiled(call: Call) -> Any:
+def _compiled(call: LoweredCall) -> Any:
     def run(seed: Any, draw: Any, *given: Any) -> tuple:
         return tuple(call.run(given, jax.random.fold_in(step_key(seed), draw)))
 

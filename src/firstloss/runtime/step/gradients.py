@@ -14,7 +14,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Ref, Value
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.reconstruct import Env, Left, Make
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
 from .owners import Owner, memory_of, storage_or_itself
 
 Inputs = dict[Value, Owner]
@@ -35,7 +35,7 @@ class Gradients:
         # By the input that is their memory, weights, and how their gradients looked at it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
-    def traced(self, inputs: Inputs, effects: Effects, left: Left) -> None:
+    def traced(self, inputs: Inputs, effects: Effects, left: Reconstructor) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
         self._note_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
@@ -143,7 +143,7 @@ def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
     return want
 
 
-def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
+def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:
     return lambda env: _setter(parameter, make(env))
 
 

@@ -21,14 +21,14 @@ from ...program.graph import Value
 from ...program.source import warn
 from ...undo import Undo
 from ..backend import Backend
-from ..guards.reconstruct import Env
+from ..guards.reconstruct import CallFrame
 from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
 from .cache import StepCache
 from .process_settings import modes
 from .retracing import Request
-from .trace_observer import Surroundings
+from .trace_observer import TraceObserver
 from .traced_program import TracedProgram
 from .tracing import Shared
 
@@ -109,7 +109,7 @@ class GraphedStep:
                 kept[theirs] = owners.inputs[value]  # type: ignore[assignment] # real ones
         return kept, batch, reads
 
-    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> Env:
+    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:
         tensors: dict[int, torch.Tensor] = {}
 
         def fresh(number: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class GraphedStep:
                 tensors[number] = tensor
             return tensors[number]
 
-        return Env(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
-    def compiled(self, around: Surroundings, find: Callable[[TracedProgram], Any]) -> Any:
+    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
         """Trace the step, and plan how it is replayed.
 
         Raises:

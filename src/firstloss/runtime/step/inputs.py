@@ -13,9 +13,9 @@ from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
 from ..device.lazy_array import LazyArray, lent_later, put_later, ready
-from ..lazy_jax import is_there
+from ..lazy_jax import is_imported
 from .owners import Owner, Owners
-from .parameter_groups import Hyperparameter
+from .parameter_groups import GroupEntry
 
 if TYPE_CHECKING:
     import jax
@@ -36,7 +36,7 @@ class Inputs:
         self,
         backend: Backend,
         owners: Owners,
-        numbers: Mapping[Value, Hyperparameter],
+        numbers: Mapping[Value, GroupEntry],
     ) -> None:
         """`numbers` says which number stands for an input; all are read anew at each call. On a mesh, storages that are
         not on the backend yet are moved there."""
@@ -143,10 +143,10 @@ class Inputs:
 
 def _given(tensor: torch.Tensor) -> Any:
     """A tensor of our own as an argument of one call; where there is no JAX yet, lazily."""
-    if is_there():
-        from ..jax_support import given
+    if is_imported():
+        from ..jax_support import as_argument
 
-        return given(tensor)
+        return as_argument(tensor)
 
     return lent_later(tensor)
 

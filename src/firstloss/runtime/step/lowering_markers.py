@@ -18,12 +18,12 @@ def set_folder(folder: str) -> None:
     _folder = Path(folder)
 
 
-def is_noted(digest: str) -> bool:
+def is_marked(digest: str) -> bool:
     """Whether there is a note of `digest`."""
     return _folder is not None and (_folder / digest).exists()
 
 
-def note(digest: str) -> None:
+def mark(digest: str) -> None:
     """Leave a note of `digest`."""
     if _folder is not None:
         _folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from ...capture.new_optimizer_state import PLAIN
 from ...capture.step import StepTrace, is_traced
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.reconstruct import Env, Left, Make
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class OptimizerStates:
@@ -41,7 +41,7 @@ class OptimizerStates:
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
         self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
-    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.
 
         Args:
@@ -68,7 +68,7 @@ class OptimizerStates:
                     undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
                     effects.add(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
 
-    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
+    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: CallFrame) -> Bind:
         new = make(env)
 
         def bind() -> None:
@@ -145,7 +145,7 @@ def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, h
         del optimizer.state[p]
 
 
-def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: Env) -> Bind:
+def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: CallFrame) -> Bind:
     new = make(env)
 
     def bind() -> None:

@@ -30,7 +30,7 @@ from ...program.graph import Value, span
 from ...program.source import here
 from ...undo import Undo
 from ..guards.effects import Effects
-from ..guards.reconstruct import Left
+from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from .load_optimizer_state import load_in_place
@@ -84,7 +84,7 @@ class Optimizers:
         """Whether what the step takes for granted of them is so no longer."""
         return self.state.replaced() or self.groups.outdated()
 
-    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """What they have left is an effect like others.
 
         Args:
@@ -254,7 +254,7 @@ class Optimizers:
                     del group[key]
                 group.update(before)
             if around is not None:  # what the user's own code counts, it has not counted
-                Effects(around, None, Left(lambda tensor: False, around.holds)).undo()
+                Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)

@@ -13,7 +13,7 @@ from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
 from ...program.graph import Ref
-from ..guards.reconstruct import Left
+from ..guards.reconstruct import Reconstructor
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -61,14 +61,14 @@ class Outputs:
         out: names of the results, one of which may be the first loss.
         made: names of what the step leaves in Python, which no caller waits for.
         where: on a mesh, the shardings of `made`.
-        outgoing: the tensors by the number by which `Env.fresh` is asked for them.
+        outgoing: the tensors by the number by which `CallFrame.fresh` is asked for them.
         held: by name, storages of tensors that are referenced from an object that was not found.
         why_not: why the step has to be traced at each call, if it has to.
     """
 
     def __init__(
         self,
-        left: Left,
+        left: Reconstructor,
         returned: int,
         tracing: StepTrace,
         mesh: Mesh | None,

@@ -10,7 +10,7 @@ import torch
 
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
-from ...capture.symbolic_scalars import Hyperparameter as TracedHyperparameter
+from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.bindings import always
@@ -23,7 +23,7 @@ from ..guards.snapshot import Snapshot
 _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
-class Hyperparameter(NamedTuple):
+class GroupEntry(NamedTuple):
     """A number in a parameter group that a step reads anew each time; `place` is its index, where the group has a tuple
     such as betas."""
 
@@ -105,7 +105,7 @@ class ParameterGroups:
         self._own: set[int] = set()  # the ids of groups of optimizers that are not PyTorch's: what they count, they set
         self._first: list[_Set] = []
         self._later: list[_Set] = []
-        self.inputs: dict[Any, Hyperparameter] = {}
+        self.inputs: dict[Any, GroupEntry] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._baked: dict[Any, Any] = {}
@@ -177,7 +177,7 @@ class ParameterGroups:
     def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
         made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[made._store.value] = Hyperparameter(group, key, place)
+        self.inputs[made._store.value] = GroupEntry(group, key, place)
         return made
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:
@@ -279,12 +279,12 @@ class ParameterGroups:
 
 
 def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
-    return torch.SymFloat(TracedHyperparameter(number, sign))
+    return torch.SymFloat(Hyperparameter(number, sign))
 
 
 def sign_unknown(number: Any) -> bool:
     """Whether it stands for a tensor that only the device knows."""
-    return type(number) is torch.SymFloat and type(number.node) is TracedHyperparameter and number.node.sign is None
+    return type(number) is torch.SymFloat and type(number.node) is Hyperparameter and number.node.sign is None
 
 
 def _sign(number: float) -> int:
@@ -294,14 +294,14 @@ def _sign(number: float) -> int:
 _PLAIN = (float, bool, int, str, type(None))
 
 
-class _Same:
+class _ById:
     """Equal to another that holds the same object."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is _Same and other._held is self._held
+        return type(other) is _ById and other._held is self._held
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -309,12 +309,12 @@ class _Same:
 def _frozen(value: Any) -> Any:
     """`value`, to compare with what it is later: tensors by identity, lists as they are now."""
     if isinstance(value, torch.Tensor):
-        return _Same(value)
+        return _ById(value)
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_frozen, value)
     if isinstance(value, dict):
         return "dict", *((key, _frozen(entry)) for key, entry in value.items())
-    return value if isinstance(value, _HASHABLE) else _Same(value)
+    return value if isinstance(value, _HASHABLE) else _ById(value)
 
 
 _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)

@@ -15,7 +15,7 @@ from ...lower.sharding import Spec
 ROLES = ("weights", "state", "gradients", "activations", "batch", "scratch")
 
 
-class Held(NamedTuple):
+class PlannedArray(NamedTuple):
     """An array that lives from step to step, or an argument.
 
     Attributes:
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Part:
+class PlannedPart:
     """Segments that compute the same: layers, mostly.
 
     Attributes:
@@ -100,8 +100,8 @@ class StepPlan:
     """
 
     axes: dict[str, int]
-    held: list[Held]
-    parts: list[Part]
+    held: list[PlannedArray]
+    parts: list[PlannedPart]
     order: list[int]
     gradients: int
     live: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class StepPlan:
         """What each device sends at a step."""
         return [one for part in self.parts for one in part.work.sent * part.turns]
 
-    def collectives(self, part: Part | None = None) -> list[dict[str, Any]]:
+    def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
         """What is sent, by kind and axes: how many operations, the bytes of their whole arrays, and the bytes that each
         device sends; at a step, or at one turn of `part`."""
         found: dict[tuple, dict[str, Any]] = {}
@@ -154,7 +154,7 @@ class StepPlan:
             row["sent"] += one.on_link(self.axes)
         return sorted(found.values(), key=lambda row: -row["sent"])
 
-    def replicated(self) -> list[Held]:
+    def replicated(self) -> list[PlannedArray]:
         """What is replicated along some axis, the largest first."""
         return sorted((one for one in self.held if one.whole and one.role != "batch"), key=lambda one: -one.bytes)
 

@@ -33,7 +33,7 @@ from ..guards.recording import functions_of
 from . import tracing
 from .arguments import Arguments
 from .retrace_reports import ADVICE, Reports, reasons
-from .trace_observer import Surroundings
+from .trace_observer import TraceObserver
 from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Request(NamedTuple):
         """Where to begin to look for what the step's Python reads."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
-    def compiled(self, around: Surroundings, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
+    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
 
         Args:
@@ -87,7 +87,7 @@ class Request(NamedTuple):
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
-    def _refuse_twice(self, around: Surroundings) -> None:
+    def _refuse_twice(self, around: TraceObserver) -> None:
         """What the first trace of two has done to files is not undone, and the second may have read it."""
         asked = around.guards.asked if self.again and around.guards is not None else ()
         for what, where in asked:
@@ -98,10 +98,10 @@ class Request(NamedTuple):
             )
 
 
-class Known:
+class CacheEntry:
     """A compiled step, and the guards of the trace that it came from."""
 
-    def __init__(self, step: CompiledStep, around: Surroundings, seconds: float) -> None:
+    def __init__(self, step: CompiledStep, around: TraceObserver, seconds: float) -> None:
         assert around.guards is not None
         self.step = step
         self.guards = around.guards
@@ -167,14 +167,14 @@ class Known:
         return time.perf_counter() - self._checked > self.seconds / _CHECKING
 
 
-class Versions:
+class CacheEntries:
     """The compiled steps for one kind of call, each with what it was traced with; first the one that was used last."""
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self._check = bool(check)
         self._always = check == "always"
-        self._known: list[Known] = []
-        self._fitting: Known | None = None
+        self._known: list[CacheEntry] = []
+        self._fitting: CacheEntry | None = None
         self._reports = Reports(name, refuse)
         self._name = name
         self._functions: list[types.FunctionType] = []
@@ -191,7 +191,7 @@ class Versions:
         return self._fitting is not None
 
     @staticmethod
-    def _does_fit(known: Known) -> bool:
+    def _does_fit(known: CacheEntry) -> bool:
         if known.step.outdated() or known.guards.unknown or known.traced_each_time is not None:
             return False
         return not known.changes()
@@ -200,7 +200,7 @@ class Versions:
         """Whether one of them reads or writes one of these, or its Python may ask something of them."""
         return any(known.step.traced.reads(parameters) or known.may_ask(parameters) for known in self._known)
 
-    def step(self, request: Request, alike: Sequence[Versions] = ()) -> CompiledStep:
+    def step(self, request: Request, alike: Sequence[CacheEntries] = ()) -> CompiledStep:
         """The compiled step that does what the step's Python would do now; to be called after `fits`.
 
         Args:
@@ -223,12 +223,12 @@ class Versions:
         """The one used last."""
         return self._known[0].step
 
-    def _trace(self, request: Request, alike: Sequence[Versions]) -> Known:
+    def _trace(self, request: Request, alike: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, since none fits."""
         last = self._known[0] if self._known else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes()
-        twin: list[Known] = []
+        twin: list[CacheEntry] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
             for known in (*self._known, *(known for versions in alike for known in versions._known)):
@@ -263,7 +263,7 @@ class Versions:
         """Whether all that has changed is a module's mode: train() and eval() are meant to make another step of it."""
         return bool(why) and all(change.name == "training" for change in why)
 
-    def _verify(self, known: Known, request: Request) -> Known:
+    def _verify(self, known: CacheEntry, request: Request) -> CacheEntry:
         """Trace the step again; the same Program is expected."""
         unseen: list[bool] = []
 
@@ -300,12 +300,12 @@ class Versions:
 
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
-    ) -> Known:
+    ) -> CacheEntry:
         # The code that runs is noted when there is no hurry: the first loss is there, or nobody checks it later.
         noted = not first or bool(self._known) or not self._check or request.again
-        around = Surroundings(request.roots(), self._functions, noted)
+        around = TraceObserver(request.roots(), self._functions, noted)
         begin = time.perf_counter()
-        known = Known(request.compiled(around, find), around, time.perf_counter() - begin)
+        known = CacheEntry(request.compiled(around, find), around, time.perf_counter() - begin)
         if known.guards.unknown:
             self._functions += functions_of(known.guards.unknown)
             if len(self._functions) > _MOST_FUNCTIONS:

@@ -13,11 +13,11 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...program.source import Source, here
 from ...undo import Undo
-from ..guards.unavailable_number import NotYet
+from ..guards.unavailable_number import UnavailableNumber
 
 if TYPE_CHECKING:
     from ..guards.bindings import Bind
-    from ..guards.reconstruct import Env, Left, Make
+    from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class _SchedulerCall(NamedTuple):
@@ -49,7 +49,7 @@ class Schedulers:
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
         self._spoiled: list[tuple[dict[str, Any], str, Any]] = []
-        self.afterwards: list[Callable[[Env], Bind]] = []
+        self.afterwards: list[Callable[[CallFrame], Bind]] = []
 
     @contextmanager
     def watched(self, reads: Callable[[Any], int]) -> Iterator[None]:
@@ -88,14 +88,14 @@ class Schedulers:
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
-                if key in group and type(group[key]) is not NotYet:
+                if key in group and type(group[key]) is not UnavailableNumber:
                     self._spoiled.append((group, key, group[key]))
-                    group[key] = NotYet(f"{key!r} of a parameter group", type(scheduler).__name__)
+                    group[key] = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__)
 
     def _mend(self) -> None:
         while self._spoiled:
             group, key, value = self._spoiled[-1]
-            if type(group.get(key)) is NotYet:
+            if type(group.get(key)) is UnavailableNumber:
                 group[key] = value
             self._spoiled.pop()
 
@@ -109,7 +109,7 @@ class Schedulers:
                     "optimizer.step(), as PyTorch asks for."
                 )
 
-    def traced(self, effects: Any, left: Left) -> None:
+    def traced(self, effects: Any, left: Reconstructor) -> None:
         """The step has been traced: each call of it calls the schedulers at its end."""
         for call in self._calls:
             make = left.make((call.args, call.kwargs))
@@ -120,10 +120,10 @@ class Schedulers:
         self._calls.clear()
 
 
-def _stepping(call: _SchedulerCall, make: Make) -> Callable[[Env], Bind]:
+def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:
     step, scheduler = call.step, call.scheduler
 
-    def apply(env: Env) -> Bind:
+    def apply(env: CallFrame) -> Bind:
         args, kwargs = make(env)
         return _SchedulerStep(lambda: step(scheduler, *args, **kwargs), scheduler)
 

@@ -41,12 +41,12 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
         behind: its first results are there already.
     """
     with timeline.span("lower"):
-        parts = parts_of(traced, inputs, backend)
+        parts = segment_step(traced, inputs, backend)
     compiles = not backend.validate_only
     return SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind)
 
 
-class Parts(NamedTuple):
+class Segmentation(NamedTuple):
     """A traced step in segments.
 
     Attributes:
@@ -59,7 +59,7 @@ class Parts(NamedTuple):
     edges: Edges | None
 
 
-def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
+def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
     """Cut a step, and find the shardings of what crosses the cuts."""
     program, mesh = traced.program, backend.mesh
     changed, _, (new, made, names) = groups = traced.groups
@@ -73,7 +73,7 @@ def parts_of(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Parts:
         wanted = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
         edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
         pieces = edges.cut
-    return Parts(pieces, groups, edges)
+    return Segmentation(pieces, groups, edges)
 
 
 def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:

@@ -26,7 +26,7 @@ from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.peers import peers_of
 from ..mesh.segment_shardings import Edges
 from . import lowering_markers
-from .background_work import Later
+from .background_work import BackgroundWork
 
 
 class Function(NamedTuple):
@@ -45,7 +45,7 @@ class Function(NamedTuple):
     reused: int
 
 
-class _Call(NamedTuple):
+class _SegmentCall(NamedTuple):
     """A call of a segment's function in a step: which, and the numbered slots that it reads, fills and frees.
 
     What it fills is one range, so that its results are put there in one go: a step has some thousand of them.
@@ -57,7 +57,7 @@ class _Call(NamedTuple):
     frees: tuple[int, ...]
 
 
-def _filled(call: _Call) -> range:
+def _filled(call: _SegmentCall) -> range:
     return range(call.fills.start, call.fills.stop)
 
 
@@ -137,7 +137,9 @@ class SegmentedStep:
 
     # -- which slot holds what --
 
-    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]) -> list[_Call]:
+    def _plan(
+        self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]
+    ) -> list[_SegmentCall]:
         calls = []
         for segment in segments:
             function = functions[segment.function]
@@ -146,7 +148,7 @@ class SegmentedStep:
             for i in function.result_order:
                 self._slot(segment.outputs[i])
             assert len(self._slots) - begin == len(function.result_order), "a segment gives what has a slot already"
-            calls.append(_Call(segment.function, reads, slice(begin, len(self._slots)), ()))
+            calls.append(_SegmentCall(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
         for n in reversed(range(len(calls))):
             frees = {slot for slot in (*calls[n].reads, *_filled(calls[n])) if slot not in seen}
@@ -227,7 +229,7 @@ class SegmentedRun:
         self._step = step
         self._slots = slots
         self._seed = seed
-        self.later: Later | None = None  # of a first run: what the calls after the loss will make
+        self.later: BackgroundWork | None = None  # of a first run: what the calls after the loss will make
         self.shield: Shield | None = None
 
     def advance(self) -> None:
@@ -271,7 +273,7 @@ class SegmentedRun:
         compiled = self._step._compiled
         return any(compiled.reuses(call.function) for call in calls[: self.next_call()])
 
-    def _run(self, calls: Sequence[_Call]) -> None:
+    def _run(self, calls: Sequence[_SegmentCall]) -> None:
         """Run those of `calls` that have not been run: it may go on where it was interrupted."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         few = self._step._on_mesh and on_cpu()
@@ -292,7 +294,7 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
-        put_off = step._first > 0 and on_cpu() and lowering_markers.is_noted(compiled.digest)
+        put_off = step._first > 0 and on_cpu() and lowering_markers.is_marked(compiled.digest)
         for call in step._calls[: step._first]:
             while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
@@ -326,7 +328,7 @@ class SegmentedRun:
                 step._first = 0  # another time, it comes before the loss
                 raise
 
-        self.later = Later(finish)
+        self.later = BackgroundWork(finish)
         self.later.begin()
 
     def all_at_once(self) -> tuple:
@@ -343,7 +345,7 @@ class SegmentedRun:
         step.lower()
         self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())
-        lowering_markers.note(step._compiled.digest)
+        lowering_markers.mark(step._compiled.digest)
         self._run(step._calls)
         step.ran = True
 

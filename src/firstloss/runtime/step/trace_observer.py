@@ -10,13 +10,13 @@ from ..guards.bindings import always
 from ..guards.effects import Effects, put_back
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import put_back_environment
-from ..guards.reconstruct import Left
+from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from ..guards.sources import Reads, generators, put_back_generators
+from ..guards.sources import GuardSources, generators, put_back_generators
 
 
-class Surroundings:
+class TraceObserver:
     """Made before a trace, and asked when it has ended.
 
     Attributes:
@@ -36,13 +36,13 @@ class Surroundings:
         self.guards: GuardSet | None = None
         self.noted = profile
 
-    def effects(self, left: Left, weights: set[int]) -> Effects:
+    def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
         """What the step has changed in Python; from here on there are guards.
 
         Args:
             weights: the ids of the backend's weights.
         """
-        reads = Reads(self.snapshot, self.recording)
+        reads = GuardSources(self.snapshot, self.recording)
         effects = Effects(self.snapshot, reads, left)
         if generators() != self._generators:
             before, after = self._generators, generators()
@@ -51,7 +51,7 @@ class Surroundings:
         self.recording.forget()
         return effects
 
-    def restore(self, left: Left) -> None:
+    def restore(self, left: Reconstructor) -> None:
         """A step that could not be traced leaves nothing behind."""
         Effects(self.snapshot, None, left).undo()
 

@@ -14,7 +14,7 @@ from ...program.graph import Value
 from ...program.source import here
 from ..guards.bindings import Bind
 from ..guards.effects import Effects
-from ..guards.reconstruct import Env, Given, Left
+from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor
 from ..pytrees import containers
 from .arguments import Arguments, setting, view_of
 
@@ -71,9 +71,9 @@ class TracedArguments:
                     "Compute it in the step, or pass its detach()."
                 )
 
-    def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> Given:
+    def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
         """How what the step leaves is told from what it was given."""
-        return Given(
+        return ArgumentStandIns(
             {id(made): i for made, i in self._made},
             {id(made._store): i for made, i in self._made},
             {id(container): n for n, container in enumerate(self._containers)},
@@ -82,7 +82,7 @@ class TracedArguments:
             shares_memory,
         )
 
-    def follow(self, effects: Effects, left: Left) -> None:
+    def follow(self, effects: Effects, left: Reconstructor) -> None:
         """What the step has done to its arguments, beside writing to them, is done at each call."""
         for made, i in self._made:
             leaf = self._before[i]
@@ -96,5 +96,5 @@ class TracedArguments:
                 effects.add(lambda: None, _on_argument(i, name, left.make(value)))
 
 
-def _on_argument(number: int, name: str, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
+def _on_argument(number: int, name: str, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
     return lambda env: setting(env.arguments[number], name, make(env))

@@ -22,14 +22,14 @@ from ...undo import Undo
 from ..backend import Backend
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.reconstruct import Env, Left
+from ..guards.reconstruct import CallFrame, Reconstructor
 from .arguments import Arguments
 from .gradients import Gradients
 from .optimizers import Optimizers
 from .outputs import Outputs
 from .owners import Owners
 from .process_settings import ModesLeft
-from .trace_observer import Surroundings
+from .trace_observer import TraceObserver
 from .traced_arguments import TracedArguments
 from .traced_program import TracedProgram
 
@@ -46,7 +46,9 @@ class Shared(Exception):
         self.leaves = leaves
 
 
-def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend, around: Surroundings) -> TracedProgram:
+def trace_step(
+    step: Callable[..., Any], arguments: Arguments, backend: Backend, around: TraceObserver
+) -> TracedProgram:
     """Run the step's Python once, on tensors without values. All that it does to Python is undone.
 
     But for the process's modes (`TracedProgram.modes`), which may yet decide what else is done at this call.
@@ -71,7 +73,7 @@ def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend,
         raise
 
 
-def abandon(traced: TracedProgram, around: Surroundings) -> None:
+def abandon(traced: TracedProgram, around: TraceObserver) -> None:
     """It is not what it should be: nothing of the trace is left behind."""
     _undo(traced)
     around.put_back()
@@ -80,7 +82,7 @@ def abandon(traced: TracedProgram, around: Surroundings) -> None:
 class _Trace:
     """One trace, from its beginning to its end."""
 
-    def __init__(self, name: str, backend: Backend, around: Surroundings) -> None:
+    def __init__(self, name: str, backend: Backend, around: TraceObserver) -> None:
         self.name = name
         self.effects: Effects | None = None
         self.trace = StepTrace()
@@ -140,7 +142,9 @@ class _Trace:
         """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
         undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
         trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
-        left = Left(lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory))
+        left = Reconstructor(
+            lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory)
+        )
         made = left.make(result.pop())
         returned = len(left.tensors)
         for owner in trace.inputs.values():
@@ -201,7 +205,7 @@ class _Trace:
     def undo(self) -> None:
         """A step that could not be traced leaves nothing behind."""
         if self.effects is None:
-            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds))
+            self._around.restore(Reconstructor(lambda tensor: False, self._around.snapshot.holds))
         _undo(self)
 
 
@@ -223,7 +227,7 @@ def _undo(traced: _Undoable) -> None:
     traced.optimizers.state.forget_new()
 
 
-def _own_memory(viewer: Viewer, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
+def _own_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
     """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
 
     def bind(shows: Any) -> None:

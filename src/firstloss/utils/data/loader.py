@@ -80,7 +80,7 @@ class DataLoader:
         self._used = False
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
-        self._reader: Reader | None = None
+        self._reader: BatchReader | None = None
         _latest = self
 
     @classmethod
@@ -104,7 +104,7 @@ class DataLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return Reader(self, epochs=1)
+        return BatchReader(self, epochs=1)
 
     @property
     def dataloader(self) -> Any:
@@ -208,7 +208,7 @@ def is_iterator(loader: Any) -> bool:
     return hasattr(loader, "__next__")
 
 
-class Reader:
+class BatchReader:
     """Goes through a DataLoader's batches, one ahead where it is asked to look.
 
     Args:
@@ -229,7 +229,7 @@ class Reader:
         self._first = loader._resume
         loader._reader = self
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> BatchReader:
         return self
 
     def __next__(self) -> Any:
