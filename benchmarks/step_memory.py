@@ -55,7 +55,7 @@ def child(side, args):
         model, optimizer, step = prepare(backend, fields)
         harness.reset_peak()
         for parameter in model.parameters():
-            parameter._store.resident.array()
+            parameter._storage.resident.array()
         found = {"placement": harness.peak() - before}
         step(batch)
         wait(model)
@@ -105,7 +105,7 @@ def needed(model, batch):
 def wait(model):
     """Until the last step is through: its loss is there before its backward pass."""
     for parameter in model.parameters():
-        parameter._store.resident.array().block_until_ready()
+        parameter._storage.resident.array().block_until_ready()
 
 
 def live(model, optimizer):

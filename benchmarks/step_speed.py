@@ -174,7 +174,7 @@ def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], 
     def wait(loss: Any) -> float:
         if side == "firstloss":  # the loss is there before the backward pass
             for parameter in model.parameters():
-                parameter._store.resident.array().block_until_ready()
+                parameter._storage.resident.array().block_until_ready()
         return loss.item()
 
     return lambda: run(*batch), wait

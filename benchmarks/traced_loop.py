@@ -55,7 +55,7 @@ def traced(fields, batch, backend):
 
     def wait(_):
         for parameter in model.parameters():
-            parameter._store.resident.array().block_until_ready()
+            parameter._storage.resident.array().block_until_ready()
 
     return lambda: step(batch), wait
 

@@ -213,7 +213,7 @@ def test_nor_do_imports_for_the_type_checker():
 
 
 # Attributes of deferred tensors that the package shares: other names of a tensor are PyTorch's, or a user's.
-OF_TENSORS = {"_store", "_ref"}
+OF_TENSORS = {"_storage", "_ref"}
 # An attribute of JAX's that is called as one of ours, and the C module that the file stands for.
 NOT_OURS = {"compat.jax_names": {"_params"}, "runtime.guards.native": {"_guards"}}
 

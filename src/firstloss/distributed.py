@@ -199,4 +199,4 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if not on_backend(tensor):
         return tensor.detach().clone()
 
-    return tensor._ref().view(tensor._store.resident.gathered()).clone()
+    return tensor._ref().view(tensor._storage.resident.gathered()).clone()

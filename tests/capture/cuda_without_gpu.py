@@ -51,7 +51,7 @@ rows = {row.weight: row for row in fl.init_program(module).report().rows}
 assert rows["0.weight"].position == offsets[3] and rows["0.weight"].dead_fills == 1, rows["0.weight"]
 assert [rows[name].position for name in ("1.weight", "1.bias", "2.weight")] == [offsets[1], offsets[2], None]
 assert module[1].weight.device.type == "cuda" and fl.is_deferred(module)
-draw = half._store.value.node.draw
+draw = half._storage.value.node.draw
 assert draw.stream.seed == 3 and draw.position.words == offsets[4]
 state = draw.stream.state_at(draw.position)
 assert state.view("<i8").tolist() == [3, offsets[4]]

@@ -110,7 +110,7 @@ def test_the_native_end_of_a_chain(offset, count, factor, term, low, high, width
 def test_what_ends_a_chain():
     def chain(fn):
         tensor = fl.deferred_init(lambda: fn(torch.empty(300, 300).uniform_()))
-        steps = RangePlanner().plan(tensor._store.value, False).steps
+        steps = RangePlanner().plan(tensor._storage.value, False).steps
         return [edit for step in steps for edit in step.edits], tensor
 
     whole, _kept = chain(lambda t: t.erfinv_().mul_(3).add_(0.5).clamp_(max=2))

@@ -43,7 +43,7 @@ def fill(*shape):
 def values(make):
     torch.manual_seed(0)
     found = fl.deferred_init(make)
-    return [tensor._store.value for tensor in found], found
+    return [tensor._storage.value for tensor in found], found
 
 
 def by_range(wanted):

@@ -137,7 +137,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
             for i, leaf in enumerate(flat):
                 if isinstance(leaf, torch.Tensor):
                     made = tracing.new_input(leaf, f"in{len(arrays)}")
-                    arrays[made._store.value] = real[i]
+                    arrays[made._storage.value] = real[i]
                     leaf = made.requires_grad_(leaf.requires_grad)
                 leaves.append(leaf)
             results = run(spec.unflatten(leaves))

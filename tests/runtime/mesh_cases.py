@@ -88,7 +88,7 @@ class Run:
 
 
 def array_of(tensor):
-    return tensor._store.resident.array()
+    return tensor._storage.resident.array()
 
 
 def bytes_of(tensor):

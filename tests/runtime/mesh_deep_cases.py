@@ -19,7 +19,7 @@ from tests import scale  # noqa: E402
 
 
 def array_of(tensor):
-    return tensor._store.resident.array()
+    return tensor._storage.resident.array()
 
 
 class Block(nn.Module):

@@ -66,7 +66,7 @@ def test_compiled_once_for_a_run_to_come(mesh, tmp_path):
     assert len(losses) == 1 and losses[0].shape == () and not closures
     with pytest.raises(BackendError, match="compile_only"):
         float(losses[0])
-    cells = [p._store.resident for p in model.parameters()]
+    cells = [p._storage.resident for p in model.parameters()]
     assert not any(cell._pending._begun for cell in cells) and not placement._under_way
     kept = files(folder)
     assert kept

@@ -17,8 +17,8 @@ def on_host(tensors):
     for t in tensors:
         if type(t) is not DeferredTensor:
             total += t.numel() * t.itemsize
-        elif t._store.resident._edited:
-            total += t._store.resident._host.numel() * t.itemsize
+        elif t._storage.resident._edited:
+            total += t._storage.resident._host.numel() * t.itemsize
     return total
 
 
@@ -163,7 +163,7 @@ def test_one_edit_at_a_time_is_on_the_host(backend):
             layer.weight += 1
             layer.weight[0] = 5
     assert on_host([layer.weight for layer in model]) == 64
-    assert buffer._last_edited() is model[2].weight._store.resident
+    assert buffer._last_edited() is model[2].weight._storage.resident
     assert all(layer.weight[0].tolist() == [5.0] * 4 for layer in model)
     torch._foreach_mul_([layer.weight.data for layer in model], 2)
     assert all(layer.weight[0].tolist() == [10.0] * 4 for layer in model)

@@ -193,7 +193,7 @@ def made(value_shape, before_jax):
     torch.manual_seed(0)
     with backend.device:
         weight = torch.empty(value_shape).uniform_()
-    value = weight._store.value
+    value = weight._storage.value
     return host_weights.make([value], ())[value]
 
 

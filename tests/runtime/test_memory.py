@@ -63,9 +63,9 @@ def test_weights_are_updated_in_place(tmp_path):
         return loss
 
     float(step(torch.ones(4, 512)))
-    before = model.weight._store.resident.array().unsafe_buffer_pointer()
+    before = model.weight._storage.resident.array().unsafe_buffer_pointer()
     float(step(torch.ones(4, 512)))
-    assert model.weight._store.resident.array().unsafe_buffer_pointer() == before
+    assert model.weight._storage.resident.array().unsafe_buffer_pointer() == before
 
 
 @pytest.mark.own_compile_cache
@@ -88,7 +88,7 @@ def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):
     with backend.device:
         model = torch.nn.Linear(512, 512)
     fl.compile(model, backend)
-    cell = model.weight._store.resident
+    cell = model.weight._storage.resident
     with torch.no_grad():
         model.weight.fill_(2.0)
         address = cell.host().data_ptr()

@@ -36,9 +36,9 @@ def behind_barrier(tree: Any) -> Any:
 
 def _tensor_of(value: Value, trace: Any) -> DeferredTensor:
     """A tensor of the step that holds `value`."""
-    store = DeferredStorage(value)
-    store.trace = trace
-    return DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
+    storage = DeferredStorage(value)
+    storage.trace = trace
+    return DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)
 
 
 @replaces("torch.utils.checkpoint._CheckpointFrame.__init__")

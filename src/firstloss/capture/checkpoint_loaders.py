@@ -44,7 +44,7 @@ def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
     found = original(self, read_item)
     if is_pending(found) and not session.depth:
-        Hooks.give_memory(found._store)
+        Hooks.give_memory(found._storage)
         found = original(self, read_item)
     return found
 
@@ -58,7 +58,7 @@ def retie_parameters(original: Any, model: torch.nn.Module, tied_params: Any) ->
 def _is_constructed(model: torch.nn.Module, name: str) -> bool:
     """Whether a parameter is still what the constructor has made."""
     parameter = attrgetter(name)(model)
-    return is_pending(parameter) and not any(isinstance(v, FileValue) for v in sources([parameter._store]))
+    return is_pending(parameter) and not any(isinstance(v, FileValue) for v in sources([parameter._storage]))
 
 
 @contextmanager

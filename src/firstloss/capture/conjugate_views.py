@@ -35,9 +35,9 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: di
         real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
         with DisableTorchDispatch():
             return op(real, **kwargs)
-    store = storage_of(source)
+    storage = storage_of(source)
     size, stride, offset, dtype = geometry_of(source) if type(source) is DeferredTensor else outer_geometry(source)
-    return DeferredTensor.wrap(_mirror(store, computed_by, dtype), size, stride, offset, dtype)
+    return DeferredTensor.wrap(_mirror(storage, computed_by, dtype), size, stride, offset, dtype)
 
 
 def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
@@ -52,13 +52,13 @@ def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
     return mirror
 
 
-def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype) -> DeferredStorage:
-    if store.mirrors is not None and (store.mirrors.computed_by, store.mirrors.dtype) == (computed_by, dtype):
-        return store.mirrors.of
-    shows = Mirror(computed_by, store, dtype)
-    mirror = next((m for m in mirrors_of(store) if m.mirrors == shows), None)
+def _mirror(storage: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype) -> DeferredStorage:
+    if storage.mirrors is not None and (storage.mirrors.computed_by, storage.mirrors.dtype) == (computed_by, dtype):
+        return storage.mirrors.of
+    shows = Mirror(computed_by, storage, dtype)
+    mirror = next((m for m in mirrors_of(storage) if m.mirrors == shows), None)
     if mirror is None:
-        value = store.value
+        value = storage.value
         if value.numel and dense_count(value.shape, value.stride) != value.numel:
             raise CaptureError(
                 f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
@@ -67,63 +67,63 @@ def _mirror(store: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype)
         mirror = DeferredStorage(_content(shows))
         mirror.trace = session.trace
         mirror.mirrors = shows
-        store.mirrored_by.append(weakref.ref(mirror))
+        storage.mirrored_by.append(weakref.ref(mirror))
     return mirror
 
 
-def _whole(store: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
+def _whole(storage: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
     """All of a storage, as a vector."""
-    count = store.value.numel * store.value.dtype.itemsize // dtype.itemsize
-    return DeferredTensor.wrap(store, (count,), (1,), 0, dtype)
+    count = storage.value.numel * storage.value.dtype.itemsize // dtype.itemsize
+    return DeferredTensor.wrap(storage, (count,), (1,), 0, dtype)
 
 
 def _content(mirror: Mirror) -> Any:
-    return Hooks.dispatch(mirror.computed_by, (_whole(mirror.of, mirror.dtype),), {})._store.value
+    return Hooks.dispatch(mirror.computed_by, (_whole(mirror.of, mirror.dtype),), {})._storage.value
 
 
-def written(store: DeferredStorage) -> None:
-    """`store` has been written to: so is what it mirrors, and its mirrors are made anew."""
-    if store.mirrors is not None:
-        computed_by, of, dtype = store.mirrors
-        content = Hooks.dispatch(computed_by, (_whole(store, dtype),), {})
+def written(storage: DeferredStorage) -> None:
+    """`storage` has been written to: so is what it mirrors, and its mirrors are made anew."""
+    if storage.mirrors is not None:
+        computed_by, of, dtype = storage.mirrors
+        content = Hooks.dispatch(computed_by, (_whole(storage, dtype),), {})
         Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are made anew by this
         return
-    _make_mirrors(store)
+    _make_mirrors(storage)
 
 
-def _make_mirrors(store: DeferredStorage) -> None:
-    for mirror in mirrors_of(store):
+def _make_mirrors(storage: DeferredStorage) -> None:
+    for mirror in mirrors_of(storage):
         assert mirror.mirrors is not None
         mirror.value = _content(mirror.mirrors)
         _make_mirrors(mirror)
 
 
-def mirrors_of(store: DeferredStorage) -> list[DeferredStorage]:
-    """The mirrors of `store` at which somebody looks."""
-    found = [m for ref in store.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
-    store.mirrored_by = [weakref.ref(m) for m in found]
+def mirrors_of(storage: DeferredStorage) -> list[DeferredStorage]:
+    """The mirrors of `storage` at which somebody looks."""
+    found = [m for ref in storage.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
+    storage.mirrored_by = [weakref.ref(m) for m in found]
     return [m for m in found if m.trace is None or m.trace is session.trace]  # else a step that has ended made it
 
 
-def move(store: DeferredStorage, to: DeferredStorage) -> None:
-    """What looked at `store` looks at `to` now, which begins with the same and is larger: so does what mirrors it."""
-    for mirror in mirrors_of(store):
+def move(storage: DeferredStorage, to: DeferredStorage) -> None:
+    """What looked at `storage` looks at `to` now, which begins with the same and is larger: so does what mirrors it."""
+    for mirror in mirrors_of(storage):
         assert mirror.mirrors is not None
         mirror.mirrors = mirror.mirrors._replace(of=to)
         to.mirrored_by.append(weakref.ref(mirror))
-    store.mirrored_by = []
+    storage.mirrored_by = []
     _make_mirrors(to)
 
 
-def with_mirrors(stores: list[DeferredStorage]) -> list[DeferredStorage]:
-    """`stores`, and what they mirror, and all that mirrors these: they become real together."""
+def with_mirrors(storages: list[DeferredStorage]) -> list[DeferredStorage]:
+    """`storages`, and what they mirror, and all that mirrors these: they become real together."""
     found: dict[int, DeferredStorage] = {}
-    todo = stores[::-1]
+    todo = storages[::-1]
     while todo:
-        store = todo.pop()
-        if id(store) not in found:
-            found[id(store)] = store
-            todo += mirrors_of(store) if store.mirrors is None else [store.mirrors.of, *mirrors_of(store)]
+        storage = todo.pop()
+        if id(storage) not in found:
+            found[id(storage)] = storage
+            todo += mirrors_of(storage) if storage.mirrors is None else [storage.mirrors.of, *mirrors_of(storage)]
     return list(found.values())
 
 
@@ -135,7 +135,7 @@ def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
     root = mirror.root
     known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
     return [
-        (tensor, base if type(base) is DeferredTensor and base._store is root else _whole(root, root.value.dtype))
+        (tensor, base if type(base) is DeferredTensor and base._storage is root else _whole(root, root.value.dtype))
         for tensor, base in known
     ]
 
@@ -151,8 +151,8 @@ def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
 
 def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
     """A tensor that shows, of what a mirror is of, what `tensor` shows of the mirror; `tensor` where it is of none."""
-    root = tensor._store.root
-    return tensor if root is tensor._store else DeferredTensor.wrap(root, *geometry_of(tensor))
+    root = tensor._storage.root
+    return tensor if root is tensor._storage else DeferredTensor.wrap(root, *geometry_of(tensor))
 
 
 def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:

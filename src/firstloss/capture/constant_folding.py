@@ -26,9 +26,9 @@ _UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)
 
 def known(tensor: Any) -> Tensor | None:
     """The value of a tensor that the step under way has made from constants alone; None of any other."""
-    if type(tensor) is not DeferredTensor or tensor._store.trace is not session.trace:
+    if type(tensor) is not DeferredTensor or tensor._storage.trace is not session.trace:
         return None
-    if not _from_constants(tensor._store.value):
+    if not _from_constants(tensor._storage.value):
         return None
     with DisableTorchDispatch():
         return replay.compute([tensor._ref()])[0]
@@ -81,7 +81,7 @@ def _constant(result: Any) -> Any:
     if not isinstance(result, Tensor):
         return result
     out = constant_tensor(result, copy=False)
-    out._store.trace = session.trace
+    out._storage.trace = session.trace
     return out
 
 

@@ -8,7 +8,7 @@ from ..compat.torch_names import DisableTorchDispatch, version_of
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import session
-from .exported_memory import store_at
+from .exported_memory import storage_at
 from .geometry import Geometry, geometry_of
 from .mapped_file import in_file
 from .tensor import DeferredStorage, DeferredTensor, Hooks
@@ -75,12 +75,12 @@ def owned_by_torch(tensor: Tensor) -> bool:
 def storage_of(tensor: Tensor) -> DeferredStorage:
     """The DeferredStorage that a tensor looks at; for a real one, a new one that holds it as it is now."""
     if type(tensor) is DeferredTensor:
-        return tensor._store
+        return tensor._storage
     if session.trace is not None:
         if tensor.is_conj() or tensor.is_neg():
             session.trace.note_outside(tensor)
             return Hooks.mirror_of(tensor)
-        found = store_at(tensor)
+        found = storage_at(tensor)
         if found is not None:  # memory of a weight, by way of numpy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
@@ -93,7 +93,7 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
 
 def outer_geometry(tensor: Tensor) -> Geometry:
     """How a real tensor from outside a step looks at what `storage_of` gives."""
-    found = store_at(tensor)
+    found = storage_at(tensor)
     return geometry_of(tensor) if found is None else found[1]
 
 

@@ -46,7 +46,7 @@ class _Lift(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _local(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or type(x) is DeferredTensor and x._store.trace is self._trace:
+        if not isinstance(x, Tensor) or type(x) is DeferredTensor and x._storage.trace is self._trace:
             return x
         with DisableTorchFunction():
             found = self.known.get(id(x))
@@ -66,7 +66,7 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
     with tracing.active():
         made = [tracing.new_input(x, f"operand{i}") for i, x in enumerate(like)]
         outside = [tracing.new_input(x, f"lifted{i}") for i, x in enumerate(lifted)]
-        inputs = [x._store.value for x in (*made, *outside)]
+        inputs = [x._storage.value for x in (*made, *outside)]
         lift = _Lift(tracing, {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)})
         with lift:
             results = function(*made)
@@ -76,7 +76,7 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
         outputs = {f"out{i}": x._ref() for i, x in enumerate(results)}
     inputs += [value for value in tracing.inputs if any(tracing.inputs[value] is x for x, _ in found)]
     locals_: list[Any] = [*made, *outside, *(local for _, local in found)]
-    if any(x._store.value is not v for x, v in zip(locals_, inputs, strict=True)):
+    if any(x._storage.value is not v for x, v in zip(locals_, inputs, strict=True)):
         raise TraceError(
             f"{here()}: a branch or a loop's body writes to a tensor from outside of it. Return the new value instead."
         )

@@ -61,8 +61,8 @@ class DataAssignments:
         Raises:
             TraceError: where somebody would look at the weight's new memory whom the step cannot give it.
         """
-        made = other if type(other) is DeferredTensor and other._store.trace is self._trace else None
-        if made is not None and self._trace.is_from_outside(made._store):
+        made = other if type(other) is DeferredTensor and other._storage.trace is self._trace else None
+        if made is not None and self._trace.is_from_outside(made._storage):
             made = None
         if made is None and not self._is_constant(other):
             self.refuse(weight, "is memory from outside of the step")
@@ -70,9 +70,9 @@ class DataAssignments:
             self._real.append((weight, here()))
         elif weight._ref().covers:
             self._part(weight)
-        elif len(weight._store.alive()) > 1:
+        elif len(weight._storage.alive()) > 1:
             self.refuse(weight, "takes it from the memory of a larger tensor")
-        sharing = [] if made is None else made._store.alive()
+        sharing = [] if made is None else made._storage.alive()
         alike = made is not None and geometry_of(made) == geometry_of(weight)
         if len(sharing) > 1 and not (alike and made._ref().covers):  # type: ignore[union-attr]
             self.refuse(weight, "is a part of a larger tensor")
@@ -80,38 +80,38 @@ class DataAssignments:
             weight.copy_(other)
         if type(weight) is DeferredTensor:
             for tensor in sharing:
-                point_at(tensor, weight._store, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
+                point_at(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
 
     def _is_constant(self, other: Any) -> bool:
         """Whether the step has made it of constants, and nobody else holds it."""
-        return is_pending(other) and other._store.value.known
+        return is_pending(other) and other._storage.value.known
 
     def _part(self, weight: DeferredTensor) -> None:
         """Those who look at the memory of `weight` keep what is there now."""
-        store = weight._store
-        if store.trace is not self._trace:
-            self._trace.adopt(store)
-        others = [t for t in store.alive() if t is not weight]
-        lent = store not in self.weights and store.resident is not None and store.resident.lent
+        storage = weight._storage
+        if storage.trace is not self._trace:
+            self._trace.adopt(storage)
+        others = [t for t in storage.alive() if t is not weight]
+        lent = storage not in self.weights and storage.resident is not None and storage.resident.lent
         kept: Any = None
         if others or lent:
-            value = store.value
+            value = storage.value
             with torch.no_grad():
-                kept = DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype).clone()
-            before = kept._store
+                kept = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
+            before = kept._storage
             for tensor in others:
                 geometry = geometry_of(tensor)
                 shows = DeferredTensor.wrap(before, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), store, geometry, shows, kept))
+                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, kept))
                 point_at(tensor, before, geometry)
         if lent:
-            self._lent.add(store)
-        self.weights.setdefault(store, kept if lent else None)
+            self._lent.add(storage)
+        self.weights.setdefault(storage, kept if lent else None)
 
-    def now_of(self, store: DeferredStorage) -> DeferredStorage:
-        """What a real tensor looks at that lies in the memory that a weight's `store` had before the step."""
-        kept = self.weights.get(store)
-        return store if kept is None else kept._store
+    def now_of(self, storage: DeferredStorage) -> DeferredStorage:
+        """What a real tensor looks at that lies in the memory that a weight's `storage` had before the step."""
+        kept = self.weights.get(storage)
+        return storage if kept is None else kept._storage
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
         """
@@ -142,9 +142,11 @@ class DataAssignments:
         """Everybody looks at what he looked at before the step."""
         for tensor, before, geometry, shows, _ in self.viewers:
             viewer = tensor()
-            if viewer is not None and viewer._store is shows._store:
+            if viewer is not None and viewer._storage is shows._storage:
                 point_at(viewer, before, geometry)
 
     def outdated(self) -> bool:
         """Whether somebody looks at a weight's memory who did not when the step was traced."""
-        return any(len(store.alive()) > 1 or store.resident.lent != (store in self._lent) for store in self.weights)
+        return any(
+            len(storage.alive()) > 1 or storage.resident.lent != (storage in self._lent) for storage in self.weights
+        )

@@ -263,4 +263,4 @@ def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
         False once all has been materialized.
     """
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
-    return any(type(t) is DeferredTensor and state_of(t._store).pending for t in tensors)
+    return any(type(t) is DeferredTensor and state_of(t._storage).pending for t in tensors)

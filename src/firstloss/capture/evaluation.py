@@ -35,16 +35,16 @@ def value_of(tensor: DeferredTensor) -> Tensor:
             session.trace.refuse_read(aten._local_scalar_dense.default)
         assert real is not None
         return real
-    return state_of(tensor._store).value(tensor)
+    return state_of(tensor._storage).value(tensor)
 
 
 def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
     """A real tensor on the memory in which the content of a tensor on a backend lives from here on."""
-    store = tensor._store
+    storage = tensor._storage
     with DisableTorchDispatch(), torch.no_grad():
-        memory = store.resident.memory(lasting)
-        if store.resident.lent:
-            note_memory(store)
+        memory = storage.resident.memory(lasting)
+        if storage.resident.lent:
+            note_memory(storage)
         ref = tensor._ref()
         return memory.detach() if ref.whole else ref.view(memory)
 
@@ -104,20 +104,20 @@ def _take_over(target: DeferredTensor, new: Tensor) -> None:
     if target.shape != new.shape:  # an `out` that was resized to fit
         with DisableTorchDispatch():
             fresh = constant_tensor(new.contiguous().clone(), copy=False)
-        reseat(target, fresh._store, geometry_of(fresh))
+        reseat(target, fresh._storage, geometry_of(fresh))
         return
-    store = target._store
+    storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():
-        made = store.made[1].clone() if store.is_made and store.made is not None else None
-        base = replay.compute([Ref.of(store.value)])[0] if made is None else made
+        made = storage.made[1].clone() if storage.is_made and storage.made is not None else None
+        base = replay.compute([Ref.of(storage.value)])[0] if made is None else made
         target._ref().view(base).copy_(new)
-    store.value = constant(base, copy=False)
+    storage.value = constant(base, copy=False)
 
 
 def run_on_resident(call: OpCall) -> Any:
     """Eager work on weights that live on a backend: views stay views, the rest is computed on the host."""
     if call.traits.view:
-        views = [DeferredTensor.wrap(call.deferred[0]._store, *g) for g in infer(call).geometry]
+        views = [DeferredTensor.wrap(call.deferred[0]._storage, *g) for g in infer(call).geometry]
         return views[0] if call.returns_one() else views
     written = [t for t in call.written() if type(t) is DeferredTensor]
     for t in written:
@@ -127,14 +127,14 @@ def run_on_resident(call: OpCall) -> Any:
                 "Call firstloss.materialize_tensor on the first."
             )
     if call.op is aten.copy_.default and _is_read_per_device(*call.args[:2]):
-        call.args[0]._store.resident.replace_from(call.args[1]._store.value)
+        call.args[0]._storage.resident.replace_from(call.args[1]._storage.value)
         return call.args[0]
     fresh = []
     for t in written:
         # From here on its host copy may be written, and goes back before the next step.
-        others = sum(other._store is t._store for other in call.deferred) > 1
-        if t._store.resident.begin_edit(whole=call.traits.fill and t._ref().covers and not others):
-            fresh.append(t._store.resident)
+        others = sum(other._storage is t._storage for other in call.deferred) > 1
+        if t._storage.resident.begin_edit(whole=call.traits.fill and t._ref().covers and not others):
+            fresh.append(t._storage.resident)
     try:
         result = _call(call, *_real_arguments(call))
     except BaseException:
@@ -142,7 +142,7 @@ def run_on_resident(call: OpCall) -> Any:
             buffer.cancel_edit()
         raise
     for t in written:
-        t._store.resident.end_edit()
+        t._storage.resident.end_edit()
     for where in call.traits.returns:
         if where is not None:
             return call.argument(where)
@@ -153,16 +153,16 @@ def _is_read_per_device(target: DeferredTensor, source: Any) -> bool:
     """Whether all of a weight on a mesh is to become what is in a file: each device then reads its part alone."""
     if not is_pending(source) or not on_backend(target):
         return False
-    new, old = source._store.value, target._store.value
+    new, old = source._storage.value, target._storage.value
     alike = (new.shape, new.dtype) == (old.shape, old.dtype) and source._ref().whole and target._ref().whole
-    return type(new) is FileValue and alike and target._store.resident.sharding is not None
+    return type(new) is FileValue and alike and target._storage.resident.sharding is not None
 
 
 def content(tensor: Tensor) -> Tensor:
     """The values of `tensor`, not to be written: where it can, without a copy."""
     if type(tensor) is not DeferredTensor:
         return tensor
-    return state_of(tensor._store).content(tensor)
+    return state_of(tensor._storage).content(tensor)
 
 
 def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
@@ -175,13 +175,13 @@ def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
 
 
 def _real_arguments(call: OpCall) -> tuple[Any, dict[str, Any]]:
-    refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._store).pending]
+    refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._storage).pending]
     with DisableTorchDispatch():
         real = iter(replay.compute(refs)) if refs else iter(())  # together: they may have much in common
 
         def made(arg: Any) -> Any:
             if type(arg) is DeferredTensor:
-                state = state_of(arg._store)
+                state = state_of(arg._storage)
                 if state.pending:
                     return next(real)
                 return state.content(arg) if state is OnBackend else state.value(arg)

@@ -30,7 +30,7 @@ class LayoutChanges:
         if trace.why_not is None:
             trace.why_not = f"{here()} gives a tensor of shape {list(tensor.shape)} another shape or storage"
         if type(tensor) is DeferredTensor:
-            self._before.append((tensor, tensor._store, geometry_of(tensor)))
+            self._before.append((tensor, tensor._storage, geometry_of(tensor)))
             return
         with DisableTorchDispatch(), torch.no_grad():
             as_it_lies = tensor.detach()

@@ -24,14 +24,14 @@ NONE = Bits()
 
 def lazy_bits(tensor: Any) -> Bits:
     """What is lazy about a deferred tensor."""
-    store = tensor._store
-    if store.mirrors is None:
+    storage = tensor._storage
+    if storage.mirrors is None:
         return NONE
     negated = conjugated = False
-    while store.mirrors is not None:
-        negated ^= store.mirrors.computed_by is aten.neg.default
-        conjugated ^= store.mirrors.computed_by is aten._conj_physical.default
-        store = store.mirrors.of
+    while storage.mirrors is not None:
+        negated ^= storage.mirrors.computed_by is aten.neg.default
+        conjugated ^= storage.mirrors.computed_by is aten._conj_physical.default
+        storage = storage.mirrors.of
     size, stride, offset, dtype = geometry_of(tensor)
     if not conjugated or dtype.is_complex:
         return Bits(conjugated, negated)

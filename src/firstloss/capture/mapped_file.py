@@ -89,10 +89,10 @@ def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
     if not is_mapped(tensor):
         return None
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
-    for other, store in session.left_in_files.values():
+    for other, storage in session.left_in_files.values():
         first, last = other.data_ptr(), other.data_ptr() + other.numel() * other.itemsize
         if (first, last, other.dtype) == (begin, end, tensor.dtype):
-            return DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
+            return DeferredTensor.wrap(storage, tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
         if first < end and begin < last:
             return None
     value = in_file(tensor)
@@ -102,7 +102,7 @@ def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
     with torch.no_grad():
         shown = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
         made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (shown,), {})
-    session.left_in_files[begin] = tensor, made._store
+    session.left_in_files[begin] = tensor, made._storage
     return made
 
 

@@ -51,48 +51,48 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         The same Python object, which holds real memory now.
     """
-    materialize_stores(pending(tensor))
+    materialize_storages(pending(tensor))
     return tensor
 
 
 def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
     """What has to be made for a tensor to be real."""
-    return [part._store for part in parts_of(tensor) if is_pending(part)]
+    return [part._storage for part in parts_of(tensor) if is_pending(part)]
 
 
-def materialize_stores(
-    stores: list[DeferredStorage],
+def materialize_storages(
+    storages: list[DeferredStorage],
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make the content of `stores`, then turn every tensor that looks at one of them into a real tensor."""
+    """Make the content of `storages`, then turn every tensor that looks at one of them into a real tensor."""
     close_door()
-    if not stores:
+    if not storages:
         return
     if device is not None:
         _check_device(device)
-    family = conjugate_views.with_mirrors(stores)
-    mirrors = [store for store in family if store.mirrors is not None]
-    lazy = [(view, base, _has_history(view)) for store in mirrors for view, base in conjugate_views.bases(store)]
-    stores = [store for store in family if store.mirrors is None]
-    total, before = sum(store.value.nbytes for store in stores), 0
+    family = conjugate_views.with_mirrors(storages)
+    mirrors = [storage for storage in family if storage.mirrors is not None]
+    lazy = [(view, base, _has_history(view)) for storage in mirrors for view, base in conjugate_views.bases(storage)]
+    storages = [storage for storage in family if storage.mirrors is None]
+    total, before = sum(storage.value.nbytes for storage in storages), 0
     told = progress
     with timeline.span("materialize"):
-        on_gpu = _on_gpus([store.value for store in stores if not store.is_made], device)
+        on_gpu = _on_gpus([storage.value for storage in storages if not storage.is_made], device)
         # What is moved or converted is made some at a time, so that no second copy of all weights is in memory.
-        for some in [stores] if device is None and dtype is None else _batches(stores):
+        for some in [storages] if device is None and dtype is None else _batches(storages):
             if progress is not None:
                 told = partial(_tell, progress, before, total)
-            values = [store.value for store in some if not store.is_made]
+            values = [storage.value for storage in some if not storage.is_made]
             made = _make([value for value in values if value not in on_gpu], num_threads, told)
             made.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
-            for store in some:
-                buffer = store.made[1] if store.is_made and store.made is not None else made.pop(store.value)
-                store.made = None
-                _make_all_real(store, buffer, device, dtype)
-                before += store.value.nbytes
+            for storage in some:
+                buffer = storage.made[1] if storage.is_made and storage.made is not None else made.pop(storage.value)
+                storage.made = None
+                _make_all_real(storage, buffer, device, dtype)
+                before += storage.value.nbytes
         for view, base, is_computed in lazy:
             _make_real_view(view, base, is_computed)
 
@@ -113,36 +113,36 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
     return found
 
 
-def give_memory(store: DeferredStorage) -> None:
-    """Turn every tensor that looks at `store` real, on memory that the caller fills: its recipe is dropped."""
+def give_memory(storage: DeferredStorage) -> None:
+    """Turn every tensor that looks at `storage` real, on memory that the caller fills: its recipe is dropped."""
     with DisableTorchDispatch():
-        memory = store.value.empty()
-    store.made = None
-    _make_all_real(store, memory, None, None)
+        memory = storage.value.empty()
+    storage.made = None
+    _make_all_real(storage, memory, None, None)
 
 
-def make(stores: list[DeferredStorage]) -> None:
-    """Compute what `stores` hold, and keep it there; their tensors stay deferred."""
-    stores = [store for store in stores if not store.is_made]
+def make(storages: list[DeferredStorage]) -> None:
+    """Compute what `storages` hold, and keep it there; their tensors stay deferred."""
+    storages = [storage for storage in storages if not storage.is_made]
     with timeline.span("materialize"):
-        made = materialize_values([store.value for store in stores])
-    for store in stores:
-        store.made = store.value, made.pop(store.value)
+        made = materialize_values([storage.value for storage in storages])
+    for storage in storages:
+        storage.made = storage.value, made.pop(storage.value)
 
 
 def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
     progress(before + done, total)
 
 
-def _batches(stores: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
+def _batches(storages: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
     some: list[DeferredStorage] = []
     held = 0
-    for store in stores:
-        if some and held + store.value.nbytes > _BATCH_BYTES:
+    for storage in storages:
+        if some and held + storage.value.nbytes > _BATCH_BYTES:
             yield some
             some, held = [], 0
-        some.append(store)
-        held += store.value.nbytes
+        some.append(storage)
+        held += storage.value.nbytes
     yield some
 
 
@@ -160,18 +160,18 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _make_all_real(
-    store: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+    storage: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
-    """Let every tensor that looks at `store` be a real one that looks at `buffer`, moved and converted."""
+    """Let every tensor that looks at `storage` be a real one that looks at `buffer`, moved and converted."""
     if device is not None or (dtype is not None and buffer.is_floating_point()):
         buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
-    tensors = store.alive()
+    tensors = storage.alive()
     with_history = {id(tensor) for tensor in tensors if _has_history(tensor)}
-    views = _views_and_bases(tensors) if buffer.dtype == store.value.dtype else []
+    views = _views_and_bases(tensors) if buffer.dtype == storage.value.dtype else []
     later = {id(view) for view, _ in views}
     for tensor in tensors:
         if id(tensor) not in later:
-            _make_real(tensor, buffer, store.value, id(tensor) in with_history)
+            _make_real(tensor, buffer, storage.value, id(tensor) in with_history)
     for view, base in views:
         _make_real_view(view, base, id(view) in with_history)
 
@@ -265,7 +265,7 @@ def _make_real_view(tensor: DeferredTensor, base: torch.Tensor, is_computed: boo
     become(tensor, torch.nn.Parameter(view.detach(), tensor.requires_grad) if is_parameter(tensor) else view)
 
 
-def stores_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:
+def pending_storages_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:
     """The Stores of the deferred tensors among `tensors`, once each."""
-    found = {id(t._store): t._store for t in tensors if type(t) is DeferredTensor}
+    found = {id(t._storage): t._storage for t in tensors if type(t) is DeferredTensor}
     return list(found.values())

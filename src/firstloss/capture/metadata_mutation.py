@@ -35,14 +35,14 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """`t_`, `squeeze_` and their like: the same storage, shown otherwise."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
-        if tensor.requires_grad and any(base_of(other) is tensor for other in tensor._store.alive()):
+        if tensor.requires_grad and any(base_of(other) is tensor for other in tensor._storage.alive()):
             raise CaptureError(
                 f"{here()}: {op} gives a tensor that wants gradients another shape in place, while views of it are "
                 "held: PyTorch would take them of the new shape. Make a view, as in x = x.t()."
             )
         call = OpCall(op, traits(op), args, kwargs)
         (geometry,) = infer(call).geometry
-        reseat(tensor, tensor._store, geometry)
+        reseat(tensor, tensor._storage, geometry)
         return tensor
     return _on_real(op, args, kwargs)
 
@@ -71,7 +71,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         offset, size = geometry[0], tuple(geometry[1])
         stride = tuple(geometry[2]) if len(geometry) > 2 else contiguous_stride(size)
         shape = (size, stride, offset, source.dtype)
-    reseat(tensor, source._store, shape)
+    reseat(tensor, source._storage, shape)
     return tensor
 
 
@@ -99,15 +99,15 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
 
     As PyTorch's, a storage that grows stays one storage: whatever else looks at it goes on to do so.
     """
-    store, offset = tensor._store, int(tensor.storage_offset())
-    value, geometry = store.value, (size, stride, offset, tensor.dtype)
+    storage, offset = tensor._storage, int(tensor.storage_offset())
+    value, geometry = storage.value, (size, stride, offset, tensor.dtype)
     reach = (offset + span(size, stride)) * tensor.itemsize
     if dense_count(value.shape, value.stride) == value.numel and reach <= value.numel * value.dtype.itemsize:
-        reseat(tensor, store, geometry)
+        reseat(tensor, storage, geometry)
         return
     resident = session.trace is None and on_backend(tensor)  # its memory is there, and is to be so again
     count = max(span(value.shape, value.stride), -(-reach // value.dtype.itemsize))
-    whole = DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)
+    whole = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)
     with torch.no_grad():
         if resident:
             real = to_host(whole)
@@ -124,14 +124,14 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
             if value.numel:
                 Hooks.dispatch(aten.copy_.default, (flat.as_strided(value.shape, value.stride), whole), {})
     # In a step, what outlives it keeps its memory: the tensor that was to grow has been given another.
-    others = store.alive() if session.trace is None or store.trace is session.trace else []
+    others = storage.alive() if session.trace is None or storage.trace is session.trace else []
     for other in others:
         if other is not tensor and other is not whole:
-            reseat(other, flat._store, geometry_of(other))
-    reseat(tensor, flat._store, geometry)
-    conjugate_views.move(store, flat._store)
+            reseat(other, flat._storage, geometry_of(other))
+    reseat(tensor, flat._storage, geometry)
+    conjugate_views.move(storage, flat._storage)
     if resident:  # nobody looks at it any more
-        store.resident.leave_memory()
+        storage.resident.leave_memory()
 
 
 def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:

@@ -43,7 +43,7 @@ def find_new_state(
         counts = _changes(optimizer, numbers, made)
         found = _new_state(optimizer, had, rehearsal)
         for entry in found.values():
-            entry._store.trace = None
+            entry._storage.trace = None
         if not counts and made.keys() - numbers.keys():  # constants, if another step leaves them as they are
             with StepTrace().active():
                 step()
@@ -83,11 +83,11 @@ def _new_state(
                 if isinstance(entry, torch.Tensor):  # a gradient or a weight itself, which there is in the step alone
                     raise FirstStepDiffers
                 continue
-            store = entry._store
-            if not _reads_inputs(store.first, rehearsal):
-                store.value = store.first
+            storage = entry._storage
+            if not _reads_inputs(storage.first, rehearsal):
+                storage.value = storage.first
             elif _linear_from_zeros(optimizer):
-                store.value = _zeros(store.value)
+                storage.value = _zeros(storage.value)
             else:
                 raise FirstStepDiffers
             found[parameter, key] = entry
@@ -166,4 +166,4 @@ def _zeros(like: Value) -> Value:
         aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
     )
     recorder.dispatch(aten.zero_.default, (made,), {})
-    return made._store.value
+    return made._storage.value

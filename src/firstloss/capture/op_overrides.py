@@ -55,7 +55,7 @@ def _same_storage_numel(op: OpOverload, args: tuple, kwargs: dict) -> bool:
     """Asked by forward-mode differentiation."""
     held = []
     for tensor in args:
-        value = tensor._store.value if type(tensor) is DeferredTensor else None
+        value = tensor._storage.value if type(tensor) is DeferredTensor else None
         with DisableTorchDispatch():
             real = tensor.untyped_storage().nbytes() // tensor.itemsize if value is None else 0
         held.append(real if value is None else span(value.shape, value.stride))
@@ -83,7 +83,7 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if session.trace is not None and not owned_by_torch(tensor):
         return tensor  # an input, which is read anew at each step
     out = constant_tensor(tensor, copy=False)
-    out._store.trace = session.trace
+    out._storage.trace = session.trace
     return out
 
 
@@ -130,7 +130,7 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     call = OpCall(op, traits(op), args, kwargs)
-    pending = any(state_of(t._store).pending and not is_in_file(t) for t in call.deferred)
+    pending = any(state_of(t._storage).pending and not is_in_file(t) for t in call.deferred)
     if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
         return _keep_recipe(args[0], kwargs)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):

@@ -140,7 +140,7 @@ def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype:
     data: Any = torch.empty(
         shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
     )
-    reseat(self, data._store, geometry_of(data))
+    reseat(self, data._storage, geometry_of(data))
 
 
 @replaces("torch.utils.swap_tensors")
@@ -171,7 +171,7 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
     swap_tensor_impl(t1, t2)
     for tensor in (t1, t2):
         if type(tensor) is DeferredTensor:
-            tensor._store.add(tensor)
+            tensor._storage.add(tensor)
 
 
 def _refuse_gradient(gradients: Any) -> None:
@@ -276,7 +276,7 @@ def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _is_alone(tensor: Any) -> bool:
     """Whether it may keep its storage where eager PyTorch gives it one of its own: nobody shares it."""
-    return tensor._ref().whole and len(tensor._store.alive()) == 1
+    return tensor._ref().whole and len(tensor._storage.alive()) == 1
 
 
 @replaces("torch.nn.Module.to_empty")

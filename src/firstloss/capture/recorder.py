@@ -95,13 +95,13 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         distributed.refuse(op)
     if session.trace is None:
         for tensor in call.deferred:
-            if tensor._store.trace is not None and state_of(tensor._store) is Traced:
+            if tensor._storage.trace is not None and state_of(tensor._storage) is Traced:
                 Traced.content(tensor)  # an error
         if not call.deferred and (call.real or call.on_meta):
             reads_file = session.depth and op in _LOADING and any(in_file(t) is not None for t in call.real)
             if not reads_file:
                 return run_for_real(call)
-        if any(t._store.resident is not None for t in call.deferred):
+        if any(t._storage.resident is not None for t in call.deferred):
             return run_on_resident(call)
         if not session.depth and op in _MEETS_LOADER:
             checkpoint_loaders.teach()
@@ -137,8 +137,8 @@ def _record(call: OpCall) -> Any:
         check_places(call)
     if trace is not None:
         for t in call.deferred:
-            if t._store.trace is not trace:
-                trace.adopt(t._store)
+            if t._storage.trace is not trace:
+                trace.adopt(t._storage)
     geometry: list[Any] | None = None  # Any: None only for a gradient that was not asked for, which nobody looks at
     if not how.fill:
         try:
@@ -152,13 +152,13 @@ def _record(call: OpCall) -> Any:
             call = _with_dtype(call, default)
     if how.view:
         assert geometry is not None
-        store = call.deferred[0]._store if call.deferred else storage_of(call.real[0])
+        storage = call.deferred[0]._storage if call.deferred else storage_of(call.real[0])
         if not call.deferred and trace is not None:
             shift = outer_geometry(call.real[0])[2] - int(call.real[0].storage_offset())
             geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
         if call.op is aten.as_strided.default:
-            _refuse_beyond(store, geometry[0])
-        views = [DeferredTensor.wrap(store, *g) for g in geometry]
+            _refuse_beyond(storage, geometry[0])
+        views = [DeferredTensor.wrap(storage, *g) for g in geometry]
         return views[0] if call.returns_one() else views
 
     targets = call.written()
@@ -202,26 +202,26 @@ def _record(call: OpCall) -> Any:
             if offset or trace is not None and dense_count(size, stride) is None:
                 stride, offset = contiguous_stride(size), 0  # views to their kernel, apart to the graph
             value = Value(size, stride, dtype, device, node)
-            store = DeferredStorage(value)
-            store.trace = trace
+            storage = DeferredStorage(value)
+            storage.trace = trace
             if trace is not None:
-                trace.made.append(weakref.ref(store))
-            made.append(DeferredTensor.wrap(store, size, stride, offset, dtype))
+                trace.made.append(weakref.ref(storage))
+            made.append(DeferredTensor.wrap(storage, size, stride, offset, dtype))
             outputs.append(value)
     node.outputs = tuple(outputs)
     if trace is not None and outputs:
         trace.latest = outputs[-1]
     for target in targets:
-        store = storage_of(target)
-        if store.mirrors is not None or store.mirrored_by:
-            conjugate_views.written(store)
+        storage = storage_of(target)
+        if storage.mirrors is not None or storage.mirrored_by:
+            conjugate_views.written(storage)
     return _results(call, made)
 
 
-def _refuse_beyond(store: DeferredStorage, geometry: Any) -> None:
+def _refuse_beyond(storage: DeferredStorage, geometry: Any) -> None:
     """`as_strided` may ask for more than the storage holds."""
     size, stride, offset, dtype = geometry
-    held = span(store.value.shape, store.value.stride) * store.value.dtype.itemsize
+    held = span(storage.value.shape, storage.value.stride) * storage.value.dtype.itemsize
     wanted = (offset + span(size, stride)) * dtype.itemsize
     if wanted > held:
         raise CaptureError(
@@ -232,7 +232,7 @@ def _refuse_beyond(store: DeferredStorage, geometry: Any) -> None:
 
 def _is_drawn_apart(target: Tensor) -> bool:
     """Whether PyTorch draws into a copy first, which lies otherwise: `x.conj().imag.normal_()`."""
-    if type(target) is not DeferredTensor or target._store.mirrors is None:
+    if type(target) is not DeferredTensor or target._storage.mirrors is None:
         return False
     return lazy_bits(target) != NONE and not target.is_contiguous()
 
@@ -268,21 +268,25 @@ def _in_turn(call: OpCall, targets: list[Tensor]) -> Any:
     return call.args[0] if returns and returns[0] is not None else None
 
 
-def _write(store: DeferredStorage, ref: Ref, node: Node) -> Value:
-    """`node` has written to `store` through `ref`."""
+def _write(storage: DeferredStorage, ref: Ref, node: Node) -> Value:
+    """`node` has written to `storage` through `ref`."""
     old = ref.value
     new = Value(old.shape, old.stride, old.dtype, old.device, node)
-    store.value = new
+    storage.value = new
     if node.overwrites:
-        store.fills += 1
-        if store.first is old and old.node is not None and old.node.op in _EMPTY:
-            store.first = new
+        storage.fills += 1
+        if storage.first is old and old.node is not None and old.node.op in _EMPTY:
+            storage.first = new
     return new
 
 
 def _is_same_memory(target: Tensor, source: Any) -> bool:
     """Whether the two show the same elements in the same order, if not in the same shape."""
-    if type(target) is not DeferredTensor or type(source) is not DeferredTensor or target._store is not source._store:
+    if (
+        type(target) is not DeferredTensor
+        or type(source) is not DeferredTensor
+        or target._storage is not source._storage
+    ):
         return False
     alike = (target.dtype, target.numel(), target.storage_offset()) == (
         source.dtype, source.numel(), source.storage_offset()
@@ -294,8 +298,8 @@ def _mentioned_once(call: OpCall, target: Tensor) -> bool:
     """Whether no other argument shares the target's memory: `a.copy_(a)` reads what it writes."""
     if len(call.deferred) == 1:
         return True
-    store = storage_of(target)
-    return sum(t._store is store for t in call.deferred) == 1
+    storage = storage_of(target)
+    return sum(t._storage is storage for t in call.deferred) == 1
 
 
 def _with_dtype(call: OpCall, default: torch.dtype) -> OpCall:
@@ -354,6 +358,6 @@ Hooks.register(
     give_memory=materialize_tensors.give_memory,
     materialize=materialize_tensors.materialize_tensor,
     materialize_all=first_use.materialize,
-    materialize_stores=materialize_tensors.materialize_stores,
+    materialize_storages=materialize_tensors.materialize_storages,
 )
 distributed.when_imported(dtensor_init.install)

@@ -92,19 +92,19 @@ class StepTrace(recorder._Tracing):
 
     # -- what the recorder asks for --
 
-    def adopt(self, store: DeferredStorage) -> None:
-        """`store` existed before the step: from here on it holds an input."""
-        if store.trace is not None and store.resident is None and store.trace is not self._outer:
+    def adopt(self, storage: DeferredStorage) -> None:
+        """`storage` existed before the step: from here on it holds an input."""
+        if storage.trace is not None and storage.resident is None and storage.trace is not self._outer:
             raise TraceError(
                 f"{here()}: the step reads a tensor that an earlier traced step made and did not return, so its value "
                 "was not kept. Return it from that step, or keep it in a module's buffer or the optimizer's state."
             )
-        self._before.append((store, store.value, store.trace))
-        old = store.value
+        self._before.append((storage, storage.value, storage.trace))
+        old = storage.value
         value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")
-        self.inputs[value] = store
-        store.value = value
-        store.trace = self
+        self.inputs[value] = storage
+        storage.value = value
+        storage.trace = self
 
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
         """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
@@ -114,10 +114,10 @@ class StepTrace(recorder._Tracing):
         if known is None:
             base = whole_storage(tensor)
             value = Value(tuple(base.shape), base.stride(), base.dtype, base.device, label=f"in{len(self.inputs)}")
-            store = DeferredStorage(value)
-            store.trace = self
+            storage = DeferredStorage(value)
+            storage.trace = self
             self.inputs[value] = base
-            known = self._real[key] = (base, store)
+            known = self._real[key] = (base, storage)
         self.note_outside(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
@@ -129,9 +129,9 @@ class StepTrace(recorder._Tracing):
 
     def refuse_overlaps(self) -> None:
         """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
-        spans = [(begin, begin + _nbytes(base), base, store) for begin, (base, store) in sorted(self._real.items())]
-        for (_, end, base, store), (begin, _, other, other_store) in itertools.pairwise(spans):
-            if begin < end and any(s.value is not s.first for s in (store, other_store)):
+        spans = [(begin, begin + _nbytes(base), base, storage) for begin, (base, storage) in sorted(self._real.items())]
+        for (_, end, base, storage), (begin, _, other, other_storage) in itertools.pairwise(spans):
+            if begin < end and any(s.value is not s.first for s in (storage, other_storage)):
                 self._overlapping(base, other)
 
     def _overlapping(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
@@ -146,18 +146,18 @@ class StepTrace(recorder._Tracing):
         known = self._real.get(storage_key(tensor))
         return known is None or known[1].value is known[1].first
 
-    def outside_of(self, store: DeferredStorage) -> torch.Tensor | None:
-        """The real tensor from outside that `store` stands for, all of its storage."""
-        return next((base for base, known in self._real.values() if known is store), None)
+    def outside_of(self, storage: DeferredStorage) -> torch.Tensor | None:
+        """The real tensor from outside that `storage` stands for, all of its storage."""
+        return next((base for base, known in self._real.values() if known is storage), None)
 
     def views_of(self, tensor: torch.Tensor) -> int:
         """How many real tensors from outside show the memory of one of them."""
         known = self.outside.get(id(tensor))
         return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
 
-    def is_from_outside(self, store: DeferredStorage) -> bool:
-        """Whether `store`, which the step has taken up, was there before it, or stands for what was."""
-        return store.first in self.inputs or any(store is before for before, _, _ in self._before)
+    def is_from_outside(self, storage: DeferredStorage) -> bool:
+        """Whether `storage`, which the step has taken up, was there before it, or stands for what was."""
+        return storage.first in self.inputs or any(storage is before for before, _, _ in self._before)
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor from outside lies in the storage of `tensor`."""
@@ -175,9 +175,9 @@ class StepTrace(recorder._Tracing):
     def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """`other` looks at the storage of `tensor`, an input, as that does now, and is the input from here on."""
         key = storage_key(tensor)
-        _, store = self._real[key]
-        self._real[key] = other, store
-        self.inputs[store.first] = other
+        _, storage = self._real[key]
+        self._real[key] = other, storage
+        self.inputs[storage.first] = other
 
     def laid_out_anew(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
@@ -207,12 +207,12 @@ class StepTrace(recorder._Tracing):
         shape = tuple(tensor.shape)
         stride = tensor.stride() if is_dense(tensor) else contiguous_stride(shape)
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
-        store = DeferredStorage(value)
-        store.trace = self
+        storage = DeferredStorage(value)
+        storage.trace = self
         self.inputs[value] = tensor
         if may_change:
-            self._arguments[value] = store
-        return DeferredTensor.wrap(store, shape, stride, 0, tensor.dtype)
+            self._arguments[value] = storage
+        return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value, or for what depends on one."""
@@ -288,16 +288,16 @@ class StepTrace(recorder._Tracing):
         recorder.set_trace(before)
         self.mirrors.clear()
         if self.changes is None:
-            self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
-        for store, value, trace in reversed(self._before):
-            store.value = value
-            store.trace = trace
+            self.changes = {value: storage.value for value, storage in self._storages() if storage.value is not value}
+        for storage, value, trace in reversed(self._before):
+            storage.value = value
+            storage.trace = trace
 
-    def _stores(self) -> list[tuple[Value, DeferredStorage]]:
+    def _storages(self) -> list[tuple[Value, DeferredStorage]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
-        real = {store.first: store for _, store in self._real.values()} | self._arguments
-        stores = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
-        return [(value, store) for value, store in stores if store is not None]
+        real = {storage.first: storage for _, storage in self._real.values()} | self._arguments
+        storages = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
+        return [(value, storage) for value, storage in storages if storage is not None]
 
 
 def _pop_modes(depth: int) -> None:
@@ -346,7 +346,7 @@ _MOST_BYTES = 1 << 28
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors whose storages begin at the same place: NumPy's memory may have several."""
     if type(tensor) is DeferredTensor:
-        return id(tensor._store)
+        return id(tensor._storage)
     storage = _storage_of(tensor)
     if storage is None:
         return id(tensor)
@@ -389,4 +389,4 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
     """Whether `tensor` was made by `trace` and has no value outside of it."""
-    return type(tensor) is DeferredTensor and tensor._store.trace is trace
+    return type(tensor) is DeferredTensor and tensor._storage.trace is trace

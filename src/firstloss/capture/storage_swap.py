@@ -13,30 +13,30 @@ from ..errors import BackendError, CaptureError, MaterializeError
 from ..program.source import here
 from . import session
 from .autograd_boundary import without_history
-from .exported_memory import note_memory, stores_met_by
+from .exported_memory import note_memory, storages_met_by
 from .geometry import Geometry, geometry_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, make_views_real, on_backend, to_host
 
 Tensor = torch.Tensor
 
 
-def point_at(tensor: DeferredTensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Let a deferred tensor be a view of `store` from now on."""
-    _set_data(tensor, DeferredTensor.wrap(store, *geometry))
-    tensor._store = store
-    store.add(tensor)
+def point_at(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Let a deferred tensor be a view of `storage` from now on."""
+    _set_data(tensor, DeferredTensor.wrap(storage, *geometry))
+    tensor._storage = storage
+    storage.add(tensor)
 
 
-def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Let `tensor`, the Python object, look at `store` from now on; a real one becomes deferred."""
+def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Let `tensor`, the Python object, look at `storage` from now on; a real one becomes deferred."""
     if session.trace is not None and is_state(tensor):
         session.trace.new_layouts.change(tensor)
     if type(tensor) is DeferredTensor:
         if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
             session.reseated += 1
-        point_at(tensor, store, geometry)
+        point_at(tensor, storage, geometry)
         return
-    new = DeferredTensor.wrap(store, *geometry)
+    new = DeferredTensor.wrap(storage, *geometry)
     if tensor.grad_fn is not None and session.trace is None:  # it stays what a gradient goes through
         _set_data(tensor, to_host(new))
         return
@@ -51,7 +51,7 @@ def reseat(tensor: Tensor, store: DeferredStorage, geometry: Geometry) -> None:
     become(tensor, new)
     if kind is torch.nn.Parameter:
         setattr(tensor, PARAMETER_FLAG, True)
-    store.add(tensor)
+    storage.add(tensor)
 
 
 def share_memory(tensor: Tensor, real: Tensor, is_computed: bool = False) -> None:
@@ -83,12 +83,12 @@ def become(tensor: Tensor, other: Tensor) -> None:
     leaf = is_leaf(tensor)
     requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
     hooks = hook_tables(tensor) if leaf else {}
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_store", PARAMETER_FLAG)}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_storage", PARAMETER_FLAG)}
     if requires_grad and not other.requires_grad:
         other.requires_grad_(True)
     if grad is not None:
         tensor.grad = None
-    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_store", PARAMETER_FLAG)}
+    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_storage", PARAMETER_FLAG)}
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})
@@ -110,7 +110,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     other.__dict__.clear()
     other.__dict__.update(had)
     if was is DeferredTensor:
-        had["_store"].add(other)
+        had["_storage"].add(other)
     if grad is not None:
         _put_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
     put_hook_tables(tensor, hooks)
@@ -124,7 +124,7 @@ def _put_gradient(tensor: Tensor, grad: Tensor) -> None:
     data: Tensor
     fitting: Tensor
     if type(tensor) is DeferredTensor:
-        data, fitting = (DeferredTensor.wrap(tensor._store, *geometry_of(t)) for t in (tensor, grad))
+        data, fitting = (DeferredTensor.wrap(tensor._storage, *geometry_of(t)) for t in (tensor, grad))
     else:
         data, fitting = _data.__get__(tensor), torch.empty_like(grad)
     _set_data(tensor, fitting)
@@ -155,10 +155,10 @@ def is_state(tensor: Tensor) -> bool:
     """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
     if type(tensor) is not DeferredTensor:
         return session.trace is not None
-    store = tensor._store
-    if store.resident is not None or session.trace is None:
-        return store.resident is not None
-    return store.trace is not session.trace or session.trace.is_from_outside(store)
+    storage = tensor._storage
+    if storage.resident is not None or session.trace is None:
+        return storage.resident is not None
+    return storage.trace is not session.trace or session.trace.is_from_outside(storage)
 
 
 def _assign_data(self: Tensor, other: Any) -> None:
@@ -171,21 +171,25 @@ def _assign_data(self: Tensor, other: Any) -> None:
         return
     alike = self.shape == other.shape and self.dtype == other.dtype
     if session.trace is None and on_backend(self):
-        if type(other) is DeferredTensor and other._store is self._store and geometry_of(other) == geometry_of(self):
+        if (
+            type(other) is DeferredTensor
+            and other._storage is self._storage
+            and geometry_of(other) == geometry_of(self)
+        ):
             return
         # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
-        alone = alike and self._ref().whole and all(t is self for t in self._store.alive())
-        met = [] if type(other) is DeferredTensor else list(stores_met_by(other))  # which hold it as well
+        alone = alike and self._ref().whole and all(t is self for t in self._storage.alive())
+        met = [] if type(other) is DeferredTensor else list(storages_met_by(other))  # which hold it as well
         if any(offset is None for _, offset in met):
             raise BackendError(
                 f"{here()}: the memory assigned to a tensor of shape {list(self.shape)} and that of another one on the "
                 "backend overlap, and neither is a view of the other's whole. Write tensor.data.copy_(...), or "
                 "tensor.data = ....clone()."
             )
-        if alone and not met and self._store.resident.exchange(other):
-            note_memory(self._store)
+        if alone and not met and self._storage.resident.exchange(other):
+            note_memory(self._storage)
             # A step knows the new memory as another's, or a real tensor that lies in the memory that was left.
-            if any(trace.shares(other) or self._store in trace.met_in_memory for trace in list(session.traces)):
+            if any(trace.shares(other) or self._storage in trace.met_in_memory for trace in list(session.traces)):
                 session.reseated += 1
             return
         if type(other) is not DeferredTensor:
@@ -198,9 +202,9 @@ def _assign_data(self: Tensor, other: Any) -> None:
             share_memory(self, other)
             return
         other = Hooks.constant_tensor(other)
-    if session.trace is not None and is_state(self) and session.trace.is_from_outside(other._store):
+    if session.trace is not None and is_state(self) and session.trace.is_from_outside(other._storage):
         session.trace.new_memory.refuse(self, "is memory from outside of the step")
-    reseat(self, other._store, geometry_of(other))
+    reseat(self, other._storage, geometry_of(other))
 
 
 def _get_data(self: Tensor) -> Tensor:

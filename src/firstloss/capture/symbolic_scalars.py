@@ -221,6 +221,6 @@ def number_ref(number: Any) -> Ref:
     if trace is None:
         return number.node._refuse()
     tensor = tensor_of(number)
-    if type(tensor) is DeferredTensor and tensor._store.trace is not trace:
-        trace.adopt(tensor._store)
+    if type(tensor) is DeferredTensor and tensor._storage.trace is not trace:
+        trace.adopt(tensor._storage)
     return ref_of(tensor)

@@ -50,7 +50,7 @@ class Traced:
         Raises:
             TraceError: always.
         """
-        if tensor._store.trace.is_open:
+        if tensor._storage.trace.is_open:
             raise TraceError(
                 f"{here()}: another thread than the one that is tracing a step computes with the step's tensors. Only "
                 "the thread that calls the step can: compute there."
@@ -71,7 +71,7 @@ class Made:
     @staticmethod
     def content(tensor: DeferredTensor) -> Tensor:
         """As of `Recorded`."""
-        made = tensor._store.made
+        made = tensor._storage.made
         assert made is not None
         with DisableTorchDispatch():
             return tensor._ref().view(made[1])
@@ -90,7 +90,7 @@ class OnBackend:
     @staticmethod
     def content(tensor: DeferredTensor) -> Tensor:
         """As of `Recorded`."""
-        return tensor._ref().view(tensor._store.resident.host())
+        return tensor._ref().view(tensor._storage.resident.host())
 
     @staticmethod
     def value(tensor: DeferredTensor) -> Tensor:
@@ -101,10 +101,10 @@ class OnBackend:
 State = type[Recorded] | type[Traced] | type[Made] | type[OnBackend]
 
 
-def state_of(store: DeferredStorage) -> State:
+def state_of(storage: DeferredStorage) -> State:
     """Where the content of a storage is now; outside of a trace."""
-    if store.resident is not None:
+    if storage.resident is not None:
         return OnBackend
-    if store.trace is not None and not store.value.known:
+    if storage.trace is not None and not storage.value.known:
         return Traced
-    return Made if store.is_made else Recorded
+    return Made if storage.is_made else Recorded

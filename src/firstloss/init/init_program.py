@@ -128,9 +128,9 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             continue
         recipe = first.get(id(tensor))
         if recipe is None:
-            store = tensor._store
-            dead = 0 if id(store) in counted else store.fills - _ends_in_a_fill(store.value)
-            counted.add(id(store))
+            storage = tensor._storage
+            dead = 0 if id(storage) in counted else storage.fills - _ends_in_a_fill(storage.value)
+            counted.add(id(storage))
             recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead, mark=mark_of(tensor))
         elif kind == "attribute":  # a list kept beside the weights, as an LSTM's: not a name of its own
             continue

@@ -9,7 +9,7 @@ import torch
 
 from ..capture.deferred import named_tensors
 from ..capture.distributed import parts_of
-from ..capture.materialize_tensors import materialize_stores, materialize_tensor, pending
+from ..capture.materialize_tensors import materialize_storages, materialize_tensor, pending
 from ..capture.tensor import DeferredStorage
 from ..errors import MaterializeError, MetaTensorsWarning
 from ..program.source import here, warn
@@ -79,19 +79,19 @@ def materialize_module(
     _check_arguments(module, buffers_only, check_fn, num_threads)
     modules = dict(module.named_modules()) if check_fn is not None else {}
     chosen = {name for name, sub in modules.items() if check_fn is not None and check_fn(sub)}
-    stores: dict[int, DeferredStorage] = {}
+    storages: dict[int, DeferredStorage] = {}
     on_meta: list[str] = []
     for name, tensor, kind in named_tensors(module):
         if buffers_only and (kind == "parameter" or isinstance(tensor, torch.nn.Parameter)):
             continue
         if check_fn is not None and _owner(name, modules) not in chosen:
             continue
-        stores.update((id(store), store) for store in pending(tensor))
+        storages.update((id(storage), storage) for storage in pending(tensor))
         if kind != "attribute" and any(part.is_meta for part in parts_of(tensor)):
             on_meta.append(name)
     if on_meta:
-        _report_meta(module, on_meta, nothing_else=not stores)
-    materialize_stores(list(stores.values()), num_threads, progress, device, dtype)
+        _report_meta(module, on_meta, nothing_else=not storages)
+    materialize_storages(list(storages.values()), num_threads, progress, device, dtype)
     return module
 
 

@@ -77,7 +77,7 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
             if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
                 like = torch.empty(leaf.shape, dtype=to_torch(leaf.dtype), device="meta")
                 made = tracing.new_input(like, f"in{len(arrays)}")
-                arrays[made._store.value] = leaf
+                arrays[made._storage.value] = leaf
                 leaf = made
             leaves.append(leaf)
         args, kwargs = spec.unflatten(leaves)

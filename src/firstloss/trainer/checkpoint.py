@@ -347,9 +347,9 @@ def _tied(wanted: Mapping[str, torch.Tensor], name: str, weights: Mapping[str, t
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    stores = getattr(a, "_store", None), getattr(b, "_store", None)  # deferred: no memory to compare
-    if stores[0] is not None or stores[1] is not None:
-        return stores[0] is stores[1]
+    storages = getattr(a, "_storage", None), getattr(b, "_storage", None)  # deferred: no memory to compare
+    if storages[0] is not None or storages[1] is not None:
+        return storages[0] is storages[1]
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 

@@ -73,7 +73,7 @@ def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
         shape = tuple(tensor.shape)
         return [
             _Owned(piece.owner, TensorPart(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
-            for piece in tensor._store.resident.pieces()
+            for piece in tensor._storage.resident.pieces()
         ]
     return [_Owned(0, _whole_part(name, tensor))]
 
@@ -82,5 +82,5 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if type(tensor) is not DeferredTensor:
             return tensor.detach().cpu()
-        buffer = tensor._store.resident
+        buffer = tensor._storage.resident
         return tensor._ref().view(buffer.read()) if buffer is not None else content(tensor)

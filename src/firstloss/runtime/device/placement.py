@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ... import switch_interval, timeline
-from ...capture.exported_memory import note_memory, store_at
+from ...capture.exported_memory import note_memory, storage_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import close_door
 from ...capture.geometry import Geometry, geometry_of
@@ -107,9 +107,9 @@ def move_to_device(
     real: list[torch.Tensor] = []
     for tensor in without_bits(tensors):
         if type(tensor) is DeferredTensor:
-            store = tensor._store
-            if store.resident is None and store not in pending:
-                pending.append(store)
+            storage = tensor._storage
+            if storage.resident is None and storage not in pending:
+                pending.append(storage)
         elif not any(tensor is other for other in real):
             real.append(tensor)
     if real:
@@ -131,9 +131,9 @@ def _is_copied(value: Value) -> bool:
 
 
 def _materialize_in_background(
-    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
+    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
 ) -> None:
-    shardings = {store.value: mesh.storage_sharding(store) if mesh is not None else None for store in stores}
+    shardings = {storage.value: mesh.storage_sharding(storage) if mesh is not None else None for storage in storages}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
     before_us = list(_under_way) if behind else []
 
@@ -153,9 +153,9 @@ def _materialize_in_background(
         return made
 
     materialization = _Materialization(make)
-    for store in stores:
-        store.resident = DeviceBuffer(store.value, pending=materialization, sharding=shardings[store.value])
-        store.resident.fresh = not _is_copied(store.value)
+    for storage in storages:
+        storage.resident = DeviceBuffer(storage.value, pending=materialization, sharding=shardings[storage.value])
+        storage.resident.fresh = not _is_copied(storage.value)
     if only_asked_for:
         return
     if behind and on_cpu():  # the forward pass needs the same cores
@@ -208,7 +208,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
     mapped = MappedWeights()
     for group in groups.values():
-        found = [store_at(tensor) for tensor in group]
+        found = [storage_at(tensor) for tensor in group]
         if all(found):  # the exported memory of a weight on the backend
             for tensor, at in zip(group, found, strict=True):
                 assert at is not None
@@ -216,14 +216,14 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-        store = DeferredStorage(value)
+        storage = DeferredStorage(value)
         for tensor in group:
-            _become_resident(tensor, store, geometry_of(tensor))
+            _become_resident(tensor, storage, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
             if lasting or is_held(base):  # by a NumPy array, or a tensor that is not moved
-                store.resident = DeviceBuffer.from_host_memory(value, base, lasting)
-                note_memory(store)
+                storage.resident = DeviceBuffer.from_host_memory(value, base, lasting)
+                note_memory(storage)
                 continue
         from ..jax_support import to_device
 
@@ -233,9 +233,9 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         else:
             from ..mesh.sharded_arrays import put
 
-            sharding = mesh.storage_sharding(store)
+            sharding = mesh.storage_sharding(storage)
             array = put(base, sharding)
-        store.resident = DeviceBuffer(value, array=array, sharding=sharding)
+        storage.resident = DeviceBuffer(value, array=array, sharding=sharding)
         del base
 
 
@@ -253,39 +253,42 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
 
 def to_backend(tensor: torch.Tensor) -> DeferredTensor:
     """A tensor on the backend that shares the memory of `tensor`; where that is impossible, a copy."""
-    found = store_at(tensor)
+    found = storage_at(tensor)
     if found is not None:
         return DeferredTensor.wrap(found[0], *found[1])
     with DisableTorchDispatch(), torch.no_grad():
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-    store = DeferredStorage(value)
+    storage = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
-        store.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
-        note_memory(store)
+        storage.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
+        note_memory(storage)
     else:
         from ..jax_support import to_device
 
-        store.resident = DeviceBuffer(value, array=to_device(base))
-    return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
+        storage.resident = DeviceBuffer(value, array=to_device(base))
+    return DeferredTensor.wrap(storage, *geometry_of(base)[:2], 0, base.dtype)
 
 
 Hooks.register(to_backend=to_backend)
 
 
-def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Turn `tensor`, the Python object, into a view of `store`. Autograd state is kept: hooks, gradient, and the graphs
-    that it is part of, so that views of weights and losses computed earlier still work."""
+def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Turn `tensor`, the Python object, into a view of `storage`.
+
+    Its autograd state is kept: hooks, gradient, and the graphs that it is part of, so that views of weights and losses
+    computed earlier still work.
+    """
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
     hooks = hook_tables(tensor) if leaf else {}
     new: Any
     if leaf:
-        new = DeferredTensor.wrap(store, *geometry)
+        new = DeferredTensor.wrap(storage, *geometry)
         _lead_on(tensor)
     else:
         with torch.enable_grad():
-            new = _Moved.apply(tensor, store, geometry)
+            new = _Moved.apply(tensor, storage, geometry)
     if isinstance(tensor, torch.nn.Parameter):
         setattr(new, PARAMETER_FLAG, True)
     if leaf and requires_grad:
@@ -297,8 +300,8 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
     swap_tensor_impl(tensor, new)
-    store.tensors[:] = [ref for ref in store.tensors if ref() is not new]
-    store.add(tensor)
+    storage.tensors[:] = [ref for ref in storage.tensors if ref() is not new]
+    storage.add(tensor)
     if grad is not None:
         tensor.grad = grad
     put_hook_tables(tensor, hooks)
@@ -330,8 +333,8 @@ class _Moved(torch.autograd.Function):
     """Moves a tensor that has a graph to the backend, within the graph."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> torch.Tensor:
-        return DeferredTensor.wrap(store, *geometry)
+    def forward(ctx: Any, tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> torch.Tensor:
+        return DeferredTensor.wrap(storage, *geometry)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

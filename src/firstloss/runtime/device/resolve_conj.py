@@ -25,8 +25,8 @@ def without_bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     tensors = list(tensors)
     for tensor in tensors:
-        if type(tensor) is DeferredTensor and tensor._store.resident is None and tensor._store.mirrors is not None:
-            Hooks.materialize_stores([tensor._store])  # with all that shares its memory
+        if type(tensor) is DeferredTensor and tensor._storage.resident is None and tensor._storage.mirrors is not None:
+            Hooks.materialize_storages([tensor._storage])  # with all that shares its memory
     lazy = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
     left = {id(tensor) for tensor in lazy if not _resolved(tensor, tensors)}
     return [tensor for tensor in tensors if id(tensor) not in left]

@@ -23,16 +23,16 @@ def resident(
 
         dtype = to_torch(array.dtype)
     value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
-    return DeferredTensor.wrap(store_of(array, value, sharding), shape, value.stride, 0, dtype)
+    return DeferredTensor.wrap(deferred_storage_of(array, value, sharding), shape, value.stride, 0, dtype)
 
 
-def store_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
+def deferred_storage_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
     """A storage on the backend, laid out as `like`, that holds `array`; on a mesh, sharding of a lazy one."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
-    store = DeferredStorage(value)
-    store.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
-    store.resident.set(array)
-    return store
+    storage = DeferredStorage(value)
+    storage.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
+    storage.resident.set(array)
+    return storage
 
 
 def mesh_sharding(array: Any) -> Any:

@@ -232,7 +232,7 @@ def _alike(old: Any, new: Any) -> bool:
         return False
     if old.stride() != new.stride() or _own_class(old) is not _own_class(new):
         return False
-    attributes = {*old.__dict__, *new.__dict__} - {"_store", PARAMETER_FLAG}
+    attributes = {*old.__dict__, *new.__dict__} - {"_storage", PARAMETER_FLAG}
     return not attributes and not is_parameter(new) and not is_parameter(old)
 
 

@@ -47,7 +47,7 @@ class ArgumentStandIns(NamedTuple):
 
     Attributes:
         tensors: by id, the traced tensors, each with the number of the argument that it stands for.
-        stores: by id, their storages, likewise.
+        storages: by id, their storages, likewise.
         containers: by id, the dicts, lists and objects that hold them, each with its number.
         view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
         outside: the tensor from outside, whole, that a storage stands for, if it does.
@@ -55,14 +55,14 @@ class ArgumentStandIns(NamedTuple):
     """
 
     tensors: dict[int, int]
-    stores: dict[int, int]
+    storages: dict[int, int]
     containers: dict[int, int]
     view: Callable[[torch.Tensor, Any], torch.Tensor]
     outside: Callable[[Any], torch.Tensor | None]
     lent: Callable[[torch.Tensor], bool]
 
 
-NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda store: None, lambda tensor: False)
+NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda storage: None, lambda tensor: False)
 
 
 class Reconstructor:
@@ -190,15 +190,15 @@ class Reconstructor:
         """One that the step has made, with nothing beside its content."""
         if self._is_traced(value):
             assert type(value) is DeferredTensor
-            if value._store.mirrors is not None:
+            if value._storage.mirrors is not None:
                 shows, view_of = self._new_tensor(unmirrored(value)), bits_of(value)
                 return lambda env: view_of(shows(env))
             geometry = geometry_of(value)
-            shown = self._given.stores.get(id(value._store))
+            shown = self._given.storages.get(id(value._storage))
             if shown is not None:
                 view = self._given.view
                 return lambda env: view(env.arguments[shown], geometry)
-            home = self._given.outside(value._store)
+            home = self._given.outside(value._storage)
             if home is not None:
                 key = id(home)
                 return lambda env: same_memory(env.stand_in.get(key, home), geometry)
@@ -210,15 +210,15 @@ class Reconstructor:
             with torch.no_grad():
                 kept = value.detach().clone()
             return lambda env: kept.clone()
-        if value._store.resident is None and value._store.value.known:  # the step has made it of constants
+        if value._storage.resident is None and value._storage.value.known:  # the step has made it of constants
             known = Hooks.value_of(value)
             return lambda env: known.clone()
-        store, geometry = value._store, geometry_of(value)  # a view of a weight, which shows it as it will be
-        return lambda env: DeferredTensor.wrap(store, *geometry)
+        storage, geometry = value._storage, geometry_of(value)  # a view of a weight, which shows it as it will be
+        return lambda env: DeferredTensor.wrap(storage, *geometry)
 
     def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, CallFrame], None]:
         """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
-        parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_store"}
+        parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_storage"}
         leaf = value.requires_grad and value.is_leaf
         kept = value.grad if value.is_leaf or value.retains_grad else None
         gradient = None if kept is None else self.make(kept)
@@ -330,7 +330,7 @@ class Reconstructor:
 def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
     """Another tensor in the same storage."""
     if type(tensor) is DeferredTensor:
-        return DeferredTensor.wrap(tensor._store, *geometry)
+        return DeferredTensor.wrap(tensor._storage, *geometry)
     size, stride, offset, dtype = geometry
     return vector_of(tensor.detach(), dtype).as_strided(size, stride, offset)
 

@@ -355,7 +355,7 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
-_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+_OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__"}  # fmt: skip

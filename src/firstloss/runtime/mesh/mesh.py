@@ -101,14 +101,14 @@ class Mesh:
 
     # -- shardings --
 
-    def storage_sharding(self, store: DeferredStorage) -> MeshSharding:
+    def storage_sharding(self, storage: DeferredStorage) -> MeshSharding:
         """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
 
         Raises:
             ShardingError: for a mark that does not fit the tensor or this mesh.
         """
-        value = store.value
-        for tensor in store.alive():
+        value = storage.value
+        for tensor in storage.alive():
             mark = shardings.mark_of(tensor)
             if mark is None:
                 continue

@@ -19,7 +19,7 @@ from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from ..guards.reconstruct import same_memory
 from ..pytrees import attributes_taken_apart, containers
 
-_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+_OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
 class Itself:
@@ -159,8 +159,8 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
 
 def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
-    if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
-        return tensor._store
+    if type(tensor) is DeferredTensor and tensor._storage.resident is not None and tensor._ref().whole:
+        return tensor._storage
     return tensor
 
 

@@ -124,8 +124,8 @@ class ClosureCall:
         """Keep what the tensor arguments are at this place of the step."""
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
-                if type(leaf) is DeferredTensor and leaf._store.trace is not trace:
-                    trace.adopt(leaf._store)
+                if type(leaf) is DeferredTensor and leaf._storage.trace is not trace:
+                    trace.adopt(leaf._storage)
                 self.leaves[i] = ref_of(leaf)
         trace.closures.append(self)
 
@@ -153,8 +153,8 @@ class ClosureCall:
             return
         leaves, arrays = [], []
         for leaf in self.leaves:
-            if type(leaf) is DeferredTensor and leaf._store.resident is not None:
-                array = leaf._store.resident.snapshot()
+            if type(leaf) is DeferredTensor and leaf._storage.resident is not None:
+                array = leaf._storage.resident.snapshot()
                 arrays.append(array)
                 leaf = _StoredArray(array, leaf._ref())
             elif isinstance(leaf, torch.Tensor):

@@ -194,15 +194,18 @@ class CompiledStep:
         """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
-        for store, _ in traced.handed_out:
-            if store.resident.handed_out is not None:
-                call.memory[store] = store.resident.handed_out
-                store.resident.leave_memory()
+        for storage, _ in traced.handed_out:
+            if storage.resident.handed_out is not None:
+                call.memory[storage] = storage.resident.handed_out
+                storage.resident.leave_memory()
         write_back(call.owners, buffers, new)
-        for name, store in traced.outputs.held.items():
-            if store.resident is None:
-                store.resident, store.trace = DeviceBuffer(store.value, sharding=mesh_sharding(arrays[name])), None
-            store.resident.set(arrays[name])
+        for name, storage in traced.outputs.held.items():
+            if storage.resident is None:
+                storage.resident, storage.trace = (
+                    DeviceBuffer(storage.value, sharding=mesh_sharding(arrays[name])),
+                    None,
+                )
+            storage.resident.set(arrays[name])
         if call.bindings is None:
             env = self._env(call.arguments, arrays)
             call.result = traced.result(env)
@@ -276,10 +279,10 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
     """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
 
     def bind() -> None:
-        buffer = kept._store.resident
+        buffer = kept._storage.resident
         if buffer.handed_out is None:
             buffer.take_memory(memory)
-            note_memory(kept._store)
+            note_memory(kept._storage)
 
     return bind
 

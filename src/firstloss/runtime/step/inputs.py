@@ -76,9 +76,11 @@ class Inputs:
         place = self._places.get(value)
         owner = self._owners[value] if place is None else leaves[place]
         if type(owner) is DeferredTensor and owner._ref().whole:
-            store = owner._store
-            if store.resident is not None and store.resident.sharding is self.where.get(value):  # and need not be sent
-                owner = store
+            storage = owner._storage
+            if storage.resident is not None and storage.resident.sharding is self.where.get(
+                value
+            ):  # and need not be sent
+                owner = storage
         return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
@@ -92,8 +94,8 @@ class Inputs:
         array: jax.Array
         if isinstance(owner, DeferredStorage):
             array = self._argument(self._buffer(owner), donated)
-        elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
-            array = self._argument(owner._store.resident)
+        elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
+            array = self._argument(owner._storage.resident)
         elif where is not None:
             return put_later(owner, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
@@ -134,11 +136,11 @@ class Inputs:
             return mesh.batch_sharding(tuple(value.shape))
         return self._buffer(owner).sharding or mesh.whole
 
-    def _buffer(self, store: DeferredStorage) -> DeviceBuffer:
+    def _buffer(self, storage: DeferredStorage) -> DeviceBuffer:
         """The buffer of a storage, which is moved to the backend if it is not there yet."""
-        if store.resident is None:
-            self._backend.move_to_device(_tensors_of(store))
-        return store.resident
+        if storage.resident is None:
+            self._backend.move_to_device(_tensors_of(storage))
+        return storage.resident
 
 
 def _given(tensor: torch.Tensor) -> Any:
@@ -151,10 +153,10 @@ def _given(tensor: torch.Tensor) -> Any:
     return lent_later(tensor)
 
 
-def _tensors_of(store: DeferredStorage) -> list[DeferredTensor]:
+def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
     """Those that look at it; of what the step has loaded from a file, and not kept, one that looks at all of it."""
-    value = store.value
-    return store.alive() or [DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)]
+    value = storage.value
+    return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
 
 
 def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:

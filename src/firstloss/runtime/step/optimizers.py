@@ -204,7 +204,7 @@ class Optimizers:
                 )
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        self.given.update(grad._store.value for grad in grads if type(grad) is DeferredTensor)
+        self.given.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
         load_in_place(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import store_at, stores_met_by
+from ...capture.exported_memory import storage_at, storages_met_by
 from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
@@ -22,7 +22,7 @@ Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor 
 
 def storage_or_itself(tensor: torch.Tensor) -> Owner:
     """The storage of a tensor of the backend's; else itself."""
-    return tensor._store if type(tensor) is DeferredTensor else tensor
+    return tensor._storage if type(tensor) is DeferredTensor else tensor
 
 
 def memory_of(owner: Any) -> int:
@@ -32,7 +32,7 @@ def memory_of(owner: Any) -> int:
 
 def place_of(tensor: torch.Tensor) -> tuple[int, Geometry]:
     """The memory of a tensor, the same for all that share it, and how it looks at that."""
-    lent = None if type(tensor) is DeferredTensor else store_at(tensor)
+    lent = None if type(tensor) is DeferredTensor else storage_at(tensor)
     return (storage_key(tensor), geometry_of(tensor)) if lent is None else (id(lent[0]), lent[1])
 
 
@@ -56,7 +56,7 @@ class Owners:
         self.read: list[Value] = []
         self.edited: list[int] = []
         self.stand_in: dict[int, torch.Tensor] = {}
-        self._stores: set[int] | None = None  # the ids of the inputs' owners, but for arguments
+        self._storages: set[int] | None = None  # the ids of the inputs' owners, but for arguments
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
         self._writes_outside = False
 
@@ -69,8 +69,8 @@ class Owners:
             if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _nobody_elses(found):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 move_to_device([found])
-                found = self.inputs[value] = found._store  # type: ignore[attr-defined]
-            self.changed[value] = found._store if type(found) is DeferredTensor else found
+                found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
+            self.changed[value] = found._storage if type(found) is DeferredTensor else found
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_outside = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
@@ -100,15 +100,15 @@ class Owners:
 
     def moved(self) -> None:
         """Others stand in `inputs` now."""
-        self._stores = None
+        self._storages = None
 
     # -- which tensors they are --
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors` goes in, or its gradient."""
         theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
-        stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(found) in theirs or id(found) in stores for found in self.inputs.values())
+        storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
+        return any(id(found) in theirs or id(found) in storages for found in self.inputs.values())
 
     def from_outside(self, given: Container[Value]) -> list[Owner | None]:
         """What goes in, first what is changed; None for what each call is `given` anew."""
@@ -121,11 +121,13 @@ class Owners:
         found: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
-            stores = [leaf._store] if type(leaf) is DeferredTensor else [store for store, _ in stores_met_by(leaf)]
-            if stores:
-                if self._stores is None:
-                    self._stores = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
-                if not self._stores.isdisjoint(map(id, stores)):
+            storages = (
+                [leaf._storage] if type(leaf) is DeferredTensor else [storage for storage, _ in storages_met_by(leaf)]
+            )
+            if storages:
+                if self._storages is None:
+                    self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
+                if not self._storages.isdisjoint(map(id, storages)):
                     found.add(i)
         if not self._writes_outside:
             return found
@@ -150,29 +152,29 @@ class Owners:
             if id(self._origin(old)) in self._tracing.read or old is new:
                 return False
             value = owners.get(id(storage_or_itself(old)))
-            if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
+            if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
             if value is None:
                 if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
                     return False
                 continue
-            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+            if type(old) is DeferredTensor and len(old._storage.alive()) > 1:  # others show the same memory
                 return False
             if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
-                if store_at(new) is not None or self._tracing.shares(new):
+                if storage_at(new) is not None or self._tracing.shares(new):
                     return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
                     return False
             moved.append((value, new))
-        stores = [id(storage_or_itself(new)) for _, new in moved]
-        if len(set(stores)) != len(stores):
+        storages = [id(storage_or_itself(new)) for _, new in moved]
+        if len(set(storages)) != len(storages):
             return False
-        self._stores = None
+        self._storages = None
         for value, new in moved:
             self.inputs[value] = storage_or_itself(new)
             if value in self.changed:

@@ -177,7 +177,7 @@ class ParameterGroups:
     def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
         made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[made._store.value] = GroupEntry(group, key, place)
+        self.inputs[made._storage.value] = GroupEntry(group, key, place)
         return made
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:
@@ -340,8 +340,8 @@ def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
 
 def _written(value: Any) -> bool:
     """Whether the step has written to the tensor that stands for a number in a group."""
-    return type(value) is DeferredTensor and value._store.value.node is not None
+    return type(value) is DeferredTensor and value._storage.value.node is not None
 
 
 def _is_dead(value: Any) -> bool:
-    return type(value) is DeferredTensor and value._store.trace is not None and value._store.resident is None
+    return type(value) is DeferredTensor and value._storage.trace is not None and value._storage.resident is None

@@ -36,7 +36,7 @@ class TracedArguments:
             made = made_of.get(id(leaf))
             if made is None:
                 made = made_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
-                self.inputs[made._store.value] = i
+                self.inputs[made._storage.value] = i
                 made.requires_grad_(leaf.requires_grad)
                 self._made.append((made, i))
             traced[i] = made
@@ -75,7 +75,7 @@ class TracedArguments:
         """How what the step leaves is told from what it was given."""
         return ArgumentStandIns(
             {id(made): i for made, i in self._made},
-            {id(made._store): i for made, i in self._made},
+            {id(made._storage): i for made, i in self._made},
             {id(container): n for n, container in enumerate(self._containers)},
             view_of,
             tracing.outside_of,
@@ -86,7 +86,7 @@ class TracedArguments:
         """What the step has done to its arguments, beside writing to them, is done at each call."""
         for made, i in self._made:
             leaf = self._before[i]
-            found = {k: v for k, v in made.__dict__.items() if k not in ("_store", *leaf.__dict__)}
+            found = {k: v for k, v in made.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
             if made.requires_grad != leaf.requires_grad:
                 found["requires_grad"] = made.requires_grad
             gradient = self._gradients.get(i)

@@ -167,9 +167,11 @@ class _Trace:
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
             effects.add(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
-        handed_out = [(store, left.make(kept)) for store, kept in trace.new_memory.weights.items() if kept is not None]
+        handed_out = [
+            (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
+        ]
         effects.undo()
-        viewers = {id(viewer.whole._store) for viewer in trace.new_memory.viewers}
+        viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.rejoin()
@@ -232,8 +234,8 @@ def _own_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[C
 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
-        if tensor is not None and tensor._store is viewer.before:
-            reseat(tensor, shows._store, viewer.geometry)
+        if tensor is not None and tensor._storage is viewer.before:
+            reseat(tensor, shows._storage, viewer.geometry)
 
     return lambda env: functools.partial(bind, make(env))
 
