@@ -174,12 +174,12 @@ def global_batch(batch: Any) -> Any:
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
     from .runtime.device.tensors import resident
-    from .runtime.mesh.sharded_arrays import put_parts
+    from .runtime.mesh.sharded_arrays import put_shards
     from .runtime.pytrees import flatten
 
     mesh = backend.mesh
     leaves, spec = flatten(batch)
-    put = [resident(put_parts(leaf, mesh)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    put = [resident(put_shards(leaf, mesh)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(put, spec)
 
 

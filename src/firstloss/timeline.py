@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .files import written_aside
+from .files import atomic_write
 
 FIRST_LOSS = "first loss"
 """The mark that ends the road."""
@@ -258,7 +258,7 @@ class Timeline:
         events = _trace_events(self, 1, name)
         if other is not None:
             events += _trace_events(other, 2, other_name)
-        with written_aside(path, "w") as file:
+        with atomic_write(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, indent=1)
             file.write("\n")
 

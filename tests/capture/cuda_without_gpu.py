@@ -34,7 +34,7 @@ torch.cuda._lazy_init = lambda: None
 torch.cuda.current_device = lambda: 0
 torch.cuda.default_generators = (Generator(3),)
 cuda_random_ops.gpu = lambda index: H100
-cuda_random_ops.layout_is_known = lambda index: True
+cuda_random_ops.layout_is_supported = lambda index: True
 
 with fl.deferred(), torch.device("cuda"):
     module = nn.Sequential(nn.Embedding(5000, 700), nn.Linear(700, 300), nn.LayerNorm(300))

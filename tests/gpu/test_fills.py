@@ -69,9 +69,9 @@ def bits_of(dtype):
 
 
 def is_made(name, dtype):
-    from firstloss.gpu.probe import cpu_kind_is_known
+    from firstloss.gpu.probe import cpu_type_is_supported
 
-    return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_kind_is_known(name, dtype)
+    return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_type_is_supported(name, dtype)
 
 
 COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)

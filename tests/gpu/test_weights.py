@@ -21,7 +21,7 @@ def made(tensors):
     """What the kernels make of deferred tensors, by the tensors' numbers."""
     known = {i: tensor._storage.value for i, tensor in enumerate(tensors)}
     found = weights.make(
-        known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_kind_is_known(name, dtype)
+        known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_type_is_supported(name, dtype)
     )
     return {
         i: found[value].as_strided(tensors[i].shape, tensors[i].stride())

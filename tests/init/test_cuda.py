@@ -103,7 +103,7 @@ def test_a_part_is_a_slice_of_what_the_gpu_would_have_drawn():
 
 def test_each_uniform_is_where_the_layout_says():
     index = torch.cuda.current_device()
-    assert cuda_random_ops.layout_is_known(index)
+    assert cuda_random_ops.layout_is_supported(index)
     device = cuda_random_ops.gpu(index)
     for numel in (5, 100_003, 3_000_001):
         generator = torch.Generator("cuda").manual_seed(9)

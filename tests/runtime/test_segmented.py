@@ -206,10 +206,10 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
 
 
 def test_an_order_of_calls_in_which_everything_is_there_when_needed():
-    from firstloss.lower.foreach_split import calls_apart
+    from firstloss.lower.foreach_split import split_foreach_calls
 
     program = Captured(12).program
-    calls = calls_apart(program.nodes)
+    calls = split_foreach_calls(program.nodes)
     there = set(program.inputs.values())
     made = {value for call in calls for value in call.outputs}
     for call in calls:

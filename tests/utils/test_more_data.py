@@ -51,7 +51,7 @@ def test_workers_for_each_device(monkeypatch):
     monkeypatch.setattr(workers, "current_backend", lambda raise_exception: backend)
     for count, expected in ((1, 8), (3, 3), (8, 1)):
         monkeypatch.setattr(workers, "processes", lambda backend, count=count: type("P", (), {"count": count}))
-        assert workers.workers_wanted() == expected
+        assert workers.num_workers_setting() == expected
 
 
 def test_a_loader_that_can_have_no_workers(tmp_path):

@@ -21,7 +21,7 @@ from . import session
 from .tensor import DeferredStorage, DeferredTensor
 
 
-def behind_barrier(tree: Any) -> Any:
+def after_barrier(tree: Any) -> Any:
     """The same, with the tensors behind a barrier, if a step is being traced."""
     trace = session.trace
     if trace is None or trace.latest is None:
@@ -44,10 +44,10 @@ def _tensor_of(value: Value, trace: Any) -> DeferredTensor:
 @replaces("torch.utils.checkpoint._CheckpointFrame.__init__")
 def init_frame(original: Any, self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
     """As that of torch's record of one checkpointed call (use_reentrant=False)."""
-    original(self, lambda *inputs: recompute_fn(*behind_barrier(inputs)), *args, **kwargs)
+    original(self, lambda *inputs: recompute_fn(*after_barrier(inputs)), *args, **kwargs)
 
 
 @replaces("torch.utils.checkpoint.detach_variable")
 def detach_variable(original: Any, inputs: tuple) -> tuple:
     """As torch's, which is what the other kind of checkpoint (use_reentrant=True) recomputes from."""
-    return original(behind_barrier(inputs))
+    return original(after_barrier(inputs))

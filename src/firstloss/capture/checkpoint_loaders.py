@@ -44,7 +44,7 @@ def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     """Where a piece of a file is to be written: in memory. The pieces of one tensor cover all of it."""
     found = original(self, read_item)
     if is_pending(found) and not session.depth:
-        Hooks.give_memory(found._storage)
+        Hooks.allocate_real(found._storage)
         found = original(self, read_item)
     return found
 

@@ -51,7 +51,7 @@ def _from_constants(value: Value) -> bool:
     return True
 
 
-def run_on_known(call: OpCall) -> Any:
+def fold_call(call: OpCall) -> Any:
     """What `call` returns, where its shape depends on values that are known; else None."""
     if call.traits.writes or call.traits.random is not None:
         return None

@@ -78,14 +78,14 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
         return tensor._storage
     if session.trace is not None:
         if tensor.is_conj() or tensor.is_neg():
-            session.trace.note_outside(tensor)
+            session.trace.record_external(tensor)
             return Hooks.mirror_of(tensor)
         found = storage_at(tensor)
         if found is not None:  # memory of a weight, by way of numpy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
-            session.trace.note_outside(tensor)
-            session.trace.met_in_memory.add(found[0])
+            session.trace.record_external(tensor)
+            session.trace.aliased_storages.add(found[0])
             return found[0]
         return session.trace.adopt_real(tensor)
     return DeferredStorage(constant(tensor))

@@ -42,7 +42,7 @@ def record(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index] if given is None else given
-    if generator.device.type != "cuda" or not layout_is_known(index):
+    if generator.device.type != "cuda" or not layout_is_supported(index):
         return False
     offset = generator.get_offset()
     after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
@@ -72,7 +72,7 @@ def gpu(index: int) -> cuda_layout.GpuProperties:
 
 
 @functools.cache
-def layout_is_known(index: int) -> bool:
+def layout_is_supported(index: int) -> bool:
     """Whether fills on this GPU move the offset as `cuda_layout` has it."""
     with DisableTorchDispatch():
         generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)

@@ -62,7 +62,7 @@ class DataAssignments:
             TraceError: where somebody would look at the weight's new memory whom the step cannot give it.
         """
         made = other if type(other) is DeferredTensor and other._storage.trace is self._trace else None
-        if made is not None and self._trace.is_from_outside(made._storage):
+        if made is not None and self._trace.is_external(made._storage):
             made = None
         if made is None and not self._is_constant(other):
             self.refuse(weight, "is memory from outside of the step")

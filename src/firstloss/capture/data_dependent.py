@@ -123,7 +123,7 @@ def message(op: OpOverload) -> str:
     """The error for `op`, which the user's present line has come to."""
     name = op.overloadpacket.__name__
     reads = name == "_local_scalar_dense"
-    asked = who_asks()
+    asked = value_request()
     words = f"`{asked.text}`" if asked.text else "this line"
     if reads:
         what = f"{words} asks for a value"
@@ -137,7 +137,7 @@ def message(op: OpOverload) -> str:
     )
 
 
-def who_asks() -> ValueRequest:
+def value_request() -> ValueRequest:
     """The user's expression that is being evaluated."""
     frame = user_frame()
     if frame is None:

@@ -79,7 +79,7 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
 @contextmanager
 def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
-    first_use.close_door()
+    first_use.disable_first_use()
     try:
         with timeline.span("capture"), paused(), checkpoint_loaders.in_this_thread(), CaptureMode():
             yield
@@ -92,7 +92,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         patches.teach_dynamo()
         checkpoint_loaders.teach()
         if not session.depth and session.trace is None:
-            first_use.open_door()
+            first_use.enable_first_use()
 
 
 def _explain_no_cuda(error: Exception) -> None:

@@ -14,7 +14,7 @@ from ..program.source import here
 from . import session
 from .constant_folding import known
 from .constants import constant, constant_tensor
-from .exported_memory import note_memory
+from .exported_memory import record_exported_memory
 from .file_value import FileValue
 from .geometry import geometry_of
 from .op_call import OpCall
@@ -44,7 +44,7 @@ def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
     with DisableTorchDispatch(), torch.no_grad():
         memory = storage.resident.memory(lasting)
         if storage.resident.lent:
-            note_memory(storage)
+            record_exported_memory(storage)
         ref = tensor._ref()
         return memory.detach() if ref.whole else ref.view(memory)
 
@@ -73,7 +73,7 @@ def call_with_content(call: OpCall) -> Any:
     return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
 
 
-def run_to_find_out(call: OpCall) -> Any:
+def run_now_for_metadata(call: OpCall) -> Any:
     """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
     args, kwargs = _real_arguments(call)
     result = _call(call, args, kwargs)

@@ -25,7 +25,7 @@ _begins: list[int] = []
 _storages_at: dict[int, weakref.ref[Storage]] = {}
 
 
-def note_memory(storage: Storage) -> None:
+def record_exported_memory(storage: Storage) -> None:
     """The content of `storage` lives in memory that was handed out."""
     begin, _ = storage.resident.extent()
     known = _storages_at.get(begin)
@@ -39,13 +39,13 @@ def note_memory(storage: Storage) -> None:
     _storages_at[begin] = weakref.ref(storage)
 
 
-def _note_moves() -> None:
+def _record_moves() -> None:
     """Somebody may have had a storage grow, through a real tensor that has it, too: it lies elsewhere then."""
     for begin in list(_begins):
         ref = _storages_at.get(begin)  # none, where an entry before this one has moved there
         storage = None if ref is None else ref()
         if storage is not None and storage.resident is not None and storage.resident.lent:
-            note_memory(storage)
+            record_exported_memory(storage)
 
 
 def storage_at(tensor: torch.Tensor) -> tuple[Storage, Geometry] | None:
@@ -73,11 +73,11 @@ def storages_met_by(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]
     if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return
     if session.trace is not None:
-        _note_moves()
+        _record_moves()
     address = tensor.data_ptr()
     behind = address + span(tensor.shape, tensor.stride()) * tensor.itemsize
     for place in range(bisect.bisect_right(_begins, address) - 1, len(_begins)):
-        if place < 0 or (storage := _lent_at(_begins[place])) is None:
+        if place < 0 or (storage := _exported_at(_begins[place])) is None:
             continue
         begin, end = storage.resident.extent()
         if begin >= behind:
@@ -87,12 +87,12 @@ def storages_met_by(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]
             yield storage, offset if offset >= 0 and not rest and behind <= end else None
 
 
-def is_lent(address: int) -> bool:
+def is_exported(address: int) -> bool:
     """Whether memory of a tensor on the backend that was handed out begins there."""
-    return address in _storages_at and _lent_at(address) is not None
+    return address in _storages_at and _exported_at(address) is not None
 
 
-def _lent_at(begin: int) -> Storage | None:
+def _exported_at(begin: int) -> Storage | None:
     """The storage whose content lives in memory that begins there."""
     storage = _storages_at[begin]()
     if (

@@ -6,10 +6,10 @@ again. What only initialises (fills, copies, arithmetic among deferred tensors) 
 reads a value (`item()`, `print`, `numpy()`) gets that one.
 
 Autograd notes its tensors before an operation arrives at the dispatcher, and would send gradients to what they were, so
-they are turned into ordinary ones before that: between a capture and its materialization PyTorch's functions are called
-through `_front_door`, which calls a function once more when it turns out to need values. Where an operation comes by
-another way (from C++), the tensors are *made*: their values are there, and they stay as they are until an operation
-without gradients, as an optimizer's step, can turn them into ordinary ones.
+they are turned into ordinary ones before that. Between a capture and its materialization PyTorch's functions run
+through `_first_use_mode`, which calls a function a second time when it turns out to need values. Where an operation arrives in
+another way (from C++), the tensors are *made*: their values are computed, and they remain deferred tensors until an
+operation without gradients, such as an optimizer's step, can turn them into ordinary ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
-from .evaluation import call_with_content, run_to_find_out
+from .evaluation import call_with_content, run_now_for_metadata
 from .file_value import is_in_file
 from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
@@ -76,7 +76,7 @@ def run(call: OpCall) -> Any:
     whole = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=held)
     if held:
         Hooks.make(whole)
-        return run_to_find_out(call) if call.written() else call_with_content(call)
+        return run_now_for_metadata(call) if call.written() else call_with_content(call)
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return call_with_content(call)
@@ -102,7 +102,7 @@ _own = threading.local()  # `door`: whether this thread has come through the fro
 _CLOSED = DeferredTensor.__torch_function__
 
 
-def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
     """`func(*args, **kwargs)`; if it needs values, they are there before autograd sees the tensors."""
     with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
@@ -125,7 +125,7 @@ def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict
             _own.door = False
         torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
         _materialize_modules(needed.storages, needed.what, keep=False)
-        return _front_door(cls, func, types, args, kwargs)
+        return _first_use_mode(cls, func, types, args, kwargs)
 
 
 def _called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -153,12 +153,12 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
             yield from _deferred_in(arg)
 
 
-def open_door() -> None:
+def enable_first_use() -> None:
     """A capture has ended: what it has made may be used."""
-    DeferredTensor.__torch_function__ = classmethod(_front_door)
+    DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
-def close_door() -> None:
+def disable_first_use() -> None:
     """Nobody expects deferred tensors to be used: they are made, or in a capture. What comes now is seen by `run`."""
     DeferredTensor.__torch_function__ = _CLOSED
 

@@ -35,7 +35,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _given: dict[tuple, list[torch.dtype | None]] = {}
 
 
-def dtypes_given(call: OpCall) -> list[torch.dtype | None] | None:
+def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
     """The dtypes of what PyTorch's CPU kernel returns for tensors of the dtypes of a call's; None if it cannot be told.
 
     Raises:

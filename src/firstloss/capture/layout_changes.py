@@ -10,7 +10,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import TraceError
 from ..program.source import here
-from .exported_memory import is_lent
+from .exported_memory import is_exported
 from .geometry import Geometry, geometry_of
 from .session import Tracing
 from .storage_swap import point_at, share_memory
@@ -27,15 +27,15 @@ class LayoutChanges:
     def change(self, tensor: torch.Tensor) -> None:
         """The step is about to give a tensor another shape or storage, which is done to the tensor itself."""
         trace = self._trace
-        if trace.why_not is None:
-            trace.why_not = f"{here()} gives a tensor of shape {list(tensor.shape)} another shape or storage"
+        if trace.retrace_reason is None:
+            trace.retrace_reason = f"{here()} gives a tensor of shape {list(tensor.shape)} another shape or storage"
         if type(tensor) is DeferredTensor:
             self._before.append((tensor, tensor._storage, geometry_of(tensor)))
             return
         with DisableTorchDispatch(), torch.no_grad():
             as_it_lies = tensor.detach()
         self._before.append((tensor, as_it_lies, None))
-        known = trace.known_as(tensor)
+        known = trace.as_input(tensor)
         if known is not None and known[1].value is not known[1].first:
             raise TraceError(
                 f"{here()}: the step has edited a tensor from outside, of shape {list(tensor.shape)}, and gives it "
@@ -53,13 +53,13 @@ class LayoutChanges:
         """
         trace = self._trace
         address = storage.data_ptr() if storage.device.type == "cpu" else 0
-        if address and (trace.has_input_at(address) or is_lent(address)):
+        if address and (trace.has_input_at(address) or is_exported(address)):
             raise TraceError(
                 f"{here()}: the step edits, resizes or moves the storage of a tensor that it uses, which a compiled "
                 "step cannot do. Edit the tensor, or give the name a new one."
             )
-        if trace.why_not is None and storage.nbytes():
-            trace.why_not = f"{here()} edits a storage"
+        if trace.retrace_reason is None and storage.nbytes():
+            trace.retrace_reason = f"{here()} edits a storage"
 
     def undo(self) -> None:
         """Each looks again at what it looked at before the step."""

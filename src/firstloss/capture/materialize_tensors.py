@@ -24,7 +24,7 @@ from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
-from .first_use import close_door
+from .first_use import disable_first_use
 from .storage_swap import become, like
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
@@ -68,7 +68,7 @@ def materialize_storages(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Make the content of `storages`, then turn every tensor that looks at one of them into a real tensor."""
-    close_door()
+    disable_first_use()
     if not storages:
         return
     if device is not None:
@@ -113,7 +113,7 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
     return found
 
 
-def give_memory(storage: DeferredStorage) -> None:
+def allocate_real(storage: DeferredStorage) -> None:
     """Turn every tensor that looks at `storage` real, on memory that the caller fills: its recipe is dropped."""
     with DisableTorchDispatch():
         memory = storage.value.empty()

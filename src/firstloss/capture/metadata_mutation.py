@@ -131,7 +131,7 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
     reseat(tensor, flat._storage, geometry)
     conjugate_views.move(storage, flat._storage)
     if resident:  # nobody looks at it any more
-        storage.resident.leave_memory()
+        storage.resident.release_exported_memory()
 
 
 def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:

@@ -48,7 +48,7 @@ def find_new_state(
             with StepTrace().active():
                 step()
             counts = _changes(optimizer, made, _python_state(optimizer))
-            _put_back(optimizer, found)
+            _restore_state(optimizer, found)
         if counts and len(made) > len(numbers):
             raise FirstStepDiffers  # nobody knows where it began to count
         for parameter, key in numbers:
@@ -144,7 +144,7 @@ def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
 PLAIN = (int, float, bool, str, type(None))
 
 
-def _put_back(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
+def _restore_state(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
     """After another rehearsal: the state is what the first has found."""
     for (parameter, key), entry in found.items():
         optimizer.state[parameter][key] = entry

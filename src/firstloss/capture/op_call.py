@@ -101,7 +101,7 @@ class OpCall:
             return self.kwargs.get(where)
         return self.args[where] if where < len(self.args) else None
 
-    def given_generator(self) -> torch.Generator | None:
+    def generator_argument(self) -> torch.Generator | None:
         """The generator that the call was given to draw from."""
         found = self.kwargs.get("generator")
         if found is None and self.traits.generator is not None and self.traits.generator < len(self.args):
@@ -110,7 +110,7 @@ class OpCall:
 
     def generator(self) -> torch.Generator:
         """The generator that the call draws from, on the CPU."""
-        found = self.given_generator()
+        found = self.generator_argument()
         return torch.default_generator if found is None else found
 
     def device(self) -> torch.device:

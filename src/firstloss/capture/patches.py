@@ -31,7 +31,7 @@ from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
 from .geometry import geometry_of
-from .mapped_file import left_in_file
+from .mapped_file import deferred_file_tensor
 from .storage_swap import is_state, reseat
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
@@ -45,7 +45,7 @@ def _make_subclass(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) > 1 and type(args[1]) is DeferredTensor:
         args = (args[0], to_host(args[1]), *args[2:])
     elif session.depth and session.trace is None and args[0] is torch.nn.Parameter and len(args) > 1 and not kwargs:
-        left = left_in_file(args[1])
+        left = deferred_file_tensor(args[1])
         if left is not None:
             return torch.nn.Parameter(left, *args[2:])
     return original(*args, **kwargs)

@@ -46,7 +46,7 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
     else:
         return False
     if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
-        given = call.given_generator()
+        given = call.generator_argument()
         return cuda_random_ops.record(node, call.traits.random or "", math.prod(size), dtype, device, given)
     generator = call.generator()
     counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"

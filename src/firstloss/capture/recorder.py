@@ -28,9 +28,9 @@ from . import (
     materialize_tensors,
     session,
 )
-from .constant_folding import run_on_known
+from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
-from .evaluation import read_and_run, run_for_real, run_on_resident, run_to_find_out
+from .evaluation import read_and_run, run_for_real, run_now_for_metadata, run_on_resident
 from .file_value import is_in_file
 from .geometry import contiguous_stride
 from .lazy_bits import NONE, lazy_bits
@@ -108,11 +108,11 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_unusual, call.real)) or (how.opaque and not how.view):
-            return run_to_find_out(call)
+            return run_now_for_metadata(call)
         if call.deferred and not session.depth and not how.view and all(map(is_in_file, call.deferred)):
             return read_and_run(call)
         if how.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
-            return run_for_real(call) if all(real) else run_to_find_out(call)
+            return run_for_real(call) if all(real) else run_now_for_metadata(call)
     return _record(call)
 
 
@@ -145,8 +145,8 @@ def _record(call: OpCall) -> Any:
             geometry, default = infer(call)
         except NeedsValues:
             if trace is None:
-                return run_to_find_out(call)
-            found = run_on_known(call)
+                return run_now_for_metadata(call)
+            found = fold_call(call)
             return trace.refuse_read(call.op) if found is None else found
         if default is not None:
             call = _with_dtype(call, default)
@@ -162,18 +162,18 @@ def _record(call: OpCall) -> Any:
         return views[0] if call.returns_one() else views
 
     targets = call.written()
-    if how.random is not None and trace is None and len(targets) == 1 and _is_drawn_apart(targets[0]):
-        return _draw_apart(call, targets[0])
+    if how.random is not None and trace is None and len(targets) == 1 and _is_separate_draw(targets[0]):
+        return _draw_separately(call, targets[0])
     if how.fill and call.op is aten.copy_.default and _is_same_memory(*call.args[:2]):
         return targets[0]  # as matmul's `out`, which C++ does not see to share the memory that it was told to fill
     if len(targets) > 1 and len({id(storage_of(t)) for t in targets}) < len(targets):
-        return _in_turn(call, targets)
+        return _write_one_by_one(call, targets)
     if how.out and geometry:
         for target, (size, *_) in zip(targets, geometry, strict=False):
             if tuple(target.shape) != size and type(target) is DeferredTensor:
                 resize(target, size)
     writes = tuple(ref_of(t) for t in targets)
-    overwrites = how.fill and len(writes) == 1 and writes[0].covers and _mentioned_once(call, targets[0])
+    overwrites = how.fill and len(writes) == 1 and writes[0].covers and _deduplicated(call, targets[0])
     known = {w: w for w in writes}
     node_args = _with_refs(call.args, known)
     node_kwargs = {k: _with_ref(v, known) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
@@ -181,9 +181,9 @@ def _record(call: OpCall) -> Any:
 
     if how.random is not None and draws_at_all(call):
         if trace is not None:
-            trace.key_draw(node, call.given_generator())
+            trace.key_draw(node, call.generator_argument())
         elif not record_draw(call, node, geometry):
-            return run_to_find_out(call)
+            return run_now_for_metadata(call)
         node.args = tuple(None if isinstance(a, torch.Generator) else a for a in node.args)
         if "generator" in node.kwargs:
             node.kwargs = {**node.kwargs, "generator": None}
@@ -230,14 +230,14 @@ def _refuse_beyond(storage: DeferredStorage, geometry: Any) -> None:
         )
 
 
-def _is_drawn_apart(target: Tensor) -> bool:
+def _is_separate_draw(target: Tensor) -> bool:
     """Whether PyTorch draws into a copy first, which lies otherwise: `x.conj().imag.normal_()`."""
     if type(target) is not DeferredTensor or target._storage.mirrors is None:
         return False
     return lazy_bits(target) != NONE and not target.is_contiguous()
 
 
-def _draw_apart(call: OpCall, target: Tensor) -> Tensor:
+def _draw_separately(call: OpCall, target: Tensor) -> Tensor:
     with DisableTorchDispatch():
         copy = torch.empty_like(as_meta(target))
     options = {"dtype": target.dtype, "device": target.device}
@@ -247,7 +247,7 @@ def _draw_apart(call: OpCall, target: Tensor) -> Tensor:
     return target
 
 
-def _in_turn(call: OpCall, targets: list[Tensor]) -> Any:
+def _write_one_by_one(call: OpCall, targets: list[Tensor]) -> Any:
     """An operation on lists writes to tensors that share memory (views of one vector): one after the other, since each
     write makes new content of the whole."""
     count = len(targets)
@@ -294,7 +294,7 @@ def _is_same_memory(target: Tensor, source: Any) -> bool:
     return alike and target.is_contiguous() and source.is_contiguous()
 
 
-def _mentioned_once(call: OpCall, target: Tensor) -> bool:
+def _deduplicated(call: OpCall, target: Tensor) -> bool:
     """Whether no other argument shares the target's memory: `a.copy_(a)` reads what it writes."""
     if len(call.deferred) == 1:
         return True
@@ -355,7 +355,7 @@ Hooks.register(
     constant_tensor=constant_tensor,
     mirror_of=conjugate_views.mirror_of,
     make=materialize_tensors.make,
-    give_memory=materialize_tensors.give_memory,
+    allocate_real=materialize_tensors.allocate_real,
     materialize=materialize_tensors.materialize_tensor,
     materialize_all=first_use.materialize,
     materialize_storages=materialize_tensors.materialize_storages,

@@ -17,7 +17,7 @@ from ..program.graph import span
 from ..program.source import here
 from . import session
 from .geometry import Geometry, geometry_of
-from .kernel_dtypes import dtypes_given
+from .kernel_dtypes import result_dtypes
 from .op_call import OpCall
 from .symbolic_scalars import is_symbolic, stand_in
 
@@ -156,7 +156,7 @@ def _ask(call: OpCall) -> Outcome:
         return Outcome([], None)  # they have no meta kernels
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
-    given = dtypes_given(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
+    given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
     if call.op in _UNTOLD and session.trace is not None:
         with DisableTorchDispatch():
             return Outcome(list(_UNTOLD[call.op](call.args)), None)

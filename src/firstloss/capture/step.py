@@ -59,12 +59,12 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
-        generator_left: what gives PyTorch's generator the state that the step has left it in.
+        set_final_generator_state: what gives PyTorch's generator the state that the step has left it in.
         made: the storages of what the step's operations have made.
         new_memory: the weights that the step gives other memory.
         new_layouts: the tensors that it gives another shape or storage.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
-        why_not: why no compiled step can do what the step did, if so.
+        retrace_reason: why no compiled step can do what the step did, if so.
     """
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ class StepTrace(recorder._Tracing):
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
-        self.generator_left: Callable[[], Any] | None = None
+        self.set_final_generator_state: Callable[[], Any] | None = None
         self._seed = torch.initial_seed()
         self.changes: Any = None
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
-        self.why_not: str | None = None
-        self.met_in_memory = weakref.WeakSet()
+        self.retrace_reason: str | None = None
+        self.aliased_storages = weakref.WeakSet()
         session.traces.add(self)
         self.new_memory: DataAssignments = DataAssignments(self)
         self.new_layouts: LayoutChanges = LayoutChanges(self)
@@ -118,12 +118,12 @@ class StepTrace(recorder._Tracing):
             storage.trace = self
             self.inputs[value] = base
             known = self._real[key] = (base, storage)
-        self.note_outside(tensor)
+        self.record_external(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
         return known[1]
 
-    def note_outside(self, tensor: torch.Tensor) -> None:
+    def record_external(self, tensor: torch.Tensor) -> None:
         """The step looks at a real tensor from outside; another one that stands in its place is another input."""
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 
@@ -155,7 +155,7 @@ class StepTrace(recorder._Tracing):
         known = self.outside.get(id(tensor))
         return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
 
-    def is_from_outside(self, storage: DeferredStorage) -> bool:
+    def is_external(self, storage: DeferredStorage) -> bool:
         """Whether `storage`, which the step has taken up, was there before it, or stands for what was."""
         return storage.first in self.inputs or any(storage is before for before, _, _ in self._before)
 
@@ -163,7 +163,7 @@ class StepTrace(recorder._Tracing):
         """Whether a real tensor from outside lies in the storage of `tensor`."""
         return storage_key(tensor) in self._real
 
-    def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
+    def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
         """The input that the storage of a real tensor from outside is, if it is one: all of it, and what stands for
         it."""
         return self._real.get(storage_key(tensor))
@@ -179,7 +179,7 @@ class StepTrace(recorder._Tracing):
         self._real[key] = other, storage
         self.inputs[storage.first] = other
 
-    def laid_out_anew(self) -> bool:
+    def has_changed_layout(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
         `tensor.data = ...`): it is no input of this step any more."""
         for tensor, geometry, key in self.outside.values():
@@ -218,7 +218,7 @@ class StepTrace(recorder._Tracing):
         """Somebody asks for a value, or for what depends on one."""
         raise ValueReadError(data_dependent.message(op))
 
-    def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
+    def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         """Whether a description of a tensor does for its text: it has no value yet, and nobody keeps the text."""
         return known_value(tensor) is None and data_dependent.is_shown()
 
@@ -253,7 +253,7 @@ class StepTrace(recorder._Tracing):
         with DisableTorchDispatch():
             named = None if state is None else recorder.generators.named(state)
         self._position = named[1] if named is not None and named[0] is self.stream else None
-        self.generator_left = leave if self._position is None else None
+        self.set_final_generator_state = leave if self._position is None else None
 
     # -- around the step --
 

@@ -13,9 +13,9 @@ from ..errors import BackendError, CaptureError, MaterializeError
 from ..program.source import here
 from . import session
 from .autograd_boundary import without_history
-from .exported_memory import note_memory, storages_met_by
+from .exported_memory import record_exported_memory, storages_met_by
 from .geometry import Geometry, geometry_of
-from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, make_views_real, on_backend, to_host
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize_views, on_backend, to_host
 
 Tensor = torch.Tensor
 
@@ -112,11 +112,11 @@ def become(tensor: Tensor, other: Tensor) -> None:
     if was is DeferredTensor:
         had["_storage"].add(other)
     if grad is not None:
-        _put_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
-    put_hook_tables(tensor, hooks)
+        _set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
+    set_hook_tables(tensor, hooks)
 
 
-def _put_gradient(tensor: Tensor, grad: Tensor) -> None:
+def _set_gradient(tensor: Tensor, grad: Tensor) -> None:
     """Assign `grad`; one of another shape or dtype, too: `.data` may have been assigned since it was computed."""
     if (tensor.shape, tensor.dtype) == (grad.shape, grad.dtype):
         tensor.grad = grad
@@ -137,7 +137,7 @@ def hook_tables(tensor: Tensor) -> dict[str, Any]:
     return {name: table for name in HOOK_TABLES if (table := getattr(tensor, name)) is not None}
 
 
-def put_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
+def set_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
     """Have autograd run the hooks in `tables`, now and when they change: `tensor` is another below its Python object,
     where `register_hook` makes a table known only when it makes one."""
     for name, table in tables.items():
@@ -158,12 +158,12 @@ def is_state(tensor: Tensor) -> bool:
     storage = tensor._storage
     if storage.resident is not None or session.trace is None:
         return storage.resident is not None
-    return storage.trace is not session.trace or session.trace.is_from_outside(storage)
+    return storage.trace is not session.trace or session.trace.is_external(storage)
 
 
 def _assign_data(self: Tensor, other: Any) -> None:
     if type(self) is DeferredTensor:
-        make_views_real(self)
+        materialize_views(self)
     if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
         if session.trace is not None:
             session.trace.new_memory.refuse(self, "is memory from outside of the step")
@@ -187,9 +187,9 @@ def _assign_data(self: Tensor, other: Any) -> None:
                 "tensor.data = ....clone()."
             )
         if alone and not met and self._storage.resident.exchange(other):
-            note_memory(self._storage)
+            record_exported_memory(self._storage)
             # A step knows the new memory as another's, or a real tensor that lies in the memory that was left.
-            if any(trace.shares(other) or self._storage in trace.met_in_memory for trace in list(session.traces)):
+            if any(trace.shares(other) or self._storage in trace.aliased_storages for trace in list(session.traces)):
                 session.reseated += 1
             return
         if type(other) is not DeferredTensor:
@@ -202,7 +202,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
             share_memory(self, other)
             return
         other = Hooks.constant_tensor(other)
-    if session.trace is not None and is_state(self) and session.trace.is_from_outside(other._storage):
+    if session.trace is not None and is_state(self) and session.trace.is_external(other._storage):
         session.trace.new_memory.refuse(self, "is memory from outside of the step")
     reseat(self, other._storage, geometry_of(other))
 

@@ -27,7 +27,7 @@ from ..errors import ElsewhereError, TraceError
 from ..program.graph import Ref, Value
 from ..program.source import here
 from . import distributed, session
-from .exported_memory import note_memory
+from .exported_memory import record_exported_memory
 from .geometry import geometry_of
 from .lazy_bits import lazy_bits
 
@@ -44,7 +44,7 @@ class Hooks:
     to_backend: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
     mirror_of: Callable[[Tensor], DeferredStorage]  # what a real conjugated or negated view looks at, in a step
     make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
-    give_memory: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
+    allocate_real: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place
     materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
     materialize_storages: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place
@@ -139,7 +139,7 @@ def is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def make_views_real(weight: DeferredTensor) -> None:
+def materialize_views(weight: DeferredTensor) -> None:
     """Make a weight, which is to be frozen or to look elsewhere, and its views, if autograd knows of some.
 
     Where a view has been edited PyTorch works out anew, when somebody asks, what it was computed from: of tensors
@@ -290,12 +290,12 @@ class DeferredTensor(Tensor):
     def requires_grad_(self, requires_grad=True):
         """As `torch.Tensor.requires_grad_`."""
         if not requires_grad:
-            make_views_real(self)
+            materialize_views(self)
         return Tensor.requires_grad_(self, requires_grad)
 
     def _freeze_or_not(self, requires_grad):
         if not requires_grad:
-            make_views_real(self)
+            materialize_views(self)
         _requires_grad.__set__(self, requires_grad)
 
     requires_grad = property(_requires_grad.__get__, _freeze_or_not)
@@ -314,7 +314,7 @@ class DeferredTensor(Tensor):
 
         Who takes the address for a name gets a number that is nobody else's: all of a model would be made for it.
         """
-        if is_pending(self) and session.trace is None and distributed.asks_for_a_name():
+        if is_pending(self) and session.trace is None and distributed.wants_address_as_id():
             return _number_of(self._storage) + int(self.storage_offset()) * self.itemsize
         return to_real(self, lasting=True).data_ptr()
 
@@ -331,7 +331,7 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
         to_real(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
-            note_memory(self._storage)  # it is elsewhere now
+            record_exported_memory(self._storage)  # it is elsewhere now
         return self
 
     def tolist(self):
@@ -347,7 +347,7 @@ class DeferredTensor(Tensor):
         return real.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
-        if session.trace is not None and session.trace.may_stand_for_text(self):
+        if session.trace is not None and session.trace.is_only_displayed(self):
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
         real = Hooks.value_of(self)  # an error if it has none yet
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)

@@ -16,7 +16,7 @@ import torch
 
 from ..compat.patches import original, replaces
 from ..compat.torch_names import DisableTorchDispatch
-from ..engine.rejection import may_be_cut
+from ..engine.rejection import can_be_split
 from ..program import operations
 from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
@@ -64,8 +64,8 @@ def trunc_normal_(
             return original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
         if isinstance(session.generators.where(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
-        blocks = is_contiguous(tensor.shape, tensor.stride()) and may_be_cut(tensor.numel(), tensor.dtype)
-        if not _mostly_inside(mean, std, a, b):
+        blocks = is_contiguous(tensor.shape, tensor.stride()) and can_be_split(tensor.numel(), tensor.dtype)
+        if not _mostly_in_bounds(mean, std, a, b):
             return _now(tensor, mean, std, a, b, generator)
         reach = std * (_LARGEST_BLOCK if blocks and tensor.dtype in _HALF_AND_SINGLE else _LARGEST)
         lo, hi = rounded(a, tensor.dtype), rounded(b, tensor.dtype)
@@ -83,7 +83,7 @@ def rounded(bound: float, dtype: torch.dtype) -> float:
         return torch.tensor(bound, dtype=dtype).item()
 
 
-def _mostly_inside(mean: float, std: float, a: float, b: float) -> bool:
+def _mostly_in_bounds(mean: float, std: float, a: float, b: float) -> bool:
     """Whether PyTorch draws normals, and not uniforms accepted by the normal's density."""
     return _below((b - mean) / std) - _below((a - mean) / std) > 0.3
 

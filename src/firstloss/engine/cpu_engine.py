@@ -49,7 +49,7 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def give_way(niceness: Sequence[int]) -> Callable[[], None]:
+def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
     """An initializer for a pool's threads: the n-th thread sets the n-th niceness, further ones none.
 
     So some threads yield their cores to work that the first loss waits for.
@@ -95,7 +95,7 @@ def materialize_values(
     outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
     span = sum(value.numel for value in outputs) // (_TASKS * (num_threads or default_threads()))
     span = min(max(span // _LEAST_SPAN, 1) * _LEAST_SPAN, _SPAN)
-    tasks = [task for output in outputs.values() for task in _whole_tasks(output, planner, span, done)]
+    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, span, done)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
     with torch.no_grad(), DisableTorchDispatch():
@@ -158,7 +158,7 @@ def execute(
         for segment in segments:
             work(segment)
         return
-    with ThreadPoolExecutor(threads, "firstloss-init", give_way(niceness)) as pool:
+    with ThreadPoolExecutor(threads, "firstloss-init", lower_thread_priority(niceness)) as pool:
         for future in [pool.submit(work, segment) for segment in segments]:
             future.result()
 
@@ -200,7 +200,7 @@ class _Output:
             return self._buffer
 
 
-def _whole_tasks(
+def _whole_value_tasks(
     output: _Output, planner: RangePlanner, span: int, done: Callable[[int], None] | None
 ) -> Iterator[Task]:
     value = output.value
@@ -338,7 +338,9 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
     components = _components(nodes)
     if not components:
         return
-    with ThreadPoolExecutor(num_threads or default_threads(), "firstloss-init", give_way(niceness)) as pool:
+    with ThreadPoolExecutor(
+        num_threads or default_threads(), "firstloss-init", lower_thread_priority(niceness)
+    ) as pool:
         for future in [pool.submit(run_component, component) for component in components]:
             future.result()
 

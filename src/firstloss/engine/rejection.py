@@ -217,7 +217,7 @@ def round_words(numel: int, dtype: torch.dtype) -> int:
     return drawn.words
 
 
-def may_be_cut(numel: int, dtype: torch.dtype) -> bool:
+def can_be_split(numel: int, dtype: torch.dtype) -> bool:
     """Whether such a tensor can be drawn in pieces."""
     return numel >= words_drawn.MIN_PIECE and words_drawn.granule("normal", _name(dtype)) is not None
 

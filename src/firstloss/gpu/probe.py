@@ -52,7 +52,7 @@ def uniform_bits(dtype: torch.dtype) -> int:
 
 
 @cache
-def cpu_kind_is_known(name: str, dtype: torch.dtype) -> bool:
+def cpu_type_is_supported(name: str, dtype: torch.dtype) -> bool:
     """Whether this PyTorch's CPU makes such fills as the kernels do, as far as can be told without them."""
     if name == "uniform":
         return uniform_bits(dtype) > 0
@@ -86,7 +86,7 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
 @cache
 def cpu_bits(device: int, name: str, dtype: torch.dtype) -> bool:
     """Whether such fills with the CPU's bits may be made on this GPU."""
-    if not cpu_stream.can_make(name, 1 << 20, dtype) or not cpu_kind_is_known(name, dtype):
+    if not cpu_stream.can_make(name, 1 << 20, dtype) or not cpu_type_is_supported(name, dtype):
         return False
     return _tried(lambda: _drawn_on_the_cpu(name, dtype, CudaLauncher(device)), f"the CPU's {dtype} {name} on a GPU")
 

@@ -75,7 +75,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
     return tensor
 
 
-def mark_alike(tensor: torch.Tensor, mark: ShardingMark) -> None:
+def copy_sharding_mark(tensor: torch.Tensor, mark: ShardingMark) -> None:
     """Have `tensor`, of the shape of the weight that bears `mark`, sharded as that is."""
     setattr(tensor, _ATTRIBUTE, mark)
 

@@ -19,7 +19,7 @@ _FEW = 12
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
-def calls_apart(nodes: Sequence[Node]) -> list[LoweredCall]:
+def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
     """`nodes` as Calls in an order that is as good: list operations apart, each weight's as early as it can be."""
     calls: list[LoweredCall] = []
     apart: list[bool] = []

@@ -17,7 +17,7 @@ import torch
 
 from ..program.graph import Ref, Value
 from ..program.program import Program
-from .foreach_split import calls_apart
+from .foreach_split import split_foreach_calls
 from .program import LoweredCall, View, call_of, view_of
 from .repeats import Repeats, find_runs
 
@@ -70,7 +70,7 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     """
     if len(program.nodes) < _SAVED:
         return None
-    calls = calls_apart(program.nodes)
+    calls = split_foreach_calls(program.nodes)
     looks = _looks(program, apart)
     for look in looks.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)

@@ -69,7 +69,7 @@ class _OfConfusion(Metric):
         self.confusion_matrix.add_(confusion_matrix(labels, predictions, self.num_classes, weights))
         self._dtype = dtype
 
-    def _mean_of_those_there(self, part: Tensor, whole: Tensor) -> Tensor:
+    def _mean_of_present(self, part: Tensor, whole: Tensor) -> Tensor:
         """The mean ratio over the classes that a label or a prediction has; 0 if there are none."""
         mask = self._mask()
         return ratio(ratio(part * mask, whole * mask).sum(), (whole * mask != 0).float().sum())
@@ -155,7 +155,7 @@ class MeanIOUMetric(_OfConfusion):
     def compute(self) -> Tensor:
         matrix = self.confusion_matrix
         right = matrix.diagonal()
-        return self._in_dtype(self._mean_of_those_there(right, matrix.sum(0) + matrix.sum(1) - right))
+        return self._in_dtype(self._mean_of_present(right, matrix.sum(0) + matrix.sum(1) - right))
 
 
 class DiceCoefficientMetric(_OfConfusion):
@@ -182,4 +182,4 @@ class DiceCoefficientMetric(_OfConfusion):
 
     def compute(self) -> Tensor:
         matrix = self.confusion_matrix
-        return self._in_dtype(self._mean_of_those_there(2 * matrix.diagonal(), matrix.sum(0) + matrix.sum(1)))
+        return self._in_dtype(self._mean_of_present(2 * matrix.diagonal(), matrix.sum(0) + matrix.sum(1)))

@@ -29,7 +29,7 @@ def flatten(structure: Any) -> tuple[list[Any], Any]:
     return flatten(structure)
 
 
-def attributes_taken_apart(value: Any) -> list[str]:
+def flattened_attributes(value: Any) -> list[str]:
     """Of a dataclass that `flatten` takes apart, the names of its attributes; of anything else, none."""
     return _attributes(value) if _is_dataclass(value) and type(value) in pytree.SUPPORTED_NODES else []
 

@@ -16,7 +16,7 @@ import torch
 import firstloss as fl
 
 from ..errors import NaNLossError, TrainerError
-from ..files import written_aside
+from ..files import atomic_write
 from ..settings import Settings
 from . import checkpoint_files
 from .randomness import random_state, set_random_state
@@ -209,10 +209,10 @@ class CheckpointFolder:
         """Write down which checkpoint is the best, as `best` returns it."""
         if best is None or best == self.best():
             return
-        with written_aside(os.path.join(self.path, "best.json"), "w") as file:
+        with atomic_write(os.path.join(self.path, "best.json"), "w") as file:
             json.dump(best, file)
 
-    def set_aside(self, step: int) -> None:
+    def archive_newer(self, step: int) -> None:
         """Move what is later than `step` out of the way: a run that begins before it would not be the newest.
 
         They go to `aside_1`, `aside_2`, ...: nothing is lost.

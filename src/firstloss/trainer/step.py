@@ -14,7 +14,7 @@ import firstloss as fl
 
 from ..compat.torch_names import pytree
 from ..errors import TrainerError
-from ..runtime.pytrees import attributes_taken_apart, flatten
+from ..runtime.pytrees import flatten, flattened_attributes
 from .loops import TrainingLoop
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str
         ways.insert(0, ((), dict(batch)))
     elif isinstance(batch, (tuple, list)):
         ways.insert(0, (tuple(batch), {}))
-    elif attributes_taken_apart(batch):
+    elif flattened_attributes(batch):
         ways.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
     for args, kwargs in ways:
         try:
@@ -262,7 +262,7 @@ def describe(thing: Any) -> str:
         return f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
     if isinstance(thing, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in thing.items()) + "}"
-    if attributes_taken_apart(thing):
+    if flattened_attributes(thing):
         return type(thing).__name__ + describe({f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)})
     if isinstance(thing, (tuple, list)):
         return "(" + ", ".join(describe(value) for value in thing) + ")"

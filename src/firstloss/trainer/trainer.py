@@ -27,12 +27,12 @@ from .logging import Logging
 from .loops import TrainingLoop, ValidationLoop
 from .pending_losses import Started
 from .precision import Precision
-from .randomness import kept_random_state, seed_everything
+from .randomness import preserved_random_state, seed_everything
 from .reporting import Reporter
 from .run_folder import RunFolder
 from .run_state import RunState
 from .step import Steps, on_device
-from .validation import Averages, quietly_compiled_anew
+from .validation import Averages, quiet_recompiles
 
 Path = str | os.PathLike[str]
 
@@ -208,7 +208,7 @@ class Trainer:
             last = self.checkpoint.autoload_last and not again
             self._start(self.folder.to_go_on_from(weights, last), weights)
             if self.processes.index == 0:
-                self.folder.set_aside(self.state.step)
+                self.folder.archive_newer(self.state.step)
             self.processes.wait("begin")
             self.loop.begin(self.state.step, train_dataloader)
             self.callbacks("on_fit_start", self, train_dataloader, val_dataloader, self.loop)
@@ -492,7 +492,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         loaders = several(val_dataloader)
         try:
-            with kept_random_state():
+            with preserved_random_state():
                 for number, loader in enumerate(loaders):
                     self.callbacks("on_validation_start", self)
                     found = self._evaluate(loader, loop)
@@ -510,7 +510,7 @@ class Trainer:
         """One pass over one loader; the metrics. Where steps are only compiled, none."""
         averages = Averages(loop)
         executor = iter(fl.utils.data.DataExecutor(val_dataloader))
-        with quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
+        with quiet_recompiles(), closing(self._unless_interrupted(executor)) as batches:
             for batch in islice(batches, loop.most):
                 self.callbacks("on_validation_batch_start", self, batch)
                 outputs = self._run("evaluate_all" if loop.metrics else "evaluate", batch)

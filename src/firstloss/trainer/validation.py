@@ -12,7 +12,7 @@ import torch
 
 from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
-from ..runtime.pytrees import attributes_taken_apart
+from ..runtime.pytrees import flattened_attributes
 from .loops import ValidationLoop
 from .pending_losses import AHEAD
 from .step import counts, describe
@@ -70,7 +70,7 @@ def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
     target = None
     if isinstance(batch, Mapping):
         target = next((batch[name] for name in _TARGETS if name in batch), None)
-    elif attributes_taken_apart(batch):
+    elif flattened_attributes(batch):
         target = next((getattr(batch, name) for name in _TARGETS if hasattr(batch, name)), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         target = batch[-1]
@@ -88,7 +88,7 @@ def _on_host(x: Any) -> Any:
 
 
 @contextmanager
-def quietly_compiled_anew() -> Iterator[None]:
+def quiet_recompiles() -> Iterator[None]:
     """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*evaluate(_all)? is compiled anew", GraphChangeWarning)

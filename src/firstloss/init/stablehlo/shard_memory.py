@@ -20,7 +20,7 @@ import torch
 from jax.sharding import NamedSharding, Sharding
 
 from ...engine.huge_pages import advise_huge
-from ...lower.unwritten import known_to_xla
+from ...lower.unwritten import registered_with_xla
 from ...lower.unwritten import results as unwritten_results
 
 
@@ -42,7 +42,7 @@ def unwritten(kinds: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Devi
     calls = [(times, tuple(kind for kind, count in counts.items() for _ in range(count // times)))]
     calls += [(1, tuple(kind for kind, count in counts.items() for _ in range(count % times)))]
     calls = [call for call in calls if call[1]]
-    known_to_xla()  # once, and not by two threads
+    registered_with_xla()  # once, and not by two threads
     with ThreadPoolExecutor(2, thread_name_prefix="firstloss-compile") as pool:
         allocators = list(pool.map(_allocator, [wanted for _, wanted in calls]))
     made: dict[ArraySpec, list[jax.Array]] = {}

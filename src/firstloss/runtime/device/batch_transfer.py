@@ -13,7 +13,7 @@ from .. import backend as backends
 from ..lazy_jax import is_imported, on_cpu
 from ..mesh.processes import processes
 from ..pytrees import flatten
-from .lazy_array import LazyArray, lent_later, put_later
+from .lazy_array import LazyArray, share_later, to_device_later
 from .numpy_arrays import from_numpy
 
 
@@ -55,7 +55,7 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
     if mesh is not None:
         sharding = mesh.batch_sharding(tuple(tensor.shape))
-        sent = put_later(tensor, sharding)
+        sent = to_device_later(tensor, sharding)
         lazily = (tuple(tensor.shape), tensor.dtype, sharding) if type(sent) is LazyArray else ()
         made = resident(sent, *lazily)
         return made.requires_grad_(True) if tensor.requires_grad else made
@@ -66,5 +66,5 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
 
             made = resident(share_memory(own))
         else:
-            made = resident(lent_later(own), tuple(own.shape), own.dtype)
+            made = resident(share_later(own), tuple(own.shape), own.dtype)
     return made.requires_grad_(True) if tensor.requires_grad else made

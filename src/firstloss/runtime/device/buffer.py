@@ -207,7 +207,7 @@ class DeviceBuffer:
         self._live_in(memory)
         return True
 
-    def leave_memory(self) -> None:
+    def release_exported_memory(self) -> None:
         """Stop using the exported memory: its holders keep it, and the next content lives elsewhere."""
         self._memory = None
 

@@ -154,11 +154,11 @@ def settled() -> None:
     """Wait for another thread's transaction, and settle one that an interrupt has left open."""
     if _open is not None:
         with lock:
-            if _open is not None and not _under_way():
+            if _open is not None and not _in_progress():
                 _open.settle(StateLostError("the step was interrupted"))
 
 
-def _under_way() -> bool:
+def _in_progress() -> bool:
     """Whether this thread is inside a transaction, in which a finalizer, say, reads a weight."""
     frame: Any = getframe(1)
     while frame is not None:

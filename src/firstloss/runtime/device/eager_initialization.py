@@ -25,7 +25,7 @@ _OWN_HOLDERS = 2  # the tensor, and the storage handle that counts
 
 
 @contextmanager
-def moved_at_once(backend: Any) -> Iterator[None]:
+def moving_eagerly(backend: Any) -> Iterator[None]:
     """Move the weights of modules that are constructed in the block to `backend`, each as soon as possible."""
     moving = _WeightMover(backend)
     handles = [
@@ -51,7 +51,7 @@ class _WeightMover:
 
     def registered(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """Called when `module` registers `tensor` as a parameter or buffer."""
-        if _is_left(tensor):
+        if _needs_no_move(tensor):
             return
         if self._module() is not module:
             self._move()
@@ -61,7 +61,7 @@ class _WeightMover:
     def _move(self) -> None:
         """Move the previous module's weights, except those that other code may still write to."""
         here, self._here = self._here, []
-        own = [place for place in here if (tensor := place.tensor()) is not None and _held_alone(tensor)]
+        own = [place for place in here if (tensor := place.tensor()) is not None and _is_sole_owner(tensor)]
         self._shared += [place for place in here if place not in own]
         self._backend.move_to_device(_alive(own))
 
@@ -80,10 +80,10 @@ class _Registration(NamedTuple):
         """The tensor, or None if it is on the backend, has no shape yet, or is gone."""
         module = self.module()
         tensor = None if module is None else {**buffers_of(module), **parameters_of(module)}.get(self.name)
-        return None if _is_left(tensor) else tensor
+        return None if _needs_no_move(tensor) else tensor
 
 
-def _is_left(tensor: torch.Tensor | None) -> bool:
+def _needs_no_move(tensor: torch.Tensor | None) -> bool:
     """Whether there is nothing to move here."""
     return tensor is None or type(tensor) is DeferredTensor or isinstance(tensor, UninitializedTensorMixin)
 
@@ -92,6 +92,6 @@ def _alive(places: list[_Registration]) -> list[torch.Tensor]:
     return [tensor for place in places if (tensor := place.tensor()) is not None]
 
 
-def _held_alone(tensor: torch.Tensor) -> bool:
+def _is_sole_owner(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     return storage_use_count(storage) <= _OWN_HOLDERS

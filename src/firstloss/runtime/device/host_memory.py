@@ -79,10 +79,10 @@ class HostMemory:
 
     def held(self) -> bool:
         """Whether anybody else holds the memory."""
-        return self.lasting or is_held(self._tensor)
+        return self.lasting or has_other_owners(self._tensor)
 
 
-def is_held(tensor: torch.Tensor) -> bool:
+def has_other_owners(tensor: torch.Tensor) -> bool:
     """Whether anything but `tensor` holds its memory: another tensor, a NumPy array, a storage."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()

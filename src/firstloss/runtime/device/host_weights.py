@@ -12,7 +12,7 @@ import torch
 from ...engine.cpu_engine import materialize_values
 from ...engine.huge_pages import allocate_huge
 from ...program.graph import Value, is_contiguous
-from .host_memory import is_held
+from .host_memory import has_other_owners
 from .lazy_array import LazyArray
 from .pages import LEAST_BYTES, Pages
 
@@ -106,7 +106,7 @@ class _Together:
             return to_device(content)
         array, memory = self._allocate(drawn)
         pages.tensor = content  # one tensor, and not two, so that others can be counted
-        if not pages.moved and (is_held(content) or not pages.move(memory)):
+        if not pages.moved and (has_other_owners(content) or not pages.move(memory)):
             memory.copy_(content)
         return array
 

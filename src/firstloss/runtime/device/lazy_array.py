@@ -81,7 +81,7 @@ def copied_later(content: torch.Tensor) -> LazyArray:
     return LazyArray(copied, content)
 
 
-def lent_later(content: torch.Tensor) -> LazyArray:
+def share_later(content: torch.Tensor) -> LazyArray:
     """`content`, whose own bytes become an array; they must not change while that lives."""
 
     def lent() -> jax.Array:
@@ -92,7 +92,7 @@ def lent_later(content: torch.Tensor) -> LazyArray:
     return LazyArray(lent, content)
 
 
-def put_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
+def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
     """A copy of `tensor`, cut over a mesh; where there is no JAX yet, lazily."""
     if is_imported():
         from ..mesh.sharded_arrays import put

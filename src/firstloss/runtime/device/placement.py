@@ -13,12 +13,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ... import switch_interval, timeline
-from ...capture.exported_memory import note_memory, storage_at
+from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
-from ...capture.first_use import close_door
+from ...capture.first_use import disable_first_use
 from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.storage_swap import hook_tables, put_hook_tables
+from ...capture.storage_swap import hook_tables, set_hook_tables
 from ...capture.tensor import Hooks
 from ...compat.torch_names import (
     HOOK_TABLES,
@@ -33,7 +33,7 @@ from ...program.graph import Ref, Value, dense_count
 from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, pages
 from .buffer import DeviceBuffer, is_direct
-from .host_memory import MappedWeights, is_countable, is_held
+from .host_memory import MappedWeights, has_other_owners, is_countable
 from .resolve_conj import without_bits
 
 if TYPE_CHECKING:
@@ -75,14 +75,14 @@ class _Materialization(Future):
             self.set_exception(error)
 
 
-_after_first_loss: list[weakref.ref[_Materialization]] = []
-_under_way: set[Future] = set()
+_pending_after_first_loss: list[weakref.ref[_Materialization]] = []
+_in_progress: set[Future] = set()
 
 
-def begin_behind() -> None:
+def start_waiting_materializations() -> None:
     """Begin with the weights that the first loss does not need: it is there, or waits for all."""
-    while _after_first_loss:
-        materialization = _after_first_loss.pop(0)()
+    while _pending_after_first_loss:
+        materialization = _pending_after_first_loss.pop(0)()
         if materialization is not None:  # nobody holds the state of a step that could not be traced
             materialization.begin()
 
@@ -91,18 +91,18 @@ def move_to_device(
     tensors: Iterable[torch.Tensor],
     mesh: Mesh | None = None,
     behind: bool = False,
-    only_asked_for: bool = False,
+    on_demand: bool = False,
     multiplied: bool = False,
 ) -> None:
     """Move `tensors` to the device or the mesh. Returns at once; reading a deferred one waits for it.
 
     Args:
         behind: the first loss does not need these; those that it needs are made first.
-        only_asked_for: make deferred ones only when one of them is read.
+        on_demand: make deferred ones only when one of them is read.
         multiplied: PyTorch's kernels may be given them, for the first loss: deferred ones are made where those can read
             them whole.
     """
-    close_door()
+    disable_first_use()
     pending: list[DeferredStorage] = []
     real: list[torch.Tensor] = []
     for tensor in without_bits(tensors):
@@ -116,7 +116,7 @@ def move_to_device(
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, behind, only_asked_for, multiplied)
+        _materialize_in_background(pending, mesh, behind, on_demand, multiplied)
 
 
 def _is_copied(value: Value) -> bool:
@@ -131,11 +131,11 @@ def _is_copied(value: Value) -> bool:
 
 
 def _materialize_in_background(
-    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
+    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, on_demand: bool, multiplied: bool
 ) -> None:
     shardings = {storage.value: mesh.storage_sharding(storage) if mesh is not None else None for storage in storages}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
-    before_us = list(_under_way) if behind else []
+    before_us = list(_in_progress) if behind else []
 
     def make() -> dict[Value, Any]:
         wait(before_us)
@@ -156,13 +156,13 @@ def _materialize_in_background(
     for storage in storages:
         storage.resident = DeviceBuffer(storage.value, pending=materialization, sharding=shardings[storage.value])
         storage.resident.fresh = not _is_copied(storage.value)
-    if only_asked_for:
+    if on_demand:
         return
     if behind and on_cpu():  # the forward pass needs the same cores
-        _after_first_loss.append(weakref.ref(materialization))
+        _pending_after_first_loss.append(weakref.ref(materialization))
         return
-    _under_way.add(materialization)
-    materialization.add_done_callback(_under_way.discard)
+    _in_progress.add(materialization)
+    materialization.add_done_callback(_in_progress.discard)
     materialization.begin()
 
 
@@ -221,9 +221,9 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             _become_resident(tensor, storage, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
-            if lasting or is_held(base):  # by a NumPy array, or a tensor that is not moved
+            if lasting or has_other_owners(base):  # by a NumPy array, or a tensor that is not moved
                 storage.resident = DeviceBuffer.from_host_memory(value, base, lasting)
-                note_memory(storage)
+                record_exported_memory(storage)
                 continue
         from ..jax_support import to_device
 
@@ -262,7 +262,7 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
     storage = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
         storage.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
-        note_memory(storage)
+        record_exported_memory(storage)
     else:
         from ..jax_support import to_device
 
@@ -304,7 +304,7 @@ def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: G
     storage.add(tensor)
     if grad is not None:
         tensor.grad = grad
-    put_hook_tables(tensor, hooks)
+    set_hook_tables(tensor, hooks)
     if leaf and requires_grad:
         setattr(new, HOOK_TABLES[1], {})  # graphs that end there are led on to `tensor`, whose hooks run
 

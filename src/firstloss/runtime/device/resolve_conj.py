@@ -11,7 +11,7 @@ from ...capture.tensor import DeferredTensor, Hooks
 from ...compat.torch_names import DisableTorchDispatch, storage_address
 from ...errors import BackendError
 from ...program.source import here
-from .host_memory import is_held
+from .host_memory import has_other_owners
 
 
 def without_bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
         return True
     others = (t for t in tensors if t is not tensor and type(t) is not DeferredTensor)
     at = storage_address(tensor.untyped_storage())
-    if is_held(tensor) or any(storage_address(other.untyped_storage()) == at for other in others):
+    if has_other_owners(tensor) or any(storage_address(other.untyped_storage()) == at for other in others):
         if isinstance(tensor, torch.nn.Parameter):
             raise BackendError(
                 f"{here()}: a parameter of shape {list(tensor.shape)} is a conjugated or negated view of memory that "

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .containers import put_items
+from .containers import set_items
 from .equality import same
 from .object_kinds import ObjectKind, kind_of
 from .reconstruct import CallFrame, Make
@@ -55,7 +55,7 @@ def adding(container: Any, items: list) -> Bind:
         return functools.partial(set.update, container, items)
     if kind is ObjectKind.LIST:
         return functools.partial(list.__setitem__, container, slice(len(container), None), items)
-    return functools.partial(put_items, container, [*container, *items])
+    return functools.partial(set_items, container, [*container, *items])
 
 
 def added_to(container: Any, before: list, now: list) -> list | None:

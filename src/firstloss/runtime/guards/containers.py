@@ -33,7 +33,7 @@ def _builtin(cls: type) -> Any:
     return next(base for base in cls.__mro__ if not is_python_class(base))
 
 
-def put_items(container: Any, items: list[Any]) -> None:
+def set_items(container: Any, items: list[Any]) -> None:
     """Make `items` all that is in a list, set or deque."""
     kind = kind_of(type(container))
     if kind is ObjectKind.LIST:
@@ -44,7 +44,7 @@ def put_items(container: Any, items: list[Any]) -> None:
     (set.update if kind is ObjectKind.SET else base.extend)(container, items)
 
 
-def put_table(table: dict, entries: dict) -> None:
+def set_table(table: dict, entries: dict) -> None:
     """Make `entries` all that is in a dict, in their order."""
     if type(table) is dict:
         table.clear()

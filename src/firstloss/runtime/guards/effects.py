@@ -28,7 +28,7 @@ from .bindings import (
     setting,
     setting_in,
 )
-from .containers import put_items, put_table
+from .containers import set_items, set_table
 from .describe import with_article
 from .equality import same, same_items
 from .external_state import set_state, state_of
@@ -44,7 +44,8 @@ class Effects:
 
     Attributes:
         places: the ids of the dicts, lists, variables and objects in which something has changed.
-        why_not: what it has changed that cannot be changed so again, so that it has to be traced at each call; if any.
+        retrace_reason: a change that cannot be repeated, so that the step has to be traced at each call; None if there
+            is no such change.
     """
 
     def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
@@ -53,7 +54,7 @@ class Effects:
             reads: what the step has read; None where it is only to be undone.
         """
         self.places: set[int] = set()
-        self.why_not: str | None = None
+        self.retrace_reason: str | None = None
         self._undo: list[Bind] = []
         self._apply: list[Callable[[CallFrame], Bind]] = []
         self._left = left
@@ -114,7 +115,7 @@ class Effects:
             self._again(content, functools.partial(mutable_state.put_back, content), before, after)
         else:
             self.places.add(id(content))
-            self.why_not = (
+            self.retrace_reason = (
                 f"it takes something from {with_article(type(content).__qualname__)}, or changes what is in it"
             )
 
@@ -238,7 +239,7 @@ class Effects:
         now = table_of(table)
         if _unchanged(now, before):
             return
-        self._undo.append(lambda: put_table(table, before))
+        self._undo.append(lambda: set_table(table, before))
         if self._counted(table, before, now, reads):
             return
         self.places.add(id(table))
@@ -252,7 +253,7 @@ class Effects:
             return
         parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
         self._apply.append(
-            lambda env: functools.partial(put_table, place(env), {key(env): make(env) for key, make in parts})
+            lambda env: functools.partial(set_table, place(env), {key(env): make(env) for key, make in parts})
         )
 
     def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
@@ -276,7 +277,7 @@ class Effects:
             reads.guard_collection(container, before)
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
-        self._undo.append(lambda: put_items(container, before))
+        self._undo.append(lambda: set_items(container, before))
         if reads is None or self._counted(container, before, now, reads):
             return
         self.places.add(id(container))
@@ -295,7 +296,7 @@ class Effects:
             for i, make in changed:
                 self._apply.append(setting_in(place, i, make))
             return
-        self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
+        self._apply.append(lambda env: functools.partial(set_items, place(env), [make(env) for make in makes]))
 
 
 def _has_run(content: Any, reads: GuardSources) -> bool:

@@ -32,13 +32,13 @@ class Executed:
         reads_past_classes: some of that looks attributes up by a method of a class, `object.__getattribute__` mostly.
         stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
         modules: the names of the modules whose code that is, libraries' as well.
-        asks_for_fields: modules have run that look at the annotations of classes, and at the fields of dataclasses.
+        may_read_fields: modules have run that look at the annotations of classes, and at the fields of dataclasses.
         lines: where it does so.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
         self.modules = {table.get("__name__") for _, table in (recording.codes or {}).values()}
-        self.asks_for_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(self.modules)
+        self.may_read_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(self.modules)
         executed = recording.executed()
         if executed is None:
             executed = [
@@ -60,7 +60,7 @@ class Executed:
         self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in own)
         self._own = own
 
-    def looks_at_handled(self) -> bool:
+    def reads_handled_exception(self) -> bool:
         """Whether some of the user's code may look at the exception that is being handled, or raise it again."""
         return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
 

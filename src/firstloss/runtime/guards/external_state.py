@@ -91,7 +91,7 @@ class Outside:
             return False
         if function in _OF_HANDLED and not self.handling:
             return False
-        if not _looks_outside(function, module, frame):
+        if not _is_external_call(function, module, frame):
             return False
         if what not in self.asked:
             asks, where = _asked_by(frame, module in _OF_NO_LIBRARY)
@@ -184,7 +184,7 @@ _SOME: dict[str, set[str]] = {
 }
 
 
-def _kept_by_csv() -> tuple:
+def _csv_dialects() -> tuple:
     kept = [csv.get_dialect(name) for name in csv.list_dialects()]
     fields = [(d.delimiter, d.doublequote, d.escapechar, d.lineterminator, d.quotechar, d.quoting, d.skipinitialspace)
               for d in kept]  # fmt: skip
@@ -192,7 +192,7 @@ def _kept_by_csv() -> tuple:
 
 
 # Modules in C whose functions look at what they keep for the process, and how that is read.
-KEPT: dict[str, Callable[[], tuple]] = {"_csv": _kept_by_csv}
+KEPT: dict[str, Callable[[], tuple]] = {"_csv": _csv_dialects}
 # Python's own and NumPy's, in Python, that ask for what they keep for the process or the thread, or set it.
 _IN_PYTHON: dict[types.CodeType, str] = {
     function.__code__: f"{function.__module__}.{function.__name__}"
@@ -233,7 +233,7 @@ def _defining(cls: type, method: Any) -> type:
     return next((base for base in cls.__mro__ if method.__name__ in vars(base)), cls)
 
 
-def _looks_outside(function: Any, module: str, frame: types.FrameType) -> bool:
+def _is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:
     name, owner = function.__name__, function.__self__
     if module == "_thread" and (caller := frame.f_globals.get("__name__")) in sys.stdlib_module_names:
         if caller != "threading":  # to know that it is not within itself, as in `repr`

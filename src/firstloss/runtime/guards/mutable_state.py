@@ -131,7 +131,7 @@ def put_back(held: Any, before: Any) -> bool:
     elif isinstance(held, np.random.RandomState):
         held.set_state(before.state)
     elif held is os.environ:
-        put_back_environment(before)
+        restore_environment(before)
     else:
         return False
     return True
@@ -142,7 +142,7 @@ def environment() -> tuple:
     return tuple(environment_of(os.environ).items())
 
 
-def put_back_environment(before: tuple) -> None:
+def restore_environment(before: tuple) -> None:
     """Make `os.environ` what `environment` gave."""
     set_environment(environment_changes(environment(), before))
 
@@ -332,7 +332,7 @@ def is_iterator_of_c(cls: type) -> bool:
     )
 
 
-def tells_where_it_stands(cls: type) -> bool:
+def has_readable_position(cls: type) -> bool:
     """Whether an iterator of that class, made in C, says how it would be pickled."""
     return cls.__reduce__ is not object.__reduce__
 

@@ -33,7 +33,7 @@ import torch
 
 from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
 from ..module_proxy import ModuleProxy
-from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, is_iterator_of_c, tells_where_it_stands
+from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, has_readable_position, is_iterator_of_c
 from .native import native
 
 # Code here reads no state of the user's.
@@ -142,7 +142,7 @@ def _kind_of(cls: type) -> ObjectKind:
         if issubclass(cls, kinds):
             return kind
     if is_iterator_of_c(cls):
-        return ObjectKind.OPAQUE if tells_where_it_stands(cls) else ObjectKind.UNKNOWN
+        return ObjectKind.OPAQUE if has_readable_position(cls) else ObjectKind.UNKNOWN
     if module_of_class(cls).partition(".")[0] == "tokenizers":
         return ObjectKind.OPAQUE
     if is_ours(module_of_class(cls)) and not issubclass(cls, (torch.optim.Optimizer, ModuleProxy)):
@@ -267,7 +267,7 @@ def slots(cls: type) -> tuple[str, ...]:
 _slots: dict[type, tuple[str, ...]] = {}
 
 
-def may_die(reference: Any) -> bool:
+def may_expire(reference: Any) -> bool:
     """Whether a weak reference may yet lose what it leads to, by all that can be told. Not if that is a part of the
     training itself: schedulers hold their optimizers so."""
     return any(

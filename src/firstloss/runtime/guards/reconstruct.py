@@ -13,7 +13,7 @@ import torch
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
 from ...capture.geometry import geometry_of
 from ...capture.tensor import DeferredTensor, Hooks
-from .containers import empty_like, put_items, put_table
+from .containers import empty_like, set_items, set_table
 from .introspection import MISSING, own_attributes, slot_value
 from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
 from .unavailable_number import UnavailableNumber
@@ -70,7 +70,7 @@ class Reconstructor:
 
     Attributes:
         tensors: the traced tensors among them, each once; `CallFrame.fresh` is asked for them by number.
-        why_not: what cannot be made anew, in words; then the step has to be traced at each call.
+        retrace_reason: what cannot be made anew, in words; then the step has to be traced at each call.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Reconstructor:
             given: what stands for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
-        self.why_not: str | None = None
+        self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
         self._is_old = is_old
@@ -173,7 +173,7 @@ class Reconstructor:
         return self._cannot(value)
 
     def _cannot(self, value: Any) -> Make:
-        self.why_not = self.why_not or f"an object of type {type(value).__name__}"
+        self.retrace_reason = self.retrace_reason or f"an object of type {type(value).__name__}"
         return _constant(value)
 
     def _tensor(self, value: torch.Tensor) -> Make:
@@ -254,7 +254,7 @@ class Reconstructor:
         empty, more = empty_like(value), self._more(value)
 
         def fill(new: Any, env: CallFrame) -> None:
-            put_items(new, [part(env) for part in parts])
+            set_items(new, [part(env) for part in parts])
             more(new, env)
 
         return lambda env: (empty(), lambda new: fill(new, env))
@@ -264,7 +264,7 @@ class Reconstructor:
         empty, more = empty_like(value), self._more(value)
 
         def fill(new: Any, env: CallFrame) -> None:
-            put_table(new, {key(env): part(env) for key, part in parts})
+            set_table(new, {key(env): part(env) for key, part in parts})
             more(new, env)
 
         return lambda env: (empty(), lambda new: fill(new, env))

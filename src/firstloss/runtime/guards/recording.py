@@ -54,7 +54,7 @@ class Recording:
         self.whole: list[dict] = []
         self.outside = Outside()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
-        self.computed = {cls for cls in self._classes if _has_own_lookup(cls)}
+        self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile and (native is not None or sys.getprofile() is None)  # somebody else is profiling
 
     def begin(self, undo: Undo) -> None:
@@ -67,7 +67,7 @@ class Recording:
         }
         plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
         for cls, name, own, method in plain:
-            undo(_give_back, cls, name, own)
+            undo(_restore_classes, cls, name, own)
             with contextlib.suppress(TypeError, AttributeError):  # of a class that does not let itself be changed
                 setattr(cls, name, methods[name](method))
         if native is not None:
@@ -106,12 +106,12 @@ def is_closed_code(code: types.CodeType, table: dict) -> bool:
     return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
 
 
-def _has_own_lookup(cls: type) -> bool:
+def _overrides_lookup(cls: type) -> bool:
     method = cls.__getattribute__
     return isinstance(method, types.FunctionType) and not is_closed(method.__module__)
 
 
-def _give_back(cls: type, name: str, own: Any) -> None:
+def _restore_classes(cls: type, name: str, own: Any) -> None:
     """Let `cls` have the method again that it defines itself, if any."""
     if own is not None:
         setattr(cls, name, own)

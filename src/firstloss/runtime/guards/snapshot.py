@@ -245,7 +245,7 @@ class Snapshot:
             before = table_of(table)
             self.tables[id(table)] = DictSnapshot(table, before, what, "attributes")
             self.seen[id(table)] = table
-            todo += [v for k, v in before.items() if not apart_in_optimizers(k)]
+            todo += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
             todo += [p for group in what.param_groups for p in group["params"]]
             todo += schedules_of(what)
         elif table is not None:
@@ -361,7 +361,7 @@ _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotat
                   "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 
 
-def apart_in_optimizers(name: str) -> bool:
+def is_guarded_elsewhere(name: str) -> bool:
     """Whether an attribute of optimizers is watched by `optimizers.py`, or serves checkpoints."""
     return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
 

@@ -34,8 +34,8 @@ from .introspection import MISSING, cell_content, own_attributes, slot_reader
 from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
 from .pytorch_namespaces import namespaces, undisguised
 from .recording import Recording, Site, is_closed_code
-from .snapshot import Snapshot, apart_in_optimizers
-from .store_guards import guard_stores
+from .snapshot import Snapshot, is_guarded_elsewhere
+from .store_guards import guard_stored_names
 from .value_guards import Values
 
 
@@ -59,7 +59,7 @@ class GuardSources:
         self.ran = {code for code, _ in (recording.codes or {}).values()}
         recording.outside.ran(self.ran)
         self.asked = list(recording.outside.asked.values())
-        if recording.outside.handling and self._executed.looks_at_handled():
+        if recording.outside.handling and self._executed.reads_handled_exception():
             self.asked.append(ExternalCall("sys.exception", None))
         self.generators = list(recording.outside.generators.values())
         for generator, state in recording.outside.generators.values():
@@ -72,7 +72,7 @@ class GuardSources:
             )
         self._functions(recording)
         self._attributes(recording)
-        guard_stores(snapshot, recording, self._executed, self._values)
+        guard_stored_names(snapshot, recording, self._executed, self._values)
         for known in list(snapshot.tables.values()):
             if isinstance(known.owner, threading.local):  # each thread has other attributes there
                 whose = functools.partial(_held_attributes, known.owner)
@@ -122,7 +122,7 @@ class GuardSources:
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
         if not _PRINTS_ARRAYS.isdisjoint(self._executed.modules):
-            self._values.read("numpy prints", _how_numpy_prints, _how_numpy_prints(), "how NumPy prints", "")
+            self._values.read("numpy prints", _numpy_print_options, _numpy_print_options(), "how NumPy prints", "")
         if not _READS_ENVIRONMENT.isdisjoint(self.ran) or {"environ", "getenv"} & self._executed.mentioned:
             self._values.read(
                 "environ", mutable_state.environment, snapshot.environment, "what is in os.environ", "environ"
@@ -153,7 +153,7 @@ class GuardSources:
         if is_installed(table.get("__name__")) and kind_of(type(before)) not in (ObjectKind.FUNCTION, ObjectKind.CLASS):
             self._values.table(table, describe_global(table), None).expected[name] = before
             return
-        if self.updates.decides_nothing((id(table), name), before, uses):
+        if self.updates.is_only_updated((id(table), name), before, uses):
             return
         self._values.name(table, name, before, describe_global(table), uses)
         if before is MISSING:
@@ -163,7 +163,7 @@ class GuardSources:
     def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
         known = self._snapshot.cells.get(id(cell))
         before = known[1] if known is not None else MISSING
-        if self.updates.decides_nothing((id(cell), None), before, uses):
+        if self.updates.is_only_updated((id(cell), None), before, uses):
             return
         what = f"the variable {name} that {function.__qualname__} uses"
         self._values.cells[id(cell)] = CellGuard(cell, before, what, name)
@@ -179,7 +179,7 @@ class GuardSources:
                 continue  # it decides what is written
             uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
             self._values.of_object(owner)
-            if isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name):
+            if isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name):
                 if any(not _is_closed_file(code) or code.co_name in _TELL_ALL for code, _ in sites):
                     self._of_optimizer(owner, name)
                 continue
@@ -195,7 +195,7 @@ class GuardSources:
             slotted = snapshot.slotted.get(id(owner))
             if slotted is not None and name in slotted.names:
                 before = slotted.before[slotted.names.index(name)]
-                if not self.updates.decides_nothing((id(owner), name), before, uses):
+                if not self.updates.is_only_updated((id(owner), name), before, uses):
                     self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
                     if not self.updates.collects(before, uses):
                         self._values.value(before, describe(name), name)
@@ -203,7 +203,7 @@ class GuardSources:
             if table is None:
                 continue
             before = self._values.before(table).get(name, MISSING)
-            if not self.updates.decides_nothing((id(table), name), before, uses):
+            if not self.updates.is_only_updated((id(table), name), before, uses):
                 self._values.name(table, name, before, describe, uses)
 
         if self._executed.reads_past_classes:  # nobody has noted which
@@ -347,7 +347,7 @@ def generators() -> list[Any]:
     return [read() for read in _GENERATORS.values()]
 
 
-def put_back_generators(states: list[Any]) -> None:
+def restore_generators(states: list[Any]) -> None:
     """Set them to what `generators` gave."""
     for (name, read), state in zip(_GENERATORS.items(), states, strict=True):
         if read() != state:
@@ -381,7 +381,7 @@ _READS_FILTERS = {warnings.catch_warnings.__enter__.__code__}
 _SETS_FILTERS = {"filters", "simplefilter", "filterwarnings", "resetwarnings"}
 
 
-def _how_numpy_prints() -> str:
+def _numpy_print_options() -> str:
     return repr(np.get_printoptions())
 
 

@@ -21,11 +21,11 @@ from .guards import CellGuard
 from .introspection import MISSING, cell_content, own_attributes, slot_reader, slot_value
 from .object_kinds import can_be_instrumented, is_closed
 from .recording import Recording
-from .snapshot import DictSnapshot, Snapshot, apart_in_optimizers
+from .snapshot import DictSnapshot, Snapshot, is_guarded_elsewhere
 from .value_guards import Values
 
 
-def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
+def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
     """Guard what the step has stored and not changed; to be called before its effects are undone."""
     stores = _Stores(snapshot, values)
     for code, table in executed.code:
@@ -47,7 +47,7 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
     attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
     if executed.stores_past_classes or recording.outside.sets_by_string:
         for known in attributes:
-            if executed.stores_past_classes or not _stores_are_noted(type(known.owner)):
+            if executed.stores_past_classes or not _stores_are_recorded(type(known.owner)):
                 stores.table(known)
         for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
             stores.attribute(slotted.owner, None)
@@ -57,7 +57,7 @@ def guard_stores(snapshot: Snapshot, recording: Recording, executed: Executed, v
             stores.name(known.table, name, describe_attribute(known.owner))
 
 
-def _stores_are_noted(cls: type) -> bool:
+def _stores_are_recorded(cls: type) -> bool:
     """Whether all that is set of its objects' attributes is noted."""
     return can_be_instrumented(cls) and cls is not types.SimpleNamespace
 
@@ -80,7 +80,7 @@ class _Stores:
         describe = describe_attribute(known.owner)
         for name in list(known.table):
             if isinstance(name, str) and not name.startswith("__"):
-                if not (isinstance(known.owner, torch.optim.Optimizer) and apart_in_optimizers(name)):
+                if not (isinstance(known.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
                     self.name(known.table, name, describe)
 
     def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
@@ -106,5 +106,5 @@ class _Stores:
             return
         if isinstance(owner, torch.nn.Module) and any(name in table.get(part, ()) for part in MODULE_TABLES):
             self._values.of_object(owner)
-        if not (isinstance(owner, torch.optim.Optimizer) and apart_in_optimizers(name)):
+        if not (isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
             self.name(table, name, describe)

@@ -29,7 +29,7 @@ class Updates:
         self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
         self._looked_at = looked_at
 
-    def decides_nothing(self, place: tuple, before: Any, uses: list[Use]) -> bool:
+    def is_only_updated(self, place: tuple, before: Any, uses: list[Use]) -> bool:
         """Whether a number is read by nothing but its own update, as in `n += 1`."""
         if type(before) not in _NUMBERS or not uses:
             return False

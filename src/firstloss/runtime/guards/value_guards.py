@@ -35,7 +35,7 @@ from .object_kinds import (
     is_ours,
     items_of,
     kind_of,
-    may_die,
+    may_expire,
     module_of_class,
     referents,
 )
@@ -117,7 +117,7 @@ class Values:
             if id(value) in self._snapshot.opaque:
                 _, read, reading = self._snapshot.opaque[id(value)]
                 self.read(id(value), read, reading, inside, name)
-            if isinstance(value, WEAK) and may_die(value):
+            if isinstance(value, WEAK) and may_expire(value):
                 self.weak = True
                 self.unwatchable[id(value)] = (value, f"{what}, by a weak reference")
                 return
@@ -162,7 +162,7 @@ class Values:
         if isinstance(value, BaseException):
             fields: Any = type(value)
             self._in_c(value, _fields_in_c(fields), what, name)
-        if kind is ObjectKind.INSTANCE and not _reads_are_noted(type(value)):
+        if kind is ObjectKind.INSTANCE and not _reads_are_recorded(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
@@ -350,7 +350,7 @@ class Values:
             describe = describe_attribute(base)
             guard = self.table(table, describe, None)
             installed = is_installed(module_of_class(base))
-            told = OF_FIELDS if self._executed.asks_for_fields else ()
+            told = OF_FIELDS if self._executed.may_read_fields else ()
             for name in before:
                 if installed and (name in names or _is_operator(name)):
                     guard.expected.setdefault(name, before[name])
@@ -376,7 +376,7 @@ def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
     return tuple([getattr(value, name, MISSING) for name in names])
 
 
-def _reads_are_noted(cls: type) -> bool:
+def _reads_are_recorded(cls: type) -> bool:
     """Whether all that is read of its objects' attributes is noted; what a `SimpleNamespace` does in C is of that class
     alone."""
     return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))

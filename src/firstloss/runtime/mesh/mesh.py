@@ -158,7 +158,7 @@ class Mesh:
                 if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
                     continue
                 if type(tensor) is not DeferredTensor or tensor._ref().whole:  # a gradient may be a view
-                    shardings.mark_alike(tensor, mark)
+                    shardings.copy_sharding_mark(tensor, mark)
 
     def _check_axes(self, mark: shardings.ShardingMark) -> None:
         theirs = shardings.axes_of(mark.mesh)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...compat.jax_names import distributed_client
 from ...errors import BackendError, ProcessLostError
-from ...files import written_aside
+from ...files import atomic_write
 
 _PATIENCE = 60  # seconds after which a process says for whom it waits
 _PIECE = 1 << 20  # bytes of a value: a message of the service has a limit
@@ -141,7 +141,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     compiled = lowered.compile(options)
     packed = b"" if _reads.count else _packed(compiled)
     if packed:
-        with contextlib.suppress(OSError), written_aside(path) as file:
+        with contextlib.suppress(OSError), atomic_write(path) as file:
             file.write(packed)
     return compiled, packed
 

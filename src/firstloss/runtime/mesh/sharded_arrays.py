@@ -25,7 +25,7 @@ def put(tensor: torch.Tensor, sharding: MeshSharding | NamedSharding) -> jax.Arr
         return jax.make_array_from_callback(values.shape, named(sharding), lambda index: values[index])
 
 
-def put_parts(tensor: torch.Tensor, mesh: Mesh) -> jax.Array:
+def put_shards(tensor: torch.Tensor, mesh: Mesh) -> jax.Array:
     """A batch of which this process has the rows in `tensor`, and each other process as many."""
     rows, processes = tensor.shape[0], jax.process_count()
     shape = (rows * processes, *tensor.shape[1:])

@@ -17,7 +17,7 @@ from ...capture.geometry import Geometry, contiguous_stride, is_dense
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from ..guards.reconstruct import same_memory
-from ..pytrees import attributes_taken_apart, containers
+from ..pytrees import containers, flattened_attributes
 
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
@@ -79,7 +79,7 @@ class Arguments:
         """What a compiled step for these arguments depends on beside their kind."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
-        shared = self._one_in_two_places()
+        shared = self._container_passed_twice()
         strides = [(tensor.stride(), contiguous_stride(tuple(tensor.shape))) for tensor in tensors]
         strided = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
         if alone and not shared and not strided and not self.itself and not self.gradients:
@@ -87,7 +87,7 @@ class Arguments:
         pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
 
-    def _one_in_two_places(self) -> bool:
+    def _container_passed_twice(self) -> bool:
         """Whether a dict or a list is given twice."""
         args, kwargs = self._given
         if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
@@ -98,7 +98,7 @@ class Arguments:
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments, positional and by name, with these leaves: new dicts and lists, as many as were given."""
         made = pytree.tree_unflatten(leaves, self.spec)
-        return _unified(self._given, made, {}) if self._one_in_two_places() else made
+        return _unified(self._given, made, {}) if self._container_passed_twice() else made
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensors that are data."""
@@ -130,7 +130,7 @@ def _pattern(objects: list[Any]) -> tuple[int, ...]:
 
 def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
     """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
-    names = () if isinstance(given, (dict, list, tuple)) else attributes_taken_apart(given)
+    names = () if isinstance(given, (dict, list, tuple)) else flattened_attributes(given)
     if not isinstance(given, (dict, list, tuple)) and not names:
         return made
     if isinstance(given, tuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...program.graph import Value
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import LazyArray
-from ..device.placement import begin_behind
+from ..device.placement import start_waiting_materializations
 from .background_work import BackgroundWork
 from .first_loss import FirstLoss
 from .traced_program import Groups
@@ -61,7 +61,7 @@ class BackgroundCompiledStep:
                 self._made = self._make()
             return self._made
 
-    def lower_behind(self, later: BackgroundWork) -> None:
+    def lower_in_background(self, later: BackgroundWork) -> None:
         """Have `later` begin, which lowers it and runs the rest."""
         self._later = later
         later.begin()
@@ -70,7 +70,7 @@ class BackgroundCompiledStep:
         """Lower it, and begin to compile it: the other one."""
         try:
             made = self.made()
-            begin_behind()
+            start_waiting_materializations()
             made.lower()
             return made
         finally:
@@ -119,7 +119,7 @@ class KernelsFirstRun:
                 later = BackgroundWork(functools.partial(_finish, step, state, rest, seed))
                 self._given = (), (), None
                 self._later = later
-                step.lower_behind(later)
+                step.lower_in_background(later)
                 return
             step.first_loss = None
         from ..jax_support import x64

@@ -78,7 +78,7 @@ class StepCache:
         with Undo() as undo, undo:
             compiled = self.find(request, kind, undo)
             if not request.backend.is_e2e_execution:
-                return compiled.leave_unexecuted(request.arguments)
+                return compiled.skip_execution(request.arguments)
             # It tells the loop under way, so that that can fetch the next batch meanwhile.
             return compiled(request.arguments)
 

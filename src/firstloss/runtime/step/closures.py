@@ -106,7 +106,7 @@ class _Closure:
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
-            call.run_outside_step()
+            call.run_now()
 
 
 class ClosureCall:
@@ -141,7 +141,7 @@ class ClosureCall:
 
     # -- beside a step --
 
-    def run_outside_step(self) -> None:
+    def run_now(self) -> None:
         """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
         if not self._due():
             return

@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import timeline
 from ...capture import session
-from ...capture.exported_memory import note_memory
+from ...capture.exported_memory import record_exported_memory
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, TraceError
 from ...program.source import here
@@ -98,7 +98,7 @@ class CompiledStep:
             return True
         return self.traced.outdated()
 
-    def leave_unexecuted(self, arguments: Arguments) -> Any:
+    def skip_execution(self, arguments: Arguments) -> Any:
         """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
         call leaves it, and weights as they are."""
         self.executable.compile_all()
@@ -197,7 +197,7 @@ class CompiledStep:
         for storage, _ in traced.handed_out:
             if storage.resident.handed_out is not None:
                 call.memory[storage] = storage.resident.handed_out
-                storage.resident.leave_memory()
+                storage.resident.release_exported_memory()
         write_back(call.owners, buffers, new)
         for name, storage in traced.outputs.held.items():
             if storage.resident is None:
@@ -282,7 +282,7 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
         buffer = kept._storage.resident
         if buffer.handed_out is None:
             buffer.take_memory(memory)
-            note_memory(kept._storage)
+            record_exported_memory(kept._storage)
 
     return bind
 

@@ -37,7 +37,7 @@ class Gradients:
 
     def traced(self, inputs: Inputs, effects: Effects, left: Reconstructor) -> None:
         """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
-        self._note_new_gradients()
+        self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
         for parameter, gradient in self._before.items():
@@ -57,13 +57,13 @@ class Gradients:
             if tensor.requires_grad != wanted:
                 effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
-    def _note_new_gradients(self) -> None:
+    def _record_new_gradients(self) -> None:
         """What wanted no gradient before the step, and has got one: the step has made it want some."""
         self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
         """The step could not be traced."""
-        self._note_new_gradients()
+        self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
         for tensor, wanted in self._wanted.items():
@@ -161,7 +161,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
         return False
     now = _view(gradient)
     if view is not None and not isinstance(view, Ref):  # it was a part of a real tensor
-        return now is None and geometry_of(gradient) == view and _bytes_behind(gradient) == value.nbytes
+        return now is None and geometry_of(gradient) == view and _bytes_from(gradient) == value.nbytes
     if now is None:
         fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
         return fits and whole_storage(gradient) is gradient
@@ -170,7 +170,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
     return now[1:] == view[1:] and _alike(now.value, value)
 
 
-def _bytes_behind(gradient: torch.Tensor) -> int:
+def _bytes_from(gradient: torch.Tensor) -> int:
     with DisableTorchDispatch():
         return gradient.untyped_storage().nbytes()
 

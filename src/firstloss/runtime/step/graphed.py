@@ -153,15 +153,15 @@ class GraphRequest(Request):
 
 
 def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
-    why_not = traced.why_not
+    retrace_reason = traced.retrace_reason
     if traced.raised is not None:
-        why_not = "it raised an error"
+        retrace_reason = "it raised an error"
     elif traced.trace.closures:
-        why_not = "it calls step closures"
+        retrace_reason = "it calls step closures"
     elif traced.optimizers.state.new:
-        why_not = "its optimizer makes new state"
-    if why_not is not None:
-        raise TraceError(why_not)
+        retrace_reason = "its optimizer makes new state"
+    if retrace_reason is not None:
+        raise TraceError(retrace_reason)
     inputs = (*traced.owners.changed, *traced.owners.read)
     plan = Plan(traced.program, inputs, traced.optimizers.groups.inputs, backend.torch_device)
     if plan.obstacles:
@@ -195,10 +195,10 @@ class Trials:
             if not found.executable.tried:
                 compare = found.rehearsed(arguments)
         except Shared:
-            self._give_up(key, "it edits an argument that it meets in another way as well")
+            self._fall_back(key, "it edits an argument that it meets in another way as well")
             return step(*args, **kwargs)
         except Exception as error:  # nothing has been changed: whatever is wrong, eager PyTorch says so itself
-            self._give_up(key, str(error) or type(error).__name__)
+            self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)
         if compare is None:
             self._last = key, found
@@ -207,10 +207,10 @@ class Trials:
         try:
             compare(result)
         except TraceError as error:
-            self._give_up(key, str(error))
+            self._fall_back(key, str(error))
         return result
 
-    def _give_up(self, kind: Any, why: str) -> None:
+    def _fall_back(self, kind: Any, why: str) -> None:
         """Run it eagerly from now on, and say so once."""
         self._eager[kind] = why
         text = f"{self._name} runs eagerly on this backend, and not as a CUDA graph: {why}"

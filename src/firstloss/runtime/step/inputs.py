@@ -12,7 +12,7 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy_array import LazyArray, lent_later, put_later, ready
+from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
 from ..lazy_jax import is_imported
 from .owners import Owner, Owners
 from .parameter_groups import GroupEntry
@@ -97,7 +97,7 @@ class Inputs:
         elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
             array = self._argument(owner._storage.resident)
         elif where is not None:
-            return put_later(owner, where)
+            return to_device_later(owner, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
         if where is None:
@@ -150,7 +150,7 @@ def _given(tensor: torch.Tensor) -> Any:
 
         return as_argument(tensor)
 
-    return lent_later(tensor)
+    return share_later(tensor)
 
 
 def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:

@@ -35,7 +35,7 @@ from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from .load_optimizer_state import load_in_place
 from .optimizer_state import OptimizerStates
-from .owners import place_of
+from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .schedulers import Schedulers
 
@@ -281,7 +281,7 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The memory it is in, and the first byte and the one after its last one in that."""
-    memory, (size, stride, offset, dtype) = place_of(tensor)
+    memory, (size, stride, offset, dtype) = memory_and_geometry(tensor)
     return memory, offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
 

@@ -63,7 +63,7 @@ class Outputs:
         where: on a mesh, the shardings of `made`.
         outgoing: the tensors by the number by which `CallFrame.fresh` is asked for them.
         held: by name, storages of tensors that are referenced from an object that was not found.
-        why_not: why the step has to be traced at each call, if it has to.
+        retrace_reason: why the step has to be traced at each call, if it has to.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Outputs:
         self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `outgoing`
         outputs: dict[str, Ref] = {}
         parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
-        self.why_not = left.why_not and cannot_be_made_anew(left.why_not)
+        self.retrace_reason = left.retrace_reason and cannot_be_rebuilt(left.retrace_reason)
         left.release()
         expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
         survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
@@ -162,8 +162,8 @@ class Outputs:
             found = alive()
         held = _held([storage for storage in found if id(storage) not in expected])
         found = [storage for storage in found if id(storage) in expected or id(storage) in held]
-        if self.why_not is None and any(id(storage) not in expected for storage in found):
-            self.why_not = cannot_be_made_anew("a tensor in a place that cannot be seen")
+        if self.retrace_reason is None and any(id(storage) not in expected for storage in found):
+            self.retrace_reason = cannot_be_rebuilt("a tensor in a place that cannot be seen")
         return found
 
     def fresh(self, arrays: Mapping[str, Any], refs: Mapping[str, Ref], step: str) -> Callable[[int], torch.Tensor]:
@@ -199,7 +199,7 @@ class Outputs:
         return fresh
 
 
-def cannot_be_made_anew(what: str) -> str:
+def cannot_be_rebuilt(what: str) -> str:
     """Why a step has to be traced at each call."""
     return f"it leaves {what}, which cannot be made anew at each call"
 

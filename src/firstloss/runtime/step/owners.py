@@ -27,10 +27,10 @@ def storage_or_itself(tensor: torch.Tensor) -> Owner:
 
 def memory_of(owner: Any) -> int:
     """The same for tensors and storages that share memory."""
-    return place_of(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
+    return memory_and_geometry(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, Geometry]:
+def memory_and_geometry(tensor: torch.Tensor) -> tuple[int, Geometry]:
     """The memory of a tensor, the same for all that share it, and how it looks at that."""
     lent = None if type(tensor) is DeferredTensor else storage_at(tensor)
     return (storage_key(tensor), geometry_of(tensor)) if lent is None else (id(lent[0]), lent[1])
@@ -58,7 +58,7 @@ class Owners:
         self.stand_in: dict[int, torch.Tensor] = {}
         self._storages: set[int] | None = None  # the ids of the inputs' owners, but for arguments
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
-        self._writes_outside = False
+        self._writes_external = False
 
     def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
         """The step has been traced: what it has changed is known. Without `move_to_device` all stays where it is."""
@@ -66,13 +66,13 @@ class Owners:
         for value in changes:
             found = self.inputs[value]
             outside = value not in self.arguments
-            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _nobody_elses(found):
+            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _is_sole_owner(found):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 move_to_device([found])
                 found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
             self.changed[value] = found._storage if type(found) is DeferredTensor else found
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
-        self._writes_outside = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
+        self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
     def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
         """Of the other inputs, those that the Program needs."""
@@ -110,7 +110,7 @@ class Owners:
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(found) in theirs or id(found) in storages for found in self.inputs.values())
 
-    def from_outside(self, given: Container[Value]) -> list[Owner | None]:
+    def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
         """What goes in, first what is changed; None for what each call is `given` anew."""
         values = (*self.changed, *self.read)
         return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
@@ -129,7 +129,7 @@ class Owners:
                     self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
                 if not self._storages.isdisjoint(map(id, storages)):
                     found.add(i)
-        if not self._writes_outside:
+        if not self._writes_external:
             return found
         where: dict[int, list[int]] = {}
         for i, leaf in data:
@@ -198,7 +198,7 @@ def differ(a: Owner, b: Owner) -> bool:
     return a.data_ptr() != b.data_ptr() and not same_bytes(a, b)
 
 
-def _nobody_elses(tensor: torch.Tensor) -> bool:
+def _is_sole_owner(tensor: torch.Tensor) -> bool:
     """Whether `tensor` alone holds its memory: no view, no array of numpy's."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference() or not owned_by_torch(tensor):
         return False

@@ -208,11 +208,11 @@ def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Ba
     cut = {axis for entry in spec for axis in entry}
     whole = tuple(axis for axis, size in axes.items() if axis not in cut and size > 1)
     nbytes = local_bytes(shape, dtype.itemsize, spec, axes)
-    why = _why_whole(tensor, shape, whole, backend.mesh) if whole and backend.mesh is not None else ""
+    why = _why_replicated(tensor, shape, whole, backend.mesh) if whole and backend.mesh is not None else ""
     return PlannedArray(name, role, shape, dtype, spec, nbytes, whole, why)
 
 
-def _why_whole(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
+def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
     mark = shardings.mark_of(tensor)
     said = " x ".join(map(str, shape)) or "a number"
     reasons = []

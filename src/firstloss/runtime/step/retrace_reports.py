@@ -33,7 +33,7 @@ class Reports:
             raise GraphChangedError(f"{text} {ADVICE}")
         _warn(f"{text} It is compiled anew. {ADVICE}")
 
-    def changes_what_it_reads(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
+    def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
         """What the step itself changes and reads, so that it has to be traced again."""
         if all(change.what in self._told for change in own):
             return

@@ -125,8 +125,8 @@ class CacheEntry:
     @property
     def traced_each_time(self) -> str | None:
         """Why it has to be traced at each call, if so."""
-        if self.step.traced.why_not is not None:
-            return str(self.step.traced.why_not)
+        if self.step.traced.retrace_reason is not None:
+            return str(self.step.traced.retrace_reason)
         for held, what in self.guards.unwatchable.values():
             kind = type(held).__qualname__
             return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"
@@ -148,13 +148,13 @@ class CacheEntry:
                 return f"{line or 'it'} reads {what}, which is too much to look through at each call"
         return None
 
-    def own_changes(self, changes: list[Change]) -> list[Change]:
+    def changes_by_step(self, changes: list[Change]) -> list[Change]:
         """Those of `changes` that the step itself has made; but for new tensors in the place of others, with which it
         can go on."""
         own = [change for change in changes if change.place in self.step.traced.effects.places]
         return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
-    def may_ask(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python can reach a module or an optimizer that holds one of these."""
         held = [p for module in self.modules for p in parameters_of(module).values()]
         held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -198,7 +198,7 @@ class CacheEntries:
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of them reads or writes one of these, or its Python may ask something of them."""
-        return any(known.step.traced.reads(parameters) or known.may_ask(parameters) for known in self._known)
+        return any(known.step.traced.reads(parameters) or known.reaches_owner_of(parameters) for known in self._known)
 
     def step(self, request: Request, alike: Sequence[CacheEntries] = ()) -> CompiledStep:
         """The compiled step that does what the step's Python would do now; to be called after `fits`.
@@ -245,10 +245,10 @@ class CacheEntries:
         known = self._traced(request, find, first=not any(versions._known for versions in alike))
         if known.step.traced.raised is not None:  # it may not be so the next time
             return known
-        if last is not None and last.own_changes(why):
+        if last is not None and last.changes_by_step(why):
             known.again = last.again + 1
             if known.again > 1:
-                self._reports.changes_what_it_reads(last.guards, last.own_changes(why), last.seconds)
+                self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
         if twin and known.noted:
             known.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._known:

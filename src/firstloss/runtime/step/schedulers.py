@@ -143,7 +143,7 @@ class _SchedulerStep:
         if self._done:
             return
         for table, before in zip(self._tables, self._before, strict=True):
-            _put_back(table, before)
+            _restore_state(table, before)
         self._step()
         self._done = True
 
@@ -168,7 +168,7 @@ def _copy(table: dict) -> dict:
     return copied
 
 
-def _put_back(table: dict, before: dict) -> None:
+def _restore_state(table: dict, before: dict) -> None:
     for key in table.keys() - before.keys():
         del table[key]
     for key, (value, content) in before.items():

@@ -21,7 +21,7 @@ from ...lower.segments import Cut, Segment
 from ...program.graph import Value
 from ..device.executable_calls import Shield, begun, called, calling, direct, flat, probe_memory
 from ..device.lazy_array import LazyArray, ready
-from ..device.placement import begin_behind
+from ..device.placement import start_waiting_materializations
 from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.peers import peers_of
 from ..mesh.segment_shardings import Edges
@@ -109,7 +109,7 @@ class SegmentedStep:
             self._first = 0
         else:
             if not self._first:  # all of it has to be there before anything is run
-                begin_behind()
+                start_waiting_materializations()
             self._lower_first()
         self.ran = False
 
@@ -309,9 +309,9 @@ class SegmentedRun:
         results = {i: ready(slots[i]) for i in step._results[-1]}
         for slot, array in results.items():
             slots[slot] = array
-        self._rest_behind(list(results.values()))
+        self._run_rest_in_background(list(results.values()))
 
-    def _rest_behind(self, results: list[Any]) -> None:
+    def _run_rest_in_background(self, results: list[Any]) -> None:
         """The results are there; the rest of the step follows in a thread of its own."""
         step, slots = self._step, self._slots
         rest = SegmentedRun(step, list(slots), self._seed)
@@ -341,7 +341,7 @@ class SegmentedRun:
     def _finish(self) -> None:
         """The calls that the results do not need. What could fail, fails before: they overwrite the old state."""
         step = self._step
-        begin_behind()
+        start_waiting_materializations()
         step.lower()
         self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())

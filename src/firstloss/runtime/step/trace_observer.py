@@ -9,11 +9,11 @@ from typing import Any
 from ..guards.bindings import always
 from ..guards.effects import Effects, put_back
 from ..guards.guard_set import GuardSet
-from ..guards.mutable_state import put_back_environment
+from ..guards.mutable_state import restore_environment
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from ..guards.sources import GuardSources, generators, put_back_generators
+from ..guards.sources import GuardSources, generators, restore_generators
 
 
 class TraceObserver:
@@ -46,7 +46,7 @@ class TraceObserver:
         effects = Effects(self.snapshot, reads, left)
         if generators() != self._generators:
             before, after = self._generators, generators()
-            effects.add(lambda: put_back_generators(before), always(lambda: put_back_generators(after)))
+            effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
         self.guards = reads.guards(self._generators, weights)
         self.recording.forget()
         return effects
@@ -57,6 +57,6 @@ class TraceObserver:
 
     def put_back(self) -> bool:
         """Likewise, what is in arrays, buffers, the environment, generators; whether nothing else has changed."""
-        put_back_environment(self.snapshot.environment)
-        put_back_generators(self._generators)
+        restore_environment(self.snapshot.environment)
+        restore_generators(self._generators)
         return put_back(self.snapshot)

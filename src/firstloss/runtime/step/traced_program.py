@@ -87,9 +87,14 @@ class TracedProgram:
         return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
 
     @property
-    def why_not(self) -> str | None:
+    def retrace_reason(self) -> str | None:
         """Why it has to be traced at each call, if so."""
-        return self.trace.why_not or self.optimizers.state.counts or self.outputs.why_not or self.effects.why_not
+        return (
+            self.trace.retrace_reason
+            or self.optimizers.state.counts
+            or self.outputs.retrace_reason
+            or self.effects.retrace_reason
+        )
 
     def does_the_same(self, other: TracedProgram) -> bool:
         """Whether two compute the same from the same: the compiled step of one will do for the other."""
@@ -102,11 +107,11 @@ class TracedProgram:
     def reads_other_tensors(self, other: TracedProgram) -> bool:
         """Whether `other`, which does the same, reads other tensors from off the backend: it was given another batch by
         something that is no argument."""
-        pairs = zip(self._from_outside(), other._from_outside(), strict=True)
+        pairs = zip(self._external_inputs(), other._external_inputs(), strict=True)
         return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
 
-    def _from_outside(self) -> list[DeferredStorage | torch.Tensor | None]:
-        return self.owners.from_outside({*self.optimizers.groups.inputs, *self.gradients.read})
+    def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
+        return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors` goes in, or its gradient."""
@@ -116,7 +121,7 @@ class TracedProgram:
         """Whether a number baked in, a weight's memory or the value of a tensor that its Python has read has been
         changed since."""
         trace = self.trace
-        if any(read.outdated() for read in trace.read.values()) or trace.laid_out_anew():
+        if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
             return True
         if trace.new_memory.outdated():
             return True

@@ -161,12 +161,12 @@ class _Trace:
         owners = Owners(trace, given.inputs)
         self.gradients.traced(trace.inputs, effects, left)
         self.optimizers.traced(effects, left, owners.move)
-        if trace.generator_left is not None:
-            effects.add(lambda: None, always(trace.generator_left))
+        if trace.set_final_generator_state is not None:
+            effects.add(lambda: None, always(trace.set_final_generator_state))
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
-            effects.add(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
+            effects.add(lambda: None, _restore_viewed_memory(viewer, left.make(viewer.shows)))
         handed_out = [
             (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
         ]
@@ -229,7 +229,7 @@ def _undo(traced: _Undoable) -> None:
     traced.optimizers.state.forget_new()
 
 
-def _own_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
+def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
     """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
 
     def bind(shows: Any) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 from typing import IO, TYPE_CHECKING, Any
 
-from ...files import written_aside
+from ...files import atomic_write
 from ..callback import Callback
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class JSONLogger(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         path = os.path.join(trainer.model_dir, self.name)
         rows = [row for row in _json_rows(path) if row["step"] <= trainer.state.step]
-        with written_aside(path, "w") as file:
+        with atomic_write(path, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = open(path, "a", encoding="utf-8")
 
@@ -86,7 +86,7 @@ class CSVLogger(Callback):
         self._columns = []
 
     def _write(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        with written_aside(os.path.join(trainer.model_dir, self.name), "w") as file:
+        with atomic_write(os.path.join(trainer.model_dir, self.name), "w") as file:
             table = csv.DictWriter(file, self._columns, lineterminator="\r\n")
             table.writeheader()
             table.writerows(rows)

@@ -151,7 +151,7 @@ class DataExecutor:
 
     def _prefetch(self, reader: BatchReader, loop: loops.Loop) -> None:
         if self._steps is None or loop.step < self._steps:
-            reader.look_ahead()
+            reader.read_ahead()
 
 
 def _new_folder(parent: Path) -> Path:

@@ -233,7 +233,7 @@ class BatchReader:
         return self
 
     def __next__(self) -> Any:
-        self.look_ahead()
+        self.read_ahead()
         assert self._ahead is not None
         kind, what = self._ahead
         if kind in ("end", "closed"):
@@ -247,7 +247,7 @@ class BatchReader:
 
     def at_end(self) -> bool:
         """Whether no batch is left."""
-        self.look_ahead()
+        self.read_ahead()
         return self._ahead is not None and self._ahead[0] == "end"
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class BatchReader:
         if self._ahead is None or self._ahead[0] == "batch":
             self._ahead = ("closed", None)
 
-    def look_ahead(self) -> None:
+    def read_ahead(self) -> None:
         """Read the next batch, if that has not been done."""
         if self._ahead is not None:
             return

@@ -20,7 +20,7 @@ def with_workers(loader: Any, name: str) -> Any:
     Raises:
         LoaderError: for a loader that can have none.
     """
-    count = workers_wanted()
+    count = num_workers_setting()
     if count is None:
         return loader
     if not isinstance(loader, torch.utils.data.DataLoader):
@@ -41,7 +41,7 @@ def with_workers(loader: Any, name: str) -> Any:
     return loader
 
 
-def workers_wanted() -> int | None:
+def num_workers_setting() -> int | None:
     """Workers of this process, by the current backend; None if it leaves that to loaders."""
     backend = current_backend(raise_exception=False)
     config = None if backend is None else backend.cluster_config
