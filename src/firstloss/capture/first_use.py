@@ -7,9 +7,9 @@ reads a value (`item()`, `print`, `numpy()`) gets that one.
 
 Autograd notes its tensors before an operation arrives at the dispatcher, and would send gradients to what they were, so
 they are turned into ordinary ones before that. Between a capture and its materialization PyTorch's functions run
-through `_first_use_mode`, which calls a function a second time when it turns out to need values. Where an operation arrives in
-another way (from C++), the tensors are *made*: their values are computed, and they remain deferred tensors until an
-operation without gradients, such as an optimizer's step, can turn them into ordinary ones.
+through `_first_use_mode`, which calls a function a second time when it turns out to need values. Where an operation
+arrives in another way (from C++), the tensors are *made*: their values are computed, and they remain deferred tensors
+until an operation without gradients, such as an optimizer's step, can turn them into ordinary ones.
 """
 
 from __future__ import annotations
