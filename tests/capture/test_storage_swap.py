@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.rng.generator_state import LAYOUT
+from firstloss.rng.mt19937 import LAYOUT
 
 SHARING = ["{t}[1:]", "{t}.view(-1)", "{t}.detach()", "{t}.reshape(2, -1)", "{t}.view(torch.int32)", "{t}.t()"]
 SHARING += ["{t}[::2]", "{t}.data"]

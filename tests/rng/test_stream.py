@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstloss.rng import Position, Stream
-from firstloss.rng.generator_state import build, parse
+from firstloss.rng.mt19937 import build, parse
 
 
 def state(generator: torch.Generator) -> np.ndarray:

@@ -1,31 +1,39 @@
-"""Conjugated and negated views: a second storage that mirrors the first, and follows it.
+"""Conjugated and negated views: a second storage that mirrors the first.
 
-`x.conj()` of a complex tensor is a view in PyTorch that carries a bit: whoever reads it conjugates. A geometry cannot
-say that. So such a view looks, with the geometry of `x`, at a mirror of its storage, which holds the whole of it
-conjugated. It stays a view all the same: a write to the storage makes its mirrors anew, and a write to a mirror is
-conjugated and written to the storage. Where they become real, the view is taken of the real tensor, and has PyTorch's
-own bit.
+In PyTorch `x.conj()` of a complex tensor is a view with a conjugate bit: every reader conjugates. A geometry has no
+such bit, so the view has the geometry of `x` in a *mirror* of its storage, which holds all of it conjugated. It is
+still a view: a write to the storage rewrites its mirrors, and a write to a mirror is conjugated and written to the
+storage. When the tensors become real, the view is taken of the real tensor, and carries PyTorch's own bit.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of, neg_view
 from ..errors import CaptureError
-from ..program.graph import dense_count, span
+from ..program.graph import dense_count, geometry_of, span
 from ..program.source import here
 from . import session
 from .constants import outer_geometry, storage_of
-from .geometry import geometry_of
-from .lazy_bits import lazy_bits
 from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
 
 aten = torch.ops.aten
+
+
+class Bits(NamedTuple):
+    """`alternating`: every second number is negated, which is no view to PyTorch."""
+
+    conjugated: bool = False
+    negated: bool = False
+    alternating: bool = False
+
+
+NONE = Bits()
 
 
 def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -178,3 +186,22 @@ def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex and dtype.to_real() == base.dtype:
         return torch.view_as_complex(flat[: count // 2 * 2].view(-1, 2))
     return flat.view(dtype)
+
+
+def lazy_bits(tensor: Any) -> Bits:
+    """The conjugate and the negative bit that PyTorch would give a deferred tensor in a mirror."""
+    storage = tensor._storage
+    if storage.mirrors is None:
+        return NONE
+    negated = conjugated = False
+    while storage.mirrors is not None:
+        negated ^= storage.mirrors.computed_by is aten.neg.default
+        conjugated ^= storage.mirrors.computed_by is aten._conj_physical.default
+        storage = storage.mirrors.of
+    size, stride, offset, dtype = geometry_of(tensor)
+    if not conjugated or dtype.is_complex:
+        return Bits(conjugated, negated)
+    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
+    if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
+        return Bits(negated=negated, alternating=True)
+    return Bits(negated=negated ^ (offset % 2 == 1))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, version_of
-from ..program.graph import Ref, Value
+from ..program.graph import Geometry, Ref, Value, geometry_of
 from ..program.source import here
 from . import session
 from .exported_memory import storage_at
-from .geometry import Geometry, geometry_of
 from .mapped_file import in_file
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 

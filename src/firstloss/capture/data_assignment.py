@@ -14,8 +14,8 @@ import torch
 
 from ..compat.torch_names import preserve_version_counter, storage_use_count
 from ..errors import TraceError
+from ..program.graph import Geometry, geometry_of
 from ..program.source import here
-from .geometry import Geometry, geometry_of
 from .session import Tracing
 from .storage_swap import point_at
 from .tensor import DeferredStorage, DeferredTensor, is_pending

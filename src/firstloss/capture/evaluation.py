@@ -9,14 +9,13 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
 from ..errors import CaptureError
-from ..program.graph import Ref
+from ..program.graph import Ref, geometry_of
 from ..program.source import here
 from . import session
 from .constant_folding import known
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .file_value import FileValue
-from .geometry import geometry_of
 from .op_call import OpCall
 from .shapes import infer, is_unusual
 from .storage_swap import reseat

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import TraceError
-from ..program.graph import span
+from ..program.graph import Geometry, span
 from ..program.source import here
 from . import session
-from .geometry import Geometry
 
 Storage = Any  # a DeferredStorage: `tensor.py` knows this file
 

@@ -9,9 +9,9 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import TraceError
+from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from .exported_memory import is_exported
-from .geometry import Geometry, geometry_of
 from .session import Tracing
 from .storage_swap import point_at, share_memory
 from .tensor import DeferredTensor

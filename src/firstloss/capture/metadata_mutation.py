@@ -9,11 +9,10 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of
 from ..errors import CaptureError
-from ..program.graph import dense_count, span
+from ..program.graph import contiguous_stride, dense_count, geometry_of, span
 from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
-from .geometry import contiguous_stride, geometry_of
 from .op_call import OpCall
 from .op_schema import traits
 from .shapes import as_meta, infer

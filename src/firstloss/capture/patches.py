@@ -25,12 +25,12 @@ from ..compat.torch_names import (
     swap_tensor_impl,
 )
 from ..errors import CaptureError, TraceError
+from ..program.graph import geometry_of
 from ..program.source import here
 from . import session
 from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
-from .geometry import geometry_of
 from .mapped_file import deferred_file_tensor
 from .storage_swap import is_state, reseat
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host

@@ -1,8 +1,17 @@
-"""Random operations: where in its stream each begins to draw, and how far it moves the stream."""
+"""Random operations: where in its stream each begins to draw, and how far it advances the stream.
+
+On a GPU nothing has to be drawn to know: a CUDA generator is a seed and an offset in PyTorch's Philox stream, which is
+advanced past each recorded fill. So code that saves, restores or seeds the generator finds it as eager PyTorch would
+have left it, and a fill is run later by PyTorch's own kernel on a generator with that seed and offset. Every other
+random operation there runs at once. How far a fill advances the offset depends on the GPU (`rng/cuda_layout.py`): the
+rule is checked on this GPU before it is relied on, and where it does not hold, fills run at once as well.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 
@@ -10,15 +19,15 @@ from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.counter_fill import words_of
 from ..engine.rejection import Rejection
 from ..errors import CaptureError
-from ..program.graph import Draw, Node, is_contiguous
+from ..program.graph import Draw, Geometry, Node, is_contiguous
 from ..program.node_kinds import has_counter_rule
 from ..program.random_overload import with_generator
-from ..rng import words_drawn
+from ..rng import cuda_layout, words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.deferred_stream import DeferredOffsetStream
+from ..rng.philox_stream import PhiloxStream
 from ..rng.stream import Position, Stream
-from . import cuda_random_ops, session
-from .geometry import Geometry
+from . import session
 from .op_call import OpCall
 
 
@@ -47,7 +56,7 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
         return False
     if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
         given = call.generator_argument()
-        return cuda_random_ops.record(node, call.traits.random or "", math.prod(size), dtype, device, given)
+        return _record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, given)
     generator = call.generator()
     counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
     if not counted:
@@ -122,3 +131,68 @@ def check_device(node: Node, device: torch.device, generator: torch.Generator) -
 def dtype_name(dtype: torch.dtype) -> str:
     """As the table of words drawn calls it."""
     return str(dtype).removeprefix("torch.")
+
+
+_FILLS = frozenset({"normal", "uniform", "rand", "randn"})
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+# Fills of less than a block, of many, and of more than the device runs at once.
+_TRIED = (1, 1000, 300_001, 4_000_003)
+
+
+def _record_on_gpu(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, given: Any) -> bool:
+    """Give `node`, which draws `numel` elements on a GPU, its offset, and move the generator on.
+
+    False where it has to be run to find out. `given` is the call's own generator, or None.
+    """
+    if name not in _FILLS or dtype not in _DTYPES:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index] if given is None else given
+    if generator.device.type != "cuda" or not layout_is_supported(index):
+        return False
+    offset = generator.get_offset()
+    after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
+    node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
+    if session.generators.preserve:
+        session.generators.will_draw(generator)
+    generator.set_offset(after)
+    return True
+
+
+@functools.lru_cache
+def _stream(seed: int) -> PhiloxStream:
+    return PhiloxStream(seed)
+
+
+def generator_at(stream: PhiloxStream, position: Position, device: torch.device) -> torch.Generator:
+    """A generator of our own on `device`, at a place in its stream."""
+    generator = torch.Generator(device)
+    generator.set_state(torch.from_numpy(stream.state_at(position)))
+    return generator
+
+
+def gpu(index: int) -> cuda_layout.GpuProperties:
+    """What of a GPU decides how it fills."""
+    found = torch.cuda.get_device_properties(index)
+    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
+
+
+@functools.cache
+def layout_is_supported(index: int) -> bool:
+    """Whether fills on this GPU move the offset as `cuda_layout` has it."""
+    with DisableTorchDispatch():
+        generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)
+        for dtype, name in _DTYPES.items():
+            for numel in _TRIED:
+                target = torch.empty(numel, dtype=dtype, device=generator.device)
+                for fill in (target.normal_, target.uniform_):
+                    before = generator.get_offset()
+                    fill(generator=generator)
+                    if generator.get_offset() != cuda_layout.advance(numel, gpu(index), before, name):
+                        return False
+    return True

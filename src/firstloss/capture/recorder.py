@@ -14,7 +14,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
-from ..program.graph import Node, Ref, Value, dense_count, span
+from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, span
 from ..program.node_kinds import ASKS_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
@@ -28,12 +28,11 @@ from . import (
     materialize_tensors,
     session,
 )
+from .conjugate_views import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .evaluation import read_and_run, run_for_real, run_now_for_metadata, run_on_resident
 from .file_value import is_in_file
-from .geometry import contiguous_stride
-from .lazy_bits import NONE, lazy_bits
 from .mapped_file import in_file
 from .metadata_mutation import resize
 from .op_call import OpCall

@@ -13,10 +13,9 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of, suggest_memory_format
 from ..errors import CaptureError
-from ..program.graph import span
+from ..program.graph import Geometry, geometry_of, span
 from ..program.source import here
 from . import session
-from .geometry import Geometry, geometry_of
 from .kernel_dtypes import result_dtypes
 from .op_call import OpCall
 from .symbolic_scalars import is_symbolic, stand_in

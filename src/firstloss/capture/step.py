@@ -28,14 +28,13 @@ from ..compat.torch_names import (
 )
 from ..errors import TraceError, ValueReadError
 from ..gc_pause import pause
-from ..program.graph import Draw, Node, Value, dense_count
+from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
 from ..undo import Undo
 from . import data_dependent, direct_memory_access, recorder, session
 from .constant_folding import known as known_value
 from .data_assignment import DataAssignments
-from .geometry import contiguous_stride, geometry_of, is_dense
 from .layout_changes import LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor

@@ -10,11 +10,11 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from ..compat.patches import original, replaces
 from ..compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, DisableTorchDispatch, is_parameter, swap_tensor_impl
 from ..errors import BackendError, CaptureError, MaterializeError
+from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from . import session
 from .autograd_boundary import without_history
 from .exported_memory import record_exported_memory, storages_met_by
-from .geometry import Geometry, geometry_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize_views, on_backend, to_host
 
 Tensor = torch.Tensor

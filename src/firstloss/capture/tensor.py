@@ -24,12 +24,11 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
-from ..program.graph import Ref, Value
+from ..program.graph import Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
+from .conjugate_views import lazy_bits
 from .exported_memory import record_exported_memory
-from .geometry import geometry_of
-from .lazy_bits import lazy_bits
 
 Tensor = torch.Tensor
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..rng import generator_state as torch_state
 from ..rng import jump, words_drawn
-from ..rng.mt19937 import N, Words, consistent, extend
+from ..rng.mt19937 import N, Words, consistent, extend, parse_state
 from ..rng.stream import Position, Stream
 from .fill_slices import Slice
 from .kernels import CHUNK, DTYPES, KINDS, SEGMENT, Launcher
@@ -152,7 +151,7 @@ def _residue(exponent: int) -> int:
 
 def window_at(stream: Stream, words: int) -> Words:
     """624 words of the stream, not tempered, the first of which is number `words`."""
-    record = torch_state.parse(stream.state_at(Position(words)))
+    record = parse_state(stream.state_at(Position(words)))
     block = consistent(record["words"].astype(np.uint32))
     drawn = N + 1 - int(record["left"])
     return extend(block, drawn)[drawn:]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from firstloss.rng import generator_state as torch_state
 from firstloss.rng import philox
-from firstloss.rng.mt19937 import N, Words
+from firstloss.rng.mt19937 import N, Words, build_state
 from firstloss.rng.stream import Position, Stream
 
 ROOM = 1 << 48  # words of a draw
@@ -42,7 +41,7 @@ class CounterStream(Stream):
         record["words"] = blocks.reshape(-1)
         record["left"], record["next"] = 1, 0  # as after seeding: all its words are before the first draw
         record["has_normal"], record["normal"] = False, 0.0
-        return torch_state.build(record)
+        return build_state(record)
 
     def words_at(self, begin: int, count: int) -> Words:
         """The `count` words from position `begin` on: uint32, shape (count,)."""

@@ -16,8 +16,8 @@ import weakref
 import torch
 
 from ... import c_library
-from ...capture.geometry import contiguous_stride
 from ...engine.huge_pages import advise_huge
+from ...program.graph import contiguous_stride
 
 _HUGE = 2 << 20
 # The least that is worth a mapping of its own: larger arrays the C library maps by themselves (`heap.map_arrays`).

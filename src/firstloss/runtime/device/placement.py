@@ -16,7 +16,6 @@ from ... import switch_interval, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import disable_first_use
-from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.storage_swap import hook_tables, set_hook_tables
 from ...capture.tensor import Hooks
@@ -29,7 +28,7 @@ from ...compat.torch_names import (
     use_count,
 )
 from ...engine.cpu_engine import default_threads, materialize_values
-from ...program.graph import Ref, Value, dense_count
+from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
 from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, pages
 from .buffer import DeviceBuffer, is_direct

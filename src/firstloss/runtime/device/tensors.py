@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from ...capture.geometry import contiguous_stride
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...program.graph import Value
+from ...program.graph import Value, contiguous_stride
 from .buffer import DeviceBuffer
 from .lazy_array import LazyArray
 

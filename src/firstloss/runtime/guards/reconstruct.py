@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
-from ...capture.geometry import geometry_of
 from ...capture.tensor import DeferredTensor, Hooks
+from ...program.graph import geometry_of
 from .containers import empty_like, set_items, set_table
 from .introspection import MISSING, own_attributes, slot_value
 from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of

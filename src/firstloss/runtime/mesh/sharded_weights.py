@@ -10,7 +10,6 @@ import torch
 from jax.sharding import NamedSharding
 
 from ...capture.file_value import FileValue
-from ...capture.geometry import contiguous_stride
 from ...capture.recorder import new_index
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import materialize_values
@@ -21,7 +20,7 @@ from ...init.stablehlo.shard_memory import unwritten as unwritten_shards
 from ...lower import unwritten
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
-from ...program.graph import Node, Ref, Value, is_contiguous
+from ...program.graph import Node, Ref, Value, contiguous_stride, is_contiguous
 from ...program.source import UNKNOWN
 from ..jax_support import on_cpu, x64
 from .mesh import MeshSharding, named

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ...capture.geometry import Geometry, contiguous_stride, is_dense
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
+from ...program.graph import Geometry, contiguous_stride, is_dense
 from ..guards.reconstruct import same_memory
 from ..pytrees import containers, flattened_attributes
 

@@ -7,11 +7,10 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...capture.geometry import Geometry, geometry_of
 from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
-from ...program.graph import Ref, Value
+from ...program.graph import Geometry, Ref, Value, geometry_of
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.reconstruct import CallFrame, Make, Reconstructor

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...capture.autograd_boundary import returned
-from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
-from ...program.graph import Ref
+from ...program.graph import Geometry, Ref, geometry_of
 from ..guards.reconstruct import Reconstructor
 
 if TYPE_CHECKING:

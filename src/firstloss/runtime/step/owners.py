@@ -9,12 +9,11 @@ import torch
 
 from ...capture.constants import owned_by_torch
 from ...capture.exported_memory import storage_at, storages_met_by
-from ...capture.geometry import Geometry, geometry_of
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
 from ...program.compare import same_bytes
-from ...program.graph import Node, Ref, Value
+from ...program.graph import Geometry, Node, Ref, Value, geometry_of
 from .arguments import Arguments, owner_of
 
 Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
