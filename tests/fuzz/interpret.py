@@ -20,7 +20,7 @@ from firstloss.runtime.jax_support import as_argument, to_host
 from firstloss.runtime.step import compiling
 from firstloss.runtime.step.first_loss import Kernels
 from firstloss.runtime.step.inputs import Inputs
-from firstloss.runtime.step.traced_program import TracedProgram
+from firstloss.runtime.step.tracing import TracedProgram
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
 _compile = compiling.compile_step

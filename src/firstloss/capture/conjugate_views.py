@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,21 +19,11 @@ from ..errors import CaptureError
 from ..program.graph import dense_count, geometry_of, span
 from ..program.source import here
 from . import session
+from .conjugate_bits import lazy_bits
 from .constants import outer_geometry, storage_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
 
 aten = torch.ops.aten
-
-
-class Bits(NamedTuple):
-    """`alternating`: every second number is negated, which is no view to PyTorch."""
-
-    conjugated: bool = False
-    negated: bool = False
-    alternating: bool = False
-
-
-NONE = Bits()
 
 
 def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -186,22 +176,3 @@ def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex and dtype.to_real() == base.dtype:
         return torch.view_as_complex(flat[: count // 2 * 2].view(-1, 2))
     return flat.view(dtype)
-
-
-def lazy_bits(tensor: Any) -> Bits:
-    """The conjugate and the negative bit that PyTorch would give a deferred tensor in a mirror."""
-    storage = tensor._storage
-    if storage.mirrors is None:
-        return NONE
-    negated = conjugated = False
-    while storage.mirrors is not None:
-        negated ^= storage.mirrors.computed_by is aten.neg.default
-        conjugated ^= storage.mirrors.computed_by is aten._conj_physical.default
-        storage = storage.mirrors.of
-    size, stride, offset, dtype = geometry_of(tensor)
-    if not conjugated or dtype.is_complex:
-        return Bits(conjugated, negated)
-    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
-    if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
-        return Bits(negated=negated, alternating=True)
-    return Bits(negated=negated ^ (offset % 2 == 1))

@@ -28,7 +28,7 @@ from . import (
     materialize_tensors,
     session,
 )
-from .conjugate_views import NONE, lazy_bits
+from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .evaluation import read_and_run, run_for_real, run_now_for_metadata, run_on_resident

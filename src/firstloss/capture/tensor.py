@@ -27,7 +27,7 @@ from ..errors import ElsewhereError, TraceError
 from ..program.graph import Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
-from .conjugate_views import lazy_bits
+from .conjugate_bits import lazy_bits
 from .exported_memory import record_exported_memory
 
 Tensor = torch.Tensor

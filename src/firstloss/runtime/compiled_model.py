@@ -15,7 +15,7 @@ from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
 from ..program.source import here
 from .backend import Backend, current_backend
-from .module_proxy import ModuleProxy, module_of
+from .guards.object_kinds import ModuleProxy, module_of
 
 # Special methods that are the wrapper's own, or that Python's object protocol gives every object anew.
 _OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}

@@ -16,9 +16,9 @@ from ... import switch_interval, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import disable_first_use
-from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.storage_swap import hook_tables, set_hook_tables
-from ...capture.tensor import Hooks
+from ...capture.recorder import DeferredStorage
+from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
+from ...capture.tensor import DeferredTensor, Hooks
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -28,12 +28,13 @@ from ...compat.torch_names import (
     use_count,
 )
 from ...engine.cpu_engine import default_threads, materialize_values
+from ...errors import BackendError
 from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
+from ...program.source import here
 from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, pages
 from .buffer import DeviceBuffer, is_direct
 from .host_memory import MappedWeights, has_other_owners, is_countable
-from .resolve_conj import without_bits
 
 if TYPE_CHECKING:
     import jax
@@ -338,3 +339,40 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
+
+
+def without_bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `tensors` that can be moved to a backend.
+
+    A conjugated or negated one that has its memory to itself gets the numbers that it shows. One that shares it stays
+    what it is, a real view: a step that uses it finds what it is of.
+
+    Raises:
+        BackendError: if a parameter is such a view of memory that others share.
+    """
+    tensors = list(tensors)
+    for tensor in tensors:
+        if type(tensor) is DeferredTensor and tensor._storage.resident is None and tensor._storage.mirrors is not None:
+            Hooks.materialize_storages([tensor._storage])  # with all that shares its memory
+    lazy = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
+    left = {id(tensor) for tensor in lazy if not _resolved(tensor, tensors)}
+    return [tensor for tensor in tensors if id(tensor) not in left]
+
+
+def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether `tensor` has been given memory of its own with what it shows."""
+    if not tensor.is_conj() and not tensor.is_neg():  # met before in the list
+        return True
+    others = (t for t in tensors if t is not tensor and type(t) is not DeferredTensor)
+    at = storage_address(tensor.untyped_storage())
+    if has_other_owners(tensor) or any(storage_address(other.untyped_storage()) == at for other in others):
+        if isinstance(tensor, torch.nn.Parameter):
+            raise BackendError(
+                f"{here()}: a parameter of shape {list(tensor.shape)} is a conjugated or negated view of memory that "
+                "another tensor shares, and what lives on a backend is plain. Give it memory of its own: "
+                "nn.Parameter(tensor.resolve_conj().resolve_neg())."
+            )
+        return False
+    with DisableTorchDispatch(), torch.no_grad():
+        share_memory(tensor, tensor.detach().resolve_conj().resolve_neg())
+    return True

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .containers import set_items
 from .equality import same
+from .introspection import set_items
 from .object_kinds import ObjectKind, kind_of
 from .reconstruct import CallFrame, Make
 

@@ -28,11 +28,10 @@ from .bindings import (
     setting,
     setting_in,
 )
-from .containers import set_items, set_table
-from .describe import with_article
 from .equality import same, same_items
 from .external_state import set_state, state_of
-from .introspection import MISSING, define, definition, slot_value
+from .guards import with_article
+from .introspection import MISSING, define, definition, set_items, set_table, slot_value
 from .object_kinds import ObjectKind, items_of, kind_of, table_of
 from .reconstruct import CallFrame, Reconstructor
 from .snapshot import Snapshot

@@ -11,10 +11,9 @@ import torch
 from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
-from .describe import with_article
 from .executed_code import CodeLines
 from .external_state import ExternalCall
-from .guards import Change, ListGuard, same
+from .guards import Change, ListGuard, same, with_article
 from .introspection import MISSING
 from .native import native
 from .pytorch_namespaces import is_shared

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
-from ..module_proxy import ModuleProxy
 from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, has_readable_position, is_iterator_of_c
 from .native import native
 
@@ -334,3 +333,14 @@ def table_of(table: dict) -> dict:
     if isinstance(table, collections.OrderedDict):
         return {key: dict.__getitem__(table, key) for key in collections.OrderedDict.__iter__(table)}
     return dict(dict.items(table))
+
+
+class ModuleProxy:
+    """Its attributes, all but `_model`, are those of the module that it stands for."""
+
+    __slots__ = ()
+
+
+def module_of(compiled: ModuleProxy) -> torch.nn.Module:
+    """The module that `compiled` stands for."""
+    return compiled.__dict__["_model"]

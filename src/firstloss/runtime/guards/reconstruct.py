@@ -12,11 +12,11 @@ import torch
 
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
 from ...capture.tensor import DeferredTensor, Hooks
+from ...errors import TraceError
 from ...program.graph import geometry_of
-from .containers import empty_like, set_items, set_table
-from .introspection import MISSING, own_attributes, slot_value
+from ...program.source import here
+from .introspection import MISSING, empty_like, own_attributes, set_items, set_table, slot_value
 from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
-from .unavailable_number import UnavailableNumber
 
 
 class CallFrame:
@@ -349,3 +349,26 @@ class _Constant:
 
 def _constant(value: Any) -> _Constant:
     return _Constant(value)
+
+
+class UnavailableNumber:
+    """Stands in a parameter group, while a step is traced, for a number that a scheduler sets when it has been run."""
+
+    def __init__(self, what: str, scheduler: str) -> None:
+        self._text = (
+            f"the traced step reads {what} after {scheduler}.step(), which runs in Python when the step has been run. "
+            "Read it before, or outside of the traced step."
+        )
+
+    def refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """Say that there is nothing yet."""
+        raise TraceError(f"{here()}: {self._text}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse
+    __pow__ = __rpow__ = __float__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = refuse
+    __iter__ = __getitem__ = __len__ = refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [value for value in (*args, *(kwargs or {}).values()) if type(value) is cls]
+        return found[0].refuse() if found else NotImplemented

@@ -26,7 +26,6 @@ from ...compat.torch_names import (
     post_accumulate_grad_hooks,
 )
 from ...optim.schedule import schedules_of
-from ..module_proxy import ModuleProxy, module_of
 from . import lru_caches, mutable_state
 from .bytecode import attributes_set, imports, with_inner
 from .equality import same
@@ -40,6 +39,7 @@ from .introspection import (
     slot_value,
 )
 from .object_kinds import (
+    ModuleProxy,
     ObjectKind,
     is_closed,
     is_closed_class,
@@ -47,6 +47,7 @@ from .object_kinds import (
     is_ours,
     items_of,
     kind_of,
+    module_of,
     module_of_class,
     own_module,
     referents,

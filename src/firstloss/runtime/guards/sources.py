@@ -25,11 +25,10 @@ import torch
 
 from . import bytecode, mutable_state
 from .bytecode import Use
-from .describe import describe_attribute, describe_global, with_article
 from .executed_code import Executed
 from .external_state import KEPT, ExternalCall, state_of
 from .guard_set import GuardSet
-from .guards import CellGuard
+from .guards import CellGuard, describe_attribute, describe_global, with_article
 from .introspection import MISSING, cell_content, own_attributes, slot_reader
 from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
 from .pytorch_namespaces import namespaces, undisguised

@@ -19,10 +19,18 @@ from ...compat.torch_names import MODULE_TABLES
 from ...optim.schedule import schedules_of
 from . import lru_caches, mutable_state
 from .bytecode import Use
-from .describe import describe_attribute, describe_global, with_article
 from .equality import same
 from .executed_code import Executed
-from .guards import CellGuard, FunctionGuard, ListGuard, ReadGuard, TableGuard
+from .guards import (
+    CellGuard,
+    FunctionGuard,
+    ListGuard,
+    ReadGuard,
+    TableGuard,
+    describe_attribute,
+    describe_global,
+    with_article,
+)
 from .introspection import MISSING, class_table, definition, own_attributes
 from .object_kinds import (
     WEAK,

@@ -13,7 +13,7 @@ from ..device.lazy_array import LazyArray
 from ..device.placement import start_waiting_materializations
 from .background_work import BackgroundWork
 from .first_loss import FirstLoss
-from .traced_program import Groups
+from .tracing import Groups
 
 if TYPE_CHECKING:
     from .segmented import SegmentedRun, SegmentedStep

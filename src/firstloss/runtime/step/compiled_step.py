@@ -30,8 +30,7 @@ from .arguments import Arguments
 from .background_compile import BackgroundCompiledStep, KernelsFirstRun
 from .inputs import Inputs, write_back
 from .owners import Owner
-from .traced_program import TracedProgram
-from .tracing import Shared
+from .tracing import Shared, TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedRun, SegmentedStep

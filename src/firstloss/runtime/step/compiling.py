@@ -13,7 +13,7 @@ from ..mesh.processes import processes
 from .background_compile import BackgroundCompiledStep
 from .first_loss import FirstLoss
 from .inputs import Inputs
-from .traced_program import TracedProgram
+from .tracing import TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedStep

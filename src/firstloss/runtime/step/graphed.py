@@ -29,8 +29,7 @@ from .cache import StepCache
 from .process_settings import modes
 from .retracing import Request
 from .trace_observer import TraceObserver
-from .traced_program import TracedProgram
-from .tracing import Shared
+from .tracing import Shared, TracedProgram
 
 # What a step returns, replayed and eager, of half precision perhaps: one place of bfloat16.
 _AGREE = 2.0**-7

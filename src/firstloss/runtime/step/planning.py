@@ -31,7 +31,7 @@ from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
 from .segmented import Function, functions_of
 from .trace_observer import TraceObserver
-from .traced_program import TracedProgram
+from .tracing import TracedProgram
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:

@@ -13,7 +13,7 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...program.source import Source, here
 from ...undo import Undo
-from ..guards.unavailable_number import UnavailableNumber
+from ..guards.reconstruct import UnavailableNumber
 
 if TYPE_CHECKING:
     from ..guards.bindings import Bind

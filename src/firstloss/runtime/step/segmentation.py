@@ -15,7 +15,7 @@ from ..backend import Backend
 from ..mesh.segment_shardings import Edges
 from .inputs import Inputs
 from .segmented import SegmentedStep
-from .traced_program import Groups, TracedProgram
+from .tracing import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
