@@ -1,4 +1,4 @@
-"""Optional dependencies: an error that says what to install, in the place of Python's own."""
+"""Optional dependencies: errors that say what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many devices a run takes, and tensors that several processes share."""
+"""`firstloss.distributed`: the processes and devices of a run."""
 
 from __future__ import annotations
 

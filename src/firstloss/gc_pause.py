@@ -1,4 +1,4 @@
-"""Making many objects that live on, without a garbage collector that looks through them again and again."""
+"""Pause the garbage collector while many long-lived objects are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the C library under which a step's scratch memory is quick to get.
+"""Settings of the C library's malloc that make a step's scratch memory quick to allocate.
 
 A training step asks for gigabytes of scratch memory and frees them at its end. By default glibc maps each such request
 anew and unmaps it when it is freed, so every step touches its memory for the first time, and the kernel clears it page

@@ -1,4 +1,4 @@
-"""Threads that take turns more often while one of ours works beside the user's."""
+"""A shorter GIL switch interval while a background thread works beside the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When things happened on the way to the first loss: named spans on named tracks, and what draws them.
+"""A timeline of the way to the first loss: named spans on named tracks.
 
 Every room records what it does with `with timeline.span("trace"):`; the process keeps one current timeline, and
 `with timeline.record() as t:` puts a fresh one in its place for a while. Times are seconds since the process

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` in a step: what is computed again stays computed again, and is computed late.
+"""`torch.utils.checkpoint` in a step: recomputed activations stay recomputed, in the backward pass.
 
 The recomputation arrives as operations like any others. A compiler that sees one computation twice keeps the first
 result, and one that finds its inputs ready at the beginning may run it there: either takes just the memory that the

@@ -1,4 +1,4 @@
-"""Tensors whose values are made, and whose history is not: a gradient that comes to one is an error, and not lost.
+"""Results without an autograd history: a gradient that reaches one is an error instead of being lost.
 
 A constructor may compute tensors from its weights, with gradients on, and a step returns what it has computed of them.
 Eager PyTorch could send gradients through such a tensor to the weights, once. Here what was recorded are the operations

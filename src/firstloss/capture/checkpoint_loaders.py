@@ -1,4 +1,4 @@
-"""What other libraries' loaders have to know of deferred weights: that a file's content is to take their place.
+"""Patches of other libraries' checkpoint loaders, so that a file's content replaces deferred weights.
 
 PyTorch's distributed checkpoints write into the tensors that are there, one piece of the file after another. A deferred
 weight gets memory for that, and its recipe is dropped: nothing is drawn, and nothing is held twice.

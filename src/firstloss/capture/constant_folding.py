@@ -1,4 +1,4 @@
-"""What a traced step knows of its own values: constants, and what is computed from nothing else.
+"""Constant folding in a traced step: values that are computed from constants alone are known while it is traced.
 
 While a step is traced its inputs have no values. `torch.tensor([3, 1])` and `torch.arange(4) > 2` have: they will be
 the same at every execution. So they may be read, and may say how large a result is, just as Python numbers may.

@@ -1,4 +1,4 @@
-"""Constants: tensors whose content is known when they meet the recorder."""
+"""Constants: real tensors that an operation on deferred tensors reads."""
 
 from __future__ import annotations
 

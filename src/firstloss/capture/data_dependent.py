@@ -1,4 +1,4 @@
-"""What to write instead of an operation whose result depends on values, in a traced step.
+"""Errors for data-dependent Python in a traced step: what to write instead.
 
 While a step is traced no tensor has a value: none can be read, and no result's size can depend on one. The error says
 so in the user's own words, which Python knows to the column, and names the static way to write that very operation.

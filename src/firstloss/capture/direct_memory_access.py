@@ -1,4 +1,4 @@
-"""What PyTorch reads or writes straight in memory without telling the dispatcher: numbers in lists, places to split at.
+"""Functions of PyTorch that read or write memory without calling the dispatcher: numbers in lists, split indices.
 
 A deferred tensor has no memory, nor has a traced one. The functions that do so are replaced.
 """

@@ -1,4 +1,4 @@
-"""Deferred tensors and torch.distributed: a collective has nothing to move, since every rank has the same recipe.
+"""Deferred tensors and torch.distributed: collectives move nothing, since every rank has the same recipe.
 
 `distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but
 a recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own

@@ -1,4 +1,4 @@
-"""Initialising a DTensor whose shards are deferred: with what one process would draw, not with a draw a rank.
+"""Initialize DTensors whose shards are deferred as a single process would, not with separate draws on each rank.
 
 `fully_shard(model); model.init_weights()` fills DTensors, and PyTorch has each rank draw its shard by itself: other
 numbers on every mesh, and on a CPU mesh the same ones on every rank. Where the shard is deferred, the operation is

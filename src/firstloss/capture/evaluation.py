@@ -1,4 +1,4 @@
-"""Values, where somebody needs them: each way in which deferred tensors are computed before they are materialized."""
+"""Evaluate deferred tensors that are needed before they are materialized."""
 
 from __future__ import annotations
 

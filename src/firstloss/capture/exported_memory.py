@@ -1,4 +1,4 @@
-"""Memory of tensors on a backend that was handed out, by `numpy()`, DLPack or as an address.
+"""Memory of tensors on a backend that was exported: by `numpy()`, DLPack or as an address.
 
 A real tensor on it is one more view of the storage whose content is there.
 """

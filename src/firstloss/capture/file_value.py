@@ -1,4 +1,4 @@
-"""Values that are in a file, and are read when somebody needs them."""
+"""Values that are in a file and are read when they are first needed."""
 
 from __future__ import annotations
 

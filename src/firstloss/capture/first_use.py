@@ -1,4 +1,4 @@
-"""Deferred tensors that are used for real, outside of every capture: somebody has forgotten to materialize.
+"""First use of a deferred tensor outside of a capture: its module is materialized, with a warning.
 
 A forward pass, a collective, an optimizer's step or a state dict that is written needs values. All of the module that
 the tensor belongs to is made then, once and with a warning, rather than what each operation happens to need, again and

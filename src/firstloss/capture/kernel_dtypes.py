@@ -1,4 +1,4 @@
-"""Which dtypes PyTorch's own kernels take, and which they give.
+"""Which dtypes PyTorch's kernels accept and return, found by running them on zeros.
 
 Meta kernels, which say what shape a result has, let pass what a CPU's refuses: a product of float32 and float64,
 indices of int32, the softmax of integers. XLA would compute something of it. So a step that is traced asks the CPU's

@@ -1,5 +1,6 @@
-"""`tensor.resize_`, `t_`, `set_`, `tensor.data = ...` of another shape, in a traced step: done while it is traced, and
-undone afterwards. A step that does so is traced at each call."""
+"""`resize_`, `t_`, `set_` and `tensor.data = ...` of another shape in a traced step: done while it is traced, and
+undone afterwards. Such a step is traced at each call.
+"""
 
 from __future__ import annotations
 

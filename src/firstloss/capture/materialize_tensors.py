@@ -1,4 +1,4 @@
-"""Deferred tensors become real: their Values are made, and the tensors are turned into real ones, in place."""
+"""Materialize deferred tensors in place: compute their Values, and turn the tensors into real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations in place that give a tensor another geometry or another storage: `t_`, `resize_`, `set_` and the like."""
+"""In-place operations on the metadata of a tensor, its geometry or storage: `t_`, `resize_`, `set_` and the like."""
 
 from __future__ import annotations
 

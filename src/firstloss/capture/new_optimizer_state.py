@@ -1,4 +1,4 @@
-"""The state that an optimizer makes in its first step, found by a rehearsal of that."""
+"""The state that an optimizer creates in its first step, found by running that step on copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few operations that are not recorded as themselves."""
+"""Operations that are handled specially instead of being recorded as they are."""
 
 from __future__ import annotations
 

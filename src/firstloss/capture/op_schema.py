@@ -1,4 +1,4 @@
-"""What capture has to know of an ATen overload, read off its schema once."""
+"""Properties of an ATen overload that capture needs, read from its schema once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch's Python does without telling the dispatcher, taught about deferred tensors.
+"""Patches of PyTorch's Python functions that do not call the dispatcher, so that they handle deferred tensors.
 
 The replacements do nothing but call the original where no deferred tensor and no open context is concerned; when they
 are in place says the table of `compat/patches.py`. (`Tensor.data` is in `storage_swap.py`.)

@@ -1,4 +1,4 @@
-"""The recorder: every ATen operation on a deferred tensor ends here, and becomes a node of the Program.
+"""The recorder: every ATen operation on a deferred tensor is dispatched here, and becomes a node of the Program.
 
 Recording an operation is: find its arguments' Values, work out the shapes of what it returns, make a `Node`, give the
 written Stores their new Values. Nothing is computed.

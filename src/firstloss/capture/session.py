@@ -1,4 +1,4 @@
-"""What is under way in this thread: open `deferred` contexts, and at most one step trace.
+"""The captures in progress in this thread: open `deferred` contexts, and at most one step trace.
 
 `trace`, `depth` and `constants` are each thread's own, though they are read as this module's. PyTorch's generators are
 the process's: threads that capture side by side draw from them in turns, as eager PyTorch's threads do.

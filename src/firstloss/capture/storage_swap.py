@@ -1,4 +1,4 @@
-"""A tensor, the Python object, comes to look at another storage, or turns from real to deferred and back."""
+"""Swap the storage under a tensor, the Python object: `.data = ...`, and from real to deferred and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not known until the step runs.
+"""Symbolic scalars: numbers that are not known until the step runs.
 
 Where PyTorch wants a number and is given a tensor without dimensions (`add_(x, alpha=lr)`, `addcdiv_(a, b, value=lr)`),
 it reads the tensor's value. A traced tensor has none yet, so it reads a symbolic number: PyTorch's own `SymFloat` or

@@ -1,4 +1,4 @@
-"""Deferred tensors: a geometry, and a DeferredStorage in the place of a storage.
+"""Deferred tensors: a geometry and a DeferredStorage.
 
 A DeferredStorage knows the `Value` that it holds now. Tensors that share memory in eager PyTorch share one here, so
 ties and views need nothing more.

@@ -1,4 +1,4 @@
-"""Where the content of a deferred tensor is: in its Program, in memory made for it, on a backend, or nowhere."""
+"""The states of a deferred tensor: where its content is."""
 
 from __future__ import annotations
 

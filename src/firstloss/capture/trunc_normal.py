@@ -1,4 +1,4 @@
-"""`torch.nn.init.trunc_normal_`, which reads its own values to know when to stop, recorded as one operation.
+"""`torch.nn.init.trunc_normal_`, a loop that depends on the values drawn, recorded as one operation.
 
 Since torch 2.12 it draws by rejection. Where the bounds are so wide that no normal can fall outside (most vision
 transformers: a standard deviation of 0.02 between -2 and 2), it is a `normal_`. Where they are not, it becomes one

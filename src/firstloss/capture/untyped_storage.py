@@ -1,4 +1,4 @@
-"""Memory itself, while a constructor is captured: storages are real, and what is done to them is done at once.
+"""`torch.UntypedStorage` while a constructor is captured: storages are real, and operations on them run at once.
 
 PyTorch copies and fills a storage through tensors that it makes for it, which an open capture would record instead:
 the memory would stay as it was found. DLPack takes a tensor's address, and a deferred one has none to give.

@@ -1,4 +1,4 @@
-"""The values of real tensors that a traced step's Python reads: conditions for its compiled step to be right."""
+"""Values of real tensors that a traced step's Python reads: guards of the compiled step."""
 
 from __future__ import annotations
 

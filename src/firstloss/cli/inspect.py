@@ -1,4 +1,4 @@
-"""`firstloss inspect TARGET`: what a constructor would make, without making it."""
+"""`firstloss inspect TARGET`: what a constructor would create, without creating it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh of ranks for `inspect`: which part of each weight a rank would hold, by PyTorch's conventions.
+"""A mesh of ranks for `inspect`: the shard of each weight on a rank, by PyTorch's conventions.
 
 FSDP2 cuts the first dimension of every parameter in parts of equal size, the last ones smaller or empty, and leaves
 buffers whole. Tensor parallelism cuts before it: as the model's own plan says, where it has one (`model.tp_plan`, as

@@ -1,4 +1,5 @@
-"""`firstloss plan TARGET`: what a training step takes on each device of a mesh of any size; nothing is made or run."""
+"""`firstloss plan TARGET`: memory, operations and communication of a training step on a mesh of any size, without
+running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: what fills a device's memory, and what takes its time."""
+"""A plan as a picture: a device's memory and time."""
 
 from __future__ import annotations
 

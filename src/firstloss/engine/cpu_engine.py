@@ -1,4 +1,4 @@
-"""The CPU engine: make whole Values, and boxes of them, on all cores.
+"""The CPU engine: compute Values, or boxes of them, on all cores.
 
 Nearly all the work of a constructor is random fills, which depend only on their stream positions. So the work is split
 into tasks, which are ordered by stream position and divided into segments of about equal cost. A thread runs one

@@ -1,4 +1,4 @@
-"""In-place operations with numbers that follow a fill, applied to each piece while it is in the cache.
+"""Epilogues: in-place scalar operations after a fill, fused with it piece by piece, while each is in the cache.
 
 timm's `trunc_normal_` is `uniform_`, `erfinv_`, `mul_`, `add_`, `clamp_`, each over the whole weight. Piece by piece,
 the weight passes through memory once instead of five times, and all cores work on all of it.

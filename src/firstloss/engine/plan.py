@@ -1,4 +1,4 @@
-"""Plans: how to make any range of a Value's elements without making the rest.
+"""Plans: how to compute any range of a Value's elements without computing the rest.
 
 Most recipes are a random fill followed by a few edits. Such a recipe can be run on any range of its elements, drawing
 only the words for those elements, at their stream positions. A plan is the list of its steps. Recipes without a plan

@@ -1,4 +1,4 @@
-"""Readers: write what a Ref shows, or any part of it, into existing memory."""
+"""Readers: write a Ref, or any box of it, into existing memory."""
 
 from __future__ import annotations
 

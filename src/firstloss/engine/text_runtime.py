@@ -1,4 +1,4 @@
-"""What the text of a Program calls beside PyTorch's operations: see `program/python_text.py`."""
+"""Functions that the text of a Program calls beside PyTorch's operations: see `program/python_text.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a fill is wanted, and how a recipe says so."""
+"""Recipes that are a fill, or a slice of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on lists of weights, a part of the lists at a time.
+"""Foreach operations on lists of weights, executed a chunk of the lists at a time.
 
 An optimizer is traced as operations on lists of all its weights, and what it computes on the way is as large as all of
 them. PyTorch's fused optimizers have no such memory, and a model that just fits with one would not fit here. So where

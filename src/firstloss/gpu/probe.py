@@ -1,4 +1,4 @@
-"""What kernels of ours may take the place of PyTorch's: tried out, on this device and with this PyTorch.
+"""Which of our kernels give the bits of PyTorch's: checked on this device, with this PyTorch.
 
 Layouts, math functions and precisions are PyTorch's to change. So no kernel is used before its numbers have been
 compared with PyTorch's own, bit for bit, on the device: a few hundred thousand of each kind. What differs is made by

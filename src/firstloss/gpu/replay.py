@@ -1,4 +1,4 @@
-"""A step's Program run again by PyTorch's own kernels, in the memory of its weights, and recorded as a CUDA graph.
+"""Replay a step's Program with PyTorch's kernels, in the memory of its weights, captured as a CUDA graph.
 
 Node after node the kernels of eager PyTorch are called that the step's Python called, with the same arguments, in the
 same order: so the bits are eager PyTorch's. In-place operations write to the weights themselves, so nothing is copied.

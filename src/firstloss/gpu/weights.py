@@ -1,4 +1,4 @@
-"""Weights made on a GPU: all recipes that are a fill, or a slice of one, by one launch of a kernel for each stream."""
+"""Initialize weights on a GPU: one kernel launch per random stream for all recipes that are a fill or a slice of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`firstloss.init_program`: what was captured of a module, weight by weight, and how to make it on devices."""
+"""`firstloss.init_program`: the Program captured of a module, and its weights on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: how each weight of a module is made, to be looked at."""
+"""Recipes of a module, and a report of them."""
 
 from __future__ import annotations
 

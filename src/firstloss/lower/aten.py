@@ -1,4 +1,4 @@
-"""PyTorch's own kernels in a compiled step on a CPU, where they are faster than what XLA has.
+"""PyTorch's own kernels as custom calls in a compiled step on a CPU, where they are faster than XLA's.
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
 layout of a weight than PyTorch's; PyTorch brings oneDNN. A custom call (`_aten.c`) gives an operation's arrays to

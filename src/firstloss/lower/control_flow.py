@@ -1,4 +1,4 @@
-"""Control flow: the regions that `capture/control_flow.py` found, as StableHLO's own case, while and scan."""
+"""Control flow: the regions that `capture/control_flow.py` recorded, as StableHLO's case and while, and JAX's scan."""
 
 from __future__ import annotations
 

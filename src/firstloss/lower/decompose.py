@@ -1,4 +1,4 @@
-"""Operations that have no rule, through what PyTorch says they are made of.
+"""Operations without a rule, through PyTorch's decompositions.
 
 Three sources: an operation's own composite kernel (`torch.library`'s "CompositeImplicitAutograd"); the table that
 `torch._decomp.register_decomposition` fills; and, of the operations that torch itself makes with `custom_op` (cross

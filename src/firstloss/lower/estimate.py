@@ -1,4 +1,4 @@
-"""What one device of a mesh computes, sends and holds while it runs a segment: by arithmetic, nothing is compiled.
+"""Estimate what one device of a mesh computes, sends and holds while it runs a segment, without compiling it.
 
 The segment's operations are gone through one by one, as XLA's partitioner does. Each runs over an iteration space (of a
 matrix product: rows, columns and what is summed over), each dimension of which is cut as an operand's is. Where two

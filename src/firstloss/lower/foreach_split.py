@@ -1,4 +1,4 @@
-"""Operations on lists, taken apart: one node for each weight, placed where that weight's update can begin.
+"""Split foreach operations: one node for each weight, placed where that weight's update can begin.
 
 An optimizer's step is captured as a few operations on the lists of all weights, after the whole backward pass. Taken
 apart, what updates a layer's weights can follow that layer's backward pass at once: its gradients need not outlive it,

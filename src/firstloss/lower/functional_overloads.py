@@ -1,4 +1,4 @@
-"""From the overload that was recorded to the overload that its rule is entered under.
+"""The functional overload of a recorded one, under which its rule is registered.
 
 Capture records what the user's code called, in-place operations included; rules are entered under the functional
 overload only. Which that is follows from the names, as torchgen made them: `add_.Tensor` is `add.Tensor`.

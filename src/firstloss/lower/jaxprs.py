@@ -1,4 +1,4 @@
-"""Jaxprs of a Program's calls, and how to go through one with something else in the place of its arrays."""
+"""Jaxprs of a Program's calls, and an interpreter of jaxprs for abstract values of any kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operations have a rule, told without importing the rules, which bring JAX.
+"""Which operations have a rule, without importing the rules, which import JAX.
 
 `rules.txt` lists them; `python -m firstloss.lower.rule_names` writes it anew, and a test holds it equal to the table.
 """

@@ -1,5 +1,4 @@
-"""How much scratch memory a segment needs at a time, and how much of memory it reads and writes, by how XLA fuses its
-operations and orders them."""
+"""Estimate a segment's peak scratch memory and its memory traffic, by how XLA fuses and orders operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cut a Program where it repeats, so that layers that are alike are lowered and compiled once.
+"""Cut a Program where it repeats, so that identical layers are lowered and compiled once.
 
 The calls of a deep model's step repeat layer after layer, in the forward pass and again in the backward pass. They are
 cut into segments at the layers' ends; segments that compute the same from other arrays share one function. What is

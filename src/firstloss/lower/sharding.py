@@ -1,4 +1,4 @@
-"""The shardings of what a Program computes, found from those of its inputs.
+"""Propagate shardings through a Program, from those of its inputs.
 
 XLA's partitioner finds shardings for all of a function at once. Where a Program is cut into segments, those of the
 arrays that cross a cut have to be said before; they are found here, operation by operation: a result's dimension is

@@ -1,4 +1,4 @@
-"""Arrays on CPU devices whose memory nobody has written.
+"""Uninitialized arrays on CPU devices, as `torch.empty` makes them.
 
 `jax.lax.empty` is such an array on a GPU or a TPU; on a CPU it is zeros, written at the speed of memory: for a weight
 that is about to be drawn, as long again as drawing it. A custom call whose handler does nothing leaves its results as

@@ -1,4 +1,4 @@
-"""Metrics of a confusion matrix: which class was predicted how often for which."""
+"""Metrics computed from a confusion matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node does, in the four kinds that engines tell apart: they ask it here, and nowhere else.
+"""The kind of a node, `Fill`, `Copy`, `Pointwise` or `Opaque`: classified here, and nowhere else.
 
 `Fill`: replaces its target and reads nothing. `Copy`: shows other Values' elements, converted perhaps. `Pointwise`:
 each element of the result depends on the same element of its operands. `Opaque`: all else, run as PyTorch runs it.

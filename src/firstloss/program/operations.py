@@ -1,4 +1,4 @@
-"""The operations of our own that a Program may have, and what they refer to."""
+"""Operations of our own that a Program may contain."""
 
 from __future__ import annotations
 

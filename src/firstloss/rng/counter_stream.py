@@ -1,4 +1,4 @@
-"""The stream of the counter policy: draws lie side by side in it, each with room for all the words it might want.
+"""The stream of the counter policy: each draw has a range of its own, large enough for all the words it may take.
 
 Draw k begins at word k 2^48, and its word w (see `counter`) is at k 2^48 + w. So a position says which draw and which
 element, and a fill that is cut into pieces counts words as in any other stream.

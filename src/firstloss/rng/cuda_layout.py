@@ -1,4 +1,4 @@
-"""Where the elements of a fill come from in PyTorch's CUDA random stream.
+"""Which words of PyTorch's CUDA random stream each element of a fill is made from.
 
 The CUDA generator is a seed and an offset into Philox streams, one stream (`subsequence`) for each thread of a launch.
 A fill launches blocks of 256 threads, as many as the device keeps resident or the fill needs; each thread strides over

@@ -1,4 +1,4 @@
-"""The CPU random stream, entered at any position.
+"""The CPU random stream, with random access.
 
 A `Stream` is what a generator would draw from where it stood when the stream was made: its origin. The generator state
 at any later `Position` follows without drawing what lies between, so that one fill of a constructor can be run alone.

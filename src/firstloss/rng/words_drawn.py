@@ -1,4 +1,4 @@
-"""How much of the CPU stream each random operation draws.
+"""How many words of the CPU stream each random operation draws.
 
 Facts about PyTorch's CPU kernels (ATen/native/cpu/DistributionTemplates.h), found by experiment; the experiments are
 `tests/rng/test_words_drawn.py`. They have been run on torch 2.11, 2.12, 2.13 and 2.15, and would find a difference in

@@ -1,4 +1,4 @@
-"""`firstloss.distributed.ClusterConfig`: how many devices a run takes, and processes that read its data."""
+"""`firstloss.distributed.ClusterConfig`: the number of devices of a run, and of processes that read its data."""
 
 from __future__ import annotations
 

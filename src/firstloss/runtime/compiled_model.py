@@ -1,4 +1,4 @@
-"""`firstloss.compile`: give a model to a backend."""
+"""`firstloss.compile`: place a model on a backend."""
 
 from __future__ import annotations
 

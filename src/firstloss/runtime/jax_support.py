@@ -1,4 +1,4 @@
-"""The few things that the runtime needs of JAX beyond its everyday interface."""
+"""JAX beyond its everyday API: settings, uninitialized arrays, transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said of JAX before it is imported.
+"""What is known about JAX without importing it.
 
 Its import takes half a second, which the first loss need not wait for: weights are drawn, and multiplied, by PyTorch's
 kernels. What needs JAX imports it where it does (`jax_support.py`, mostly); this is for those who must know without.

@@ -1,4 +1,4 @@
-"""`firstloss.backend`: make a backend, with all that a step on it will need."""
+"""`firstloss.backend`: create a backend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Batches in structures that PyTorch's pytree does not know: dicts in all but name, as tokenizers return them, and
-dataclasses of tensors."""
+"""Pytrees that PyTorch does not flatten: mappings, as tokenizers return them, and dataclasses of tensors."""
 
 from __future__ import annotations
 

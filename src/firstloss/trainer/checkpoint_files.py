@@ -1,4 +1,4 @@
-"""Where checkpoints become files, and files weights."""
+"""Write and read the files of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and only then obey."""
+"""Ctrl-C and SIGTERM: finish the step, save, and then stop."""
 
 from __future__ import annotations
 

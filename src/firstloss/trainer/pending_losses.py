@@ -1,4 +1,4 @@
-"""Losses whose steps are under way: read a little later, so that the device never waits for Python."""
+"""Losses of steps in progress: read a little later, so that the device never waits for Python."""
 
 from __future__ import annotations
 

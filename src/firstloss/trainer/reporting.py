@@ -1,4 +1,4 @@
-"""The numbers of training, from the batch that they belong to until the loggers get them."""
+"""Report training metrics to the loggers, with the batch they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside checkpoints and logs: settings, versions, and the picture of its first loss."""
+"""The run folder: settings, versions, and the picture of the run's first loss."""
 
 from __future__ import annotations
 

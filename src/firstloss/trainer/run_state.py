@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint must hold of it besides weights and random numbers."""
+"""The position of a run: what a checkpoint holds besides weights and random state."""
 
 from __future__ import annotations
 

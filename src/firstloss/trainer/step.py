@@ -1,4 +1,4 @@
-"""What is traced: a batch through the model and back, the update, and a batch of validation."""
+"""The traced steps: forward and backward pass, update, and validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What validation finds: averages of scalars over the samples, and metrics that keep their own state."""
+"""Results of validation: averages of scalars over the samples, and metrics with state of their own."""
 
 from __future__ import annotations
 

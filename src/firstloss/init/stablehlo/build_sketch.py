@@ -1,4 +1,4 @@
-"""From a recipe to its sketch (`sketch.py`): what it does, without where in the stream it does it."""
+"""Build the sketch of a recipe (`sketch.py`)."""
 
 from __future__ import annotations
 

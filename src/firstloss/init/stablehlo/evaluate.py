@@ -1,4 +1,4 @@
-"""Sketches as JAX functions: a shard of a weight, from the places where its draws begin and where the shard does."""
+"""Sketches as JAX functions: a shard of a weight, from the stream positions of its draws and the offset of the shard."""
 
 from __future__ import annotations
 

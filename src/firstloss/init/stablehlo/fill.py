@@ -1,4 +1,4 @@
-"""A shard of a random fill, as a JAX function of where in the stream the fill begins and where the shard does.
+"""A shard of a random fill, as a JAX function of the stream position of the fill and the offset of the shard.
 
 A shard is a box. Its outer dimensions are gone through one by one, each with a window of its own; along one dimension
 it is drawn from its first word to its last; and where a later dimension is cut too, whole rows are drawn, block by

@@ -1,4 +1,4 @@
-"""Shards made by PyTorch's kernels straight into the memory of JAX's CPU devices.
+"""Shards computed by PyTorch's kernels directly in the memory of JAX's CPU devices.
 
 What lies together in the stream is drawn together, whichever devices it is for: rows are drawn once, and the columns
 of each device copied out of blocks of them. Where the devices are not this machine's CPU, shards are made on the host

@@ -1,4 +1,4 @@
-"""Run a written module: without PyTorch, and without the model's code."""
+"""Run a saved module, without PyTorch and without the model's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each device will make: every weight's sketch, where it is cut, and what that costs. Arithmetic, nothing made."""
+"""What each device will compute: the sketch and sharding of every weight, and their cost. Nothing is computed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of all shards of a model, on CPU devices that own it: taken at once, and not written yet.
+"""Uninitialized memory for all shards of a model, owned by CPU devices and allocated in one call.
 
 Memory that XLA allocates can be donated to a training step; memory that it was lent cannot. Weights alike are allocated
 by one executable, and where nobody has touched their pages yet, the system is asked for huge ones.

@@ -1,4 +1,4 @@
-"""Sketches: what a recipe does, without where in the stream it does it. Recipes that are alike have equal sketches.
+"""Sketches: recipes without stream positions. Recipes that differ only in those have equal sketches, compiled once.
 
 A sketch is a tree of tuples that can be hashed: it is the key under which one function of a module, or one executable,
 serves all weights alike. Most recipes go element by element (fills, arithmetic, a row that is zeroed), and such a

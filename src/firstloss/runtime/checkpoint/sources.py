@@ -1,4 +1,4 @@
-"""The tensors of an object to be saved, each once, and how to read them."""
+"""The distinct tensors of an object that is saved, and how to read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches to the device, before the step asks for them."""
+"""Transfer batches to the device ahead of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execute a step as a transaction: it donates the old state and commits the new one, or does neither.
+"""Execute a step as a transaction: it donates the old state and commits the new one, or neither.
 
 The memory of weights and optimizer state is donated to a compiled step, which writes the new state there. From then
 until the last device buffer has its new array, the old state is gone and the new one has no owner. Python can raise

@@ -1,4 +1,4 @@
-"""Move weights to the device while the model is being constructed: `lazy_initialization = False`.
+"""Move weights to the device while the model is constructed: `lazy_initialization = False`.
 
 Constructors run eagerly. When a module registers a weight, the weights of the previous modules are complete and move to
 the device, so that host memory holds those of one module at a time. Code that returns to an earlier weight

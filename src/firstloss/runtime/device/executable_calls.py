@@ -1,4 +1,4 @@
-"""Call compiled functions so that no interrupt loses what they return, and so many at a time as XLA can take."""
+"""Call executables so that an interrupt loses no results, and no more of them at a time than XLA can run."""
 
 from __future__ import annotations
 

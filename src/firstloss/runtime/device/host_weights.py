@@ -1,5 +1,6 @@
-"""Weights drawn into memory of our own, for PyTorch's kernels: before JAX is there, which makes arrays of it without a
-copy, or for a mesh, over whose devices it is cut."""
+"""Weights in host memory, for PyTorch's kernels: before JAX is imported, which later makes arrays of that memory
+without a copy, or on a mesh, over whose devices they are sharded later.
+"""
 
 from __future__ import annotations
 

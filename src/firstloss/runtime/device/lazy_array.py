@@ -1,4 +1,4 @@
-"""Arrays that are still being computed, by a pending materialization or the rest of a first step."""
+"""`LazyArray`: arrays that are still being computed, by a materialization or the rest of a first step."""
 
 from __future__ import annotations
 

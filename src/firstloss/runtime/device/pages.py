@@ -1,4 +1,4 @@
-"""Memory that is mapped by itself, so that its pages can be moved beneath an array of XLA's without a copy.
+"""Memory in mappings of its own, whose pages can be moved into an XLA array without a copy.
 
 XLA can be lent memory, but it takes only what it has allocated itself as a donation, and copies the rest. So weights
 that are drawn before JAX has been imported cannot simply be handed over. But what an array is made of can be exchanged

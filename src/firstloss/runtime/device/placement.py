@@ -1,4 +1,4 @@
-"""Put weights on the device: materialize deferred ones there, in the background, and move real ones."""
+"""Place weights on the device: materialize deferred ones there, in the background, and move real ones."""
 
 from __future__ import annotations
 

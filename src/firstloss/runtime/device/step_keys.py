@@ -1,4 +1,4 @@
-"""Random keys of steps: from the run's seed, and the number of steps that have drawn so far."""
+"""Random keys of steps: from the run's seed and the number of steps that have drawn so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call does at its end for one name, item or collection that the step has changed."""
+"""Bindings: what a call does at its end for one name, item or collection that the step has changed."""
 
 from __future__ import annotations
 

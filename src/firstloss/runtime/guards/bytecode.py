@@ -1,4 +1,4 @@
-"""What a piece of Python code does with a name, from its bytecode.
+"""What Python code does with a name, from its bytecode.
 
 Most uses are reads. Three are not, since nothing is decided by what they find: a number's own update (`n += 1`), that
 of a number in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).

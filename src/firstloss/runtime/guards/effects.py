@@ -1,4 +1,4 @@
-"""What a step leaves in Python when it ends: found once, by comparing with what was there, and repeated at each call.
+"""Side effects of a step on Python objects: found by comparing with the snapshot, and repeated at each call.
 
 After a call every name holds what eager PyTorch would have bound: new tensors where the step makes new ones, the same
 objects where it only moves them about, new containers where it makes those. What is found is undone first, so that the

@@ -1,4 +1,4 @@
-"""Whether two values are the same to a step's Python."""
+"""Equality of values as far as a step's Python can tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that ran while a step was traced: the names that it mentions, and the lines where."""
+"""The code that ran while a step was traced: the names in it, and their lines."""
 
 from __future__ import annotations
 

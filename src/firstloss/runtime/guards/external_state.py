@@ -1,4 +1,4 @@
-"""What a step asks of the world outside of Python's objects: files, clocks, the operating system.
+"""External state that a step reads: files, clocks, the operating system.
 
 The answers can be something else at the next call without any object having changed, so that the step has to be traced
 at each call. Settings of the process's are no matter of this: see `step/process_settings.py`.

@@ -1,4 +1,4 @@
-"""The kinds of guards: each keeps what it saw when the step was traced, and says what has changed since."""
+"""The kinds of guards: each stores what the step saw when it was traced, and reports what has changed since."""
 
 from __future__ import annotations
 

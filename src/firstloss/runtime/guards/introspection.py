@@ -1,4 +1,4 @@
-"""How to look into objects, past what their classes make of that."""
+"""Read and fill objects directly, without calling methods that their classes override."""
 
 from __future__ import annotations
 

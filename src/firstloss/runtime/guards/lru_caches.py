@@ -1,4 +1,4 @@
-"""What a function behind `functools.lru_cache` has kept: results that a step may read without any code running.
+"""Guards on `functools.lru_cache`: cached results, which a step may read without running any code.
 
 Python shows of such a cache how many results it holds, and not which; the garbage collector can say.
 """

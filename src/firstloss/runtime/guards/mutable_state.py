@@ -1,4 +1,4 @@
-"""What objects hold beside attributes: items, bytes, the place where an iterator stands.
+"""State of objects beside their attributes: items, bytes, the positions of iterators.
 
 `reader(held)` says whether a step's Python may find something else in an object although no name is bound anew, and
 how to look; `inside(held)` gives what can be reached through it.

@@ -1,4 +1,4 @@
-"""What kind of thing an object is to the guards."""
+"""The kinds of objects that guards distinguish."""
 
 from __future__ import annotations
 

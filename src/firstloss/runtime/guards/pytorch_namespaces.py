@@ -1,4 +1,4 @@
-"""PyTorch's own functions and methods, which somebody may replace: `torch.nn.functional.gelu = mine`."""
+"""Guards on PyTorch's own functions and methods, which user code may replace: `torch.nn.functional.gelu = mine`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a step returns or leaves in Python, made anew at each call: tensors, and the containers and objects that hold
-them."""
+"""Reconstruct at each call what a step returns or leaves in Python: tensors, and containers and objects with them."""
 
 from __future__ import annotations
 

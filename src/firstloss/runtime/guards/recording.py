@@ -1,5 +1,6 @@
-"""What a step reads and stores while it is traced: which code runs, and which attributes of which objects are looked
-up, set and deleted."""
+"""Record what a step reads and stores while it is traced: the code that runs, and the attributes that are looked up,
+set and deleted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that a step's Python can reach, and what was there before the step ran.
+"""A snapshot of everything that a step's Python can reach, before the step runs.
 
 Found without running or tracing anything: from the step to its arguments, globals and closure variables, to the
 functions, classes and objects that these are, and to all that is in those. Modules of PyTorch, JAX, NumPy and of

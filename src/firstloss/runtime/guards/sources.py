@@ -1,4 +1,4 @@
-"""What a step has read: collected after its trace from what ran and what was looked up.
+"""Guard sources: what a step has read, collected after its trace from the code that ran and the recorded look-ups.
 
 All that the step's Python has read counts: attributes that were looked up while it was traced, globals and variables
 that the code that ran names, what is in the containers that these hold, hooks, the functions themselves. A name that

@@ -1,4 +1,4 @@
-"""Names that a step sets or deletes, and leaves as they were before.
+"""Guards on names that a step sets or deletes without changing them.
 
 `model.train()` of a model that trains, `trainer.mode = "fast"` where that is what it is: no call needs to do this, as
 long as it is so when the call begins. So they are guarded as if they were read. What a step changes is no matter of

@@ -1,5 +1,6 @@
-"""Numbers that only their own updates read (`n += 1`), and collections that are only added to: they decide nothing, so
-that a change of them is no reason to trace again."""
+"""Counters that only their own updates read (`n += 1`), and collections that are only appended to: a change of them is
+no reason to retrace.
+"""
 
 from __future__ import annotations
 

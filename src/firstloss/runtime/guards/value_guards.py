@@ -1,4 +1,4 @@
-"""From what a step reads to guards: of that, of what is in it, and of what is in that."""
+"""Make guards of what a step reads, and of what is reached through it."""
 
 from __future__ import annotations
 

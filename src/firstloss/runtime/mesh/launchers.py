@@ -1,4 +1,4 @@
-"""What a launcher says of the processes that it has started, in the environment of each."""
+"""Read the process count, index and coordinator from the environment variables of launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other processes that run the same steps: they agree on each, and one compiles its functions for all.
+"""Coordination of processes that run the same steps: they agree on each step, and one compiles for all.
 
 What they tell each other goes by JAX's coordination service, which holds keys and values.
 """

@@ -1,4 +1,4 @@
-"""Shardings at the edges of a step's segments."""
+"""Shardings of the values that cross between a step's segments."""
 
 from __future__ import annotations
 

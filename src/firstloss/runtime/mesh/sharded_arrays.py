@@ -1,4 +1,4 @@
-"""Arrays on a mesh, and their way there and back."""
+"""Transfer arrays to and from a mesh."""
 
 from __future__ import annotations
 

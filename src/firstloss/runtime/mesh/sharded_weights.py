@@ -1,4 +1,4 @@
-"""Make weights on a mesh: each device's part where it will live, and no more than that."""
+"""Initialize weights on a mesh: each device computes its own shards only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of one call of a traced step: which of them are data, and which are what they are.
+"""The arguments of a call of a traced step: which are inputs, and which belong to the key of the compiled step.
 
 Data is read anew at each call: while the step is traced, a tensor without a value stands for it. What is done to that
 (written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each

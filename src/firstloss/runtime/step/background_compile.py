@@ -1,4 +1,4 @@
-"""A step whose first results PyTorch's kernels compute: what compiles it, JAX too, is imported behind them."""
+"""A step whose first results PyTorch's kernels compute, while it is compiled in the background."""
 
 from __future__ import annotations
 

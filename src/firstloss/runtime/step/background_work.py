@@ -1,4 +1,4 @@
-"""What follows the first results of a step, in a thread of its own."""
+"""The rest of a step after its first results, in a background thread."""
 
 from __future__ import annotations
 

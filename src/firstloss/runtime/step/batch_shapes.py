@@ -1,4 +1,4 @@
-"""Batches of new shapes: compiled anew, padded to a shape that is there already, or refused."""
+"""Batches of new shapes: compiled again, padded to a known shape, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled steps of one traced step: one for each kind of call that it has met."""
+"""`StepCache`: the compiled steps of one traced step, one for each kind of call."""
 
 from __future__ import annotations
 

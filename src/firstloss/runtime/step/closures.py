@@ -1,4 +1,4 @@
-"""Step closures: functions that are called in a step or beside it, and run when its values are there."""
+"""Step closures: functions called in a step, which run when its values are available."""
 
 from __future__ import annotations
 

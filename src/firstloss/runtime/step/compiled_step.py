@@ -1,4 +1,4 @@
-"""A step for one kind of batch, traced and compiled: from a batch to a loss."""
+"""`CompiledStep`: a step for one kind of batch, traced and compiled."""
 
 from __future__ import annotations
 

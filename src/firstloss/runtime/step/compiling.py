@@ -1,4 +1,4 @@
-"""From a `TracedProgram` to what computes it: lowered, cut where it repeats, compiled."""
+"""`compile_step`: from a `TracedProgram` to what executes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operations of a first loss, with the numbers that the compiled step draws.
+"""Random operations of a first loss, with the same numbers as the compiled step.
 
 A compiled step takes its random numbers from a key and the number of each draw, by `jax.random`. So where PyTorch's
 kernels compute the first loss, its random operations are run by the rules that the step is lowered by, each compiled by

@@ -1,4 +1,4 @@
-"""The gradients that a step finds in the weights, and those that it leaves there."""
+"""Gradients of the weights before and after a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced step on the "GPU" backend: eager at first, then its Program replayed as a CUDA graph.
+"""A traced step on the "GPU" backend: eager first, then its Program replayed as a CUDA graph.
 
 The first call of a step runs as it is written: that is the first loss, and no Firstloss is between it and eager
 PyTorch. At the second the step is traced, its Program is rehearsed by the same kernels (`gpu/replay.py`), and what that

@@ -1,4 +1,4 @@
-"""A step's inputs: where they are between calls, and the array that each call passes for each of them."""
+"""A step's inputs: their device buffers, and the array that each call passes for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop over steps: which step is under way, and what has to run once its values are there.
+"""The loop over steps: the current step, and closures that wait for its values.
 
 Steps are dispatched, not waited for: while the device runs one, Python goes on to the next. What wants values (step
 closures) waits in a queue, in order, and runs in the user's own thread as soon as the values have arrived; at the

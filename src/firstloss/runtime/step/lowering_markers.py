@@ -1,4 +1,4 @@
-"""Notes for the next start, in the artifact folder: what went well this time may be put off then.
+"""Markers in the artifact folder: a step that was lowered before may be lowered after the first loss next time.
 
 A step's backward pass is lowered before the first loss is returned, so that what cannot be lowered is an error at the
 call. One that has been lowered before is lowered after the loss: on a CPU it takes cores from the forward pass. A note

@@ -1,4 +1,4 @@
-"""Optimizers' state: what a step rebinds in it, and whether user code has put other tensors there."""
+"""Optimizers' state in a traced step: what it rebinds, whether user code has replaced tensors, and loading in place."""
 
 from __future__ import annotations
 

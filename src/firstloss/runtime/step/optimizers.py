@@ -1,4 +1,4 @@
-"""Stock optimizers inside a traced step: their state exists before it, and what a schedule changes is an input."""
+"""PyTorch optimizers in a traced step: their state is created before it, and what a schedule changes is an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors that a step returns, or leaves in Python: outputs of its Program, and new tensors at each call."""
+"""The tensors that a step returns or leaves in Python: outputs of its Program, and new tensors at each call."""
 
 from __future__ import annotations
 

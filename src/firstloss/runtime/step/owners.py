@@ -1,4 +1,4 @@
-"""The tensors that go into a step: which those are, and which others can take their places."""
+"""The tensors and storages that are inputs of a step, and whether others can replace them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in optimizers' parameter groups: inputs of a step, or baked into it."""
+"""Numbers in optimizers' parameter groups: inputs of a step, or constants of it."""
 
 from __future__ import annotations
 

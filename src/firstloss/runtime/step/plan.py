@@ -1,4 +1,4 @@
-"""What a step takes on each device of a mesh, there or not: memory, operations, and what is sent."""
+"""`StepPlan`: the memory, operations and communication of a step on each device of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step's plan is made: from the traced step, cut as it would be compiled."""
+"""Make a step's plan from the traced step, cut as it would be compiled."""
 
 from __future__ import annotations
 

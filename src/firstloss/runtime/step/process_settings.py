@@ -1,5 +1,4 @@
-"""The modes of the process that decide what a step computes, its other settings, which a step may ask for, and those
-that a step leaves changed."""
+"""Settings of the process that a step depends on (grad mode, autocast, default dtype, ...), and those that it changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step whose Python would do something else now: noticed, explained, and traced again.
+"""Retrace a step whose Python would behave differently now, and say why.
 
 A compiled step repeats what its Python did when it was traced. Two things watch over that:
 

@@ -1,4 +1,4 @@
-"""PyTorch's schedulers in a traced step: they count in Python, which runs at each call, when the step has been run."""
+"""PyTorch's schedulers in a traced step: their Python runs at each call, after the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced step in segments, each of which is lowered and compiled by itself."""
+"""Cut a traced step into segments, each lowered and compiled by itself."""
 
 from __future__ import annotations
 

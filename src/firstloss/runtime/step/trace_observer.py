@@ -1,4 +1,4 @@
-"""The Python around one trace of a step: what was there before, what the step reads, and what it leaves."""
+"""Observe the Python side of a trace: the state before it, what the step reads, and its side effects."""
 
 from __future__ import annotations
 

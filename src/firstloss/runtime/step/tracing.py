@@ -1,4 +1,4 @@
-"""From a step's Python to a `TracedProgram`: it is run once, on tensors without values."""
+"""`trace_step`: run a step's Python once, on tensors without values, for a `TracedProgram`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a run that are logged with its steps: norms, sizes, the optimizer's settings."""
+"""Log norms, parameter counts and the optimizer's settings."""
 
 from __future__ import annotations
 

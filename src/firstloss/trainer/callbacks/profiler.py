@@ -1,4 +1,4 @@
-"""Where the time of some steps goes: a trace for ui.perfetto.dev."""
+"""Profile some steps, as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as files that other programs read: JSON lines and CSV, in the run folder."""
+"""Metrics as JSON lines and CSV in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DataLoader`: a user's own loader, made when it is first needed, that can go on where an earlier run stopped."""
+"""`DataLoader`: a user's own loader, created when it is first needed, that can resume where an earlier run stopped."""
 
 from __future__ import annotations
 

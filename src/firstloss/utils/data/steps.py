@@ -1,4 +1,4 @@
-"""How many steps a run has, and how many rows a batch."""
+"""The number of steps of a run, and the batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples without data: of the shapes and dtypes that a model takes."""
+"""Synthetic samples of given shapes and dtypes."""
 
 from __future__ import annotations
 
