@@ -1,4 +1,4 @@
-"""Initialize weights on a GPU: one kernel launch per random stream for all recipes that are a fill or a slice of one."""
+"""Initialize weights on a GPU: one kernel launch per random stream, for all recipes that are slices of fills."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from . import (  # noqa: F401
     control_flow,
     convolution,
     distances,
+    elementary,
     embeddings,
     factories,
     fft,

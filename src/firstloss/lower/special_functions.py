@@ -12,8 +12,7 @@ from jax import numpy as jnp
 from jax import scipy as jsp
 
 from .dtypes import cast, floats, where
-from .pointwise import enter
-from .registry import rule
+from .registry import register, rule
 
 aten = torch.ops.aten
 
@@ -67,7 +66,7 @@ _UNARY = {
     aten.special_entr.default: jsp.special.entr,
 }
 for _overload, _function in _UNARY.items():
-    enter(_overload, lambda self, f=_function: f(*floats(self)))
+    register(_overload, lambda self, f=_function: f(*floats(self)))
 
 
 @rule(aten.polygamma.default)

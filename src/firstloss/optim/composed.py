@@ -1,4 +1,4 @@
-"""Schedules composed of schedules, which serve as formulas only: they set nothing, and their own steps do not advance."""
+"""Composed schedules. Their parts are formulas only: they set nothing, and their own steps do not advance."""
 
 from __future__ import annotations
 

@@ -61,6 +61,8 @@ class Steps:
     ) -> None:
         self._signature = inspect.signature(model.forward)
         self._model = model
+        self._hooks = hooks
+        self._trainer = trainer
         self.compiled: set[str] = set()  # the names of those that have been called
         used = {name for name in _IN_STEP if overridden(name)}
         clip_norm = precision.clip_norm if loop is None or loop.clip_grad_norm is None else loop.clip_grad_norm
@@ -153,6 +155,17 @@ class Steps:
         self.accumulate, self.update = accumulate, update
         self.evaluate, self.evaluate_all = evaluate, evaluate_all
         self.nan_weights = nan_weights
+
+    def run(self, name: str, batch: Any) -> Any:
+        """Call one of the functions by name; its first call, which compiles it, is reported to the callbacks."""
+        function = getattr(self, name)
+        if name in self.compiled:
+            return function(on_device(batch))
+        self._hooks("on_compile_start", self._trainer, name)
+        outputs = function(on_device(batch))
+        self.compiled.add(name)
+        self._hooks("on_compile_end", self._trainer, name)
+        return outputs
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Give the batch to the model in the way its `forward` asks for; returns the loss and all that came out."""

@@ -1,4 +1,4 @@
-"""Sketches as JAX functions: a shard of a weight, from the stream positions of its draws and the offset of the shard."""
+"""Sketches as JAX functions: a shard of a weight, from the stream positions of its draws and the shard's offset."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lower.estimate import Sent, Work
 from ...lower.sharding import Spec
+from ...lower.work import Sent, Work
 
 ROLES = ("weights", "state", "gradients", "activations", "batch", "scratch")
 

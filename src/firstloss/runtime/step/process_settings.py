@@ -1,4 +1,4 @@
-"""Settings of the process that a step depends on (grad mode, autocast, default dtype, ...), and those that it changes."""
+"""Settings of the process that a step depends on, such as grad mode and autocast, and those that it changes."""
 
 from __future__ import annotations
 
