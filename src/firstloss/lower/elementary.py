@@ -78,7 +78,7 @@ _FLOAT_UNARY = {
     aten.atanh.default: lax.atanh,
     aten.exp.default: lax.exp,
     aten.exp2.default: exp2,
-    aten.specialexp2.default: exp2,
+    aten.special_exp2.default: exp2,
     aten.expm1.default: lax.expm1,
     aten.log.default: lax.log,
     aten.log1p.default: lax.log1p,
