@@ -18,6 +18,8 @@ import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
 from firstloss.runtime.step import compiling, tracing
 
+from .. import compiled_steps
+
 X = torch.tensor([1.0, 2.0])
 counter = 0
 scale = 1.0
@@ -44,7 +46,7 @@ def quiet(step, *arguments, count=1):
 
 def traces(step):
     """How many distinct compiled steps there are."""
-    return step._cache.compilations()
+    return compiled_steps.compilations(step)
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +211,7 @@ def test_pytorchs_modes_outside_of_the_step_count(backend):
             assert called() == expected()
         finally:
             torch.set_default_dtype(torch.float32)
-    assert len(step._cache.kinds) == 4
+    assert compiled_steps.kinds(step) == 4
 
 
 def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):

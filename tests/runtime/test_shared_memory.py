@@ -19,6 +19,8 @@ from firstloss.lower import segments
 from firstloss.runtime.step.segmented import SegmentedStep
 from tests.tiny_llama import llama
 
+from .. import compiled_steps
+
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 NUMPYS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.int16, torch.int64: np.int64}
@@ -793,7 +795,7 @@ def test_a_step_in_segments(backend, monkeypatch, lasting):
         return run, seen
 
     (run, ours), (_, theirs) = program(backend), program(None)
-    assert isinstance(run.step._cache.latest.executable, SegmentedStep)
+    assert isinstance(compiled_steps.latest(run.step).executable, SegmentedStep)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close(a, b, f"value {i}")
 
