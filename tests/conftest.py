@@ -163,3 +163,11 @@ def traced(monkeypatch):
 
     monkeypatch.setattr(tracing, "trace_step", counted)
     return found
+
+
+@pytest.fixture
+def float64():
+    """float64 by default, in which the losses of two ways to compute them differ by rounding alone."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

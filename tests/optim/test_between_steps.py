@@ -24,16 +24,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def backend(folder, by_kernels):
+def backend(folder, by_kernels, float64):
     """All of these tests share one folder: many of their steps are the same, and compiled once."""
     return fl.backend("XLA", artifact_dir=folder)
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Run:

@@ -14,16 +14,12 @@ from tests.small_training import on_both, training_step
 
 from ..compiled_steps import compilations
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+]
 
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def problem():

@@ -12,17 +12,13 @@ import firstloss as fl
 
 from ..compiled_steps import compilations
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+]
 
 theirs = torch.optim.lr_scheduler
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def train(backend, make, change):
