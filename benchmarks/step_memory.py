@@ -3,9 +3,9 @@
 Activations are the tensors that autograd keeps for the backward pass, counted once each in an eager run of the same
 step. Gradients take their place while it goes on, so what a step has to hold beside parameters and state is the larger
 of the two. Measured is the peak of the process's resident memory, reset by Linux before each phase, against what it had
-before the model: what the libraries and the compiler hold by then is not counted, and told apart. The heap is as users
-have it (`firstloss.malloc_settings.map_arrays`); one that gives back all that is freed, and glibc's own,
-are rows beside it.
+before the model: what the libraries and the compiler hold by then is not counted, and distinguished. The heap is as
+users have it (`firstloss.malloc_settings.map_arrays`); one that gives back all that is freed, and glibc's own, are rows
+beside it.
 """
 
 from __future__ import annotations

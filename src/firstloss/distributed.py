@@ -20,7 +20,7 @@ def initialize(
     timeout: int = 120,
     heartbeat: int = 10,
 ) -> int:
-    """Join the processes that train together, before the backend is made: `jax.distributed.initialize`, from what
+    """Join the processes of the run, before the backend is made: `jax.distributed.initialize`, from what
     torchrun, SLURM or an indexed Kubernetes Job has left in the environment.
 
     Examples:
@@ -63,7 +63,7 @@ def initialize(
 
 
 def get_ordinal() -> int:
-    """The number of this process among those that train together, from 0.
+    """The number of this process, from 0.
 
     Returns:
         0 where there is one process.

@@ -11,9 +11,10 @@ of the first. The C library reads its settings when a process starts, so they ha
 Two settings can be made later, and the XLA backend makes them (`map_arrays`). From which size on a request is mapped by
 itself: left alone, glibc raises that to 32 MiB once arrays of that size have been freed, keeps them in heaps between
 what lives longer, and a step's peak is 5 to 15% higher. And how much that is freed at a heap's end is kept for the next
-request: 128 KiB, so that a product of matrices asks the system for its scratch memory anew each time. Measured over the
-first step of a Llama of 1.1 billion parameters, its weights in huge pages: 530,000 page faults with limits of 1 MiB and
-128 KiB, 276,000 with those below, and a tenth of the time less; the peak of a step is the same within its noise of 1%.
+request: 128 KiB, so that a product of matrices asks the system for its scratch memory again each time. Measured over
+the first step of a Llama of 1.1 billion parameters, its weights in huge pages: 530,000 page faults with limits of 1 MiB
+and 128 KiB, 276,000 with those below, and a tenth of the time less; the peak of a step is the same within its noise of
+1%.
 
 Elsewhere than on Linux with glibc they do nothing.
 """

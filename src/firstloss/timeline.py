@@ -33,7 +33,7 @@ class Span:
 
     Attributes:
         name: of the phase.
-        track: the row that it stands in.
+        track: the row it belongs to.
         start: in seconds since the process started.
         end: in seconds since the process started.
     """
@@ -128,7 +128,7 @@ class Timeline:
 
         Args:
             name: of the phase.
-            track: the row that it stands in; by default the thread's name.
+            track: the row it belongs to; by default the thread's name.
 
         Yields:
             None, once; to be used in a `with` statement.
@@ -146,7 +146,7 @@ class Timeline:
             name: of the phase.
             start: in seconds since `self.start`.
             end: the same; by default now.
-            track: the row that it stands in; by default the thread's name.
+            track: the row it belongs to; by default the thread's name.
 
         Returns:
             The span.
@@ -357,7 +357,7 @@ def span(name: str, track: str | None = None):
 
     Args:
         name: of the phase.
-        track: the row that it stands in; by default the thread's name.
+        track: the row it belongs to; by default the thread's name.
     """
     return _current.span(name, track)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .files import atomic_write
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
 _COLOURS = {
     "import": "#999999",
     "construct": "#E69F00",

@@ -32,7 +32,7 @@ def read_outcomes() -> dict[str, dict[str, Any]]:
 
 
 def keep_outcome(outcome: dict[str, Any]) -> None:
-    """Put `outcome` in the place of what was known of its operation."""
+    """Put `outcome` in place of what was known of its operation."""
     outcome |= {"torch": torch.__version__.partition("+")[0], "jax": version("jax")}
     found = read_outcomes() | {outcome["op"]: outcome}
     with atomic_write(OUTCOMES, "w") as file:

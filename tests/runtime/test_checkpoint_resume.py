@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint gives the losses of training that never stopped, bit for bit."""
+"""Training that resumes from a checkpoint gives the losses of training that never stopped, bit for bit."""
 
 import pytest
 import torch

@@ -84,7 +84,7 @@ def test_a_counter_in_a_branch_is_noticed_and_not_frozen():
         assert line_of(bad_function, "if counter < 4") in text  # where it is read
         assert line_of(bad_function, "counter += 1") in text
         assert "torch.where" in text
-    assert "compiled anew" in parted
+    assert "recompiled" in parted
     assert counter == 6 and traces(step) == 2
 
 
@@ -392,7 +392,7 @@ def test_a_number_that_is_made_by_the_first_step_settles(backend, traced):
     assert len(traced) == 2
 
 
-# -- tensors that are bound anew --------------------------------------------------------------------------------------
+# -- tensors that are rebound --------------------------------------------------------------------------------------
 
 
 class Rebinding(nn.Module):
@@ -437,7 +437,7 @@ def test_so_is_a_global_and_a_variable():
 
 
 class Mean:
-    """A metric: no module, and its sums are bound anew at each update."""
+    """A metric: no module, and its sums are rebound at each update."""
 
     def __init__(self):
         self.total = torch.zeros(())

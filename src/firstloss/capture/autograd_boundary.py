@@ -3,7 +3,7 @@
 A constructor may compute tensors from its weights, with gradients on, and a step returns what it has computed of them.
 Eager PyTorch could send gradients through such a tensor to the weights, once. Here what was recorded are the operations
 on values, below autograd, so a gradient that arrives is an error rather than lost. Models that keep such tensors
-(`torch.nn.utils.weight_norm`, of old) compute them anew in each forward pass, and never notice.
+(`torch.nn.utils.weight_norm`, of old) recompute them in each forward pass, and never notice.
 """
 
 from __future__ import annotations

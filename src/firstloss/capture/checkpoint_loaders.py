@@ -3,7 +3,7 @@
 PyTorch's distributed checkpoints write into the tensors that are there, one piece of the file after another. A deferred
 weight gets memory for that, and its recipe is dropped: nothing is drawn, and nothing is held twice.
 
-accelerate puts another parameter in the place of each that a file has, and ties again what was tied: by the one that is
+accelerate puts another parameter in place of each that a file has, and ties again what was tied: by the one that is
 not on the meta device.
 """
 

@@ -80,11 +80,11 @@ def _content(mirror: Mirror) -> Any:
 
 
 def written(storage: DeferredStorage) -> None:
-    """`storage` has been written to: so is what it mirrors, and its mirrors are made anew."""
+    """`storage` has been written to: so is what it mirrors, and its mirrors are recreated."""
     if storage.mirrors is not None:
         computed_by, of, dtype = storage.mirrors
         content = Hooks.dispatch(computed_by, (_whole(storage, dtype),), {})
-        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are made anew by this
+        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are recreated by this
         return
     _make_mirrors(storage)
 

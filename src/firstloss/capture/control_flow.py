@@ -34,7 +34,7 @@ _numbers: dict[Any, int] = {}  # by what tells flows apart: a step that is trace
 
 
 class _Lift(TorchFunctionMode):
-    """Puts local tensors in the place of those from outside, and remembers which."""
+    """Puts local tensors in place of those from outside, and remembers which."""
 
     def __init__(self, trace: Any, known: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def _walk(body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: 
     return run(Flow("scan", (region,), len(init), len(xs), reverse, outputs), [*init, *xs])
 
 
-# -- in the place of torch's own, while a step is traced --
+# -- in place of torch's own, while a step is traced --
 
 
 def _in_a_step(ours: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
 
 
 def _explain_no_cuda(error: Exception) -> None:
-    """An error of ours in the place of torch's, where a constructor asks for a GPU that this machine does not have."""
+    """An error of ours in place of torch's, where a constructor asks for a GPU that this machine does not have."""
     found = traceback.extract_tb(error.__traceback__)
     if not found or not found[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
         return
@@ -110,7 +110,7 @@ def _explain_no_cuda(error: Exception) -> None:
 
 
 def _explain_memory(error: Exception) -> None:
-    """An error of ours in the place of torch's, where a function in C wants the memory of a deferred tensor."""
+    """An error of ours in place of torch's, where a function in C wants the memory of a deferred tensor."""
     if isinstance(error, CaptureError) or not direct_memory_access.is_unallocated(error):
         return
     raise CaptureError(

@@ -73,7 +73,7 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
         about = os.stat(mapping.path)
     except OSError:
         return None
-    if about.st_ino != mapping.inode:  # another file stands in its place
+    if about.st_ino != mapping.inode:  # another file takes its place
         return None
     place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
     label = f"bytes from {place.offset:,} on in {place.path}"

@@ -81,7 +81,7 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if session.trace is None and (not session.depth or edits(tensor) is None):
         return tensor  # numpy may edit its memory at any time, and this tensor has to show it
     if session.trace is not None and not owned_by_torch(tensor):
-        return tensor  # an input, which is read anew at each step
+        return tensor  # an input, which is read again at each step
     out = constant_tensor(tensor, copy=False)
     out._storage.trace = session.trace
     return out

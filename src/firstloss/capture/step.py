@@ -106,7 +106,7 @@ class StepTrace(recorder._Tracing):
         storage.trace = self
 
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
-        """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
+        """A real tensor from outside: an input that is read again at each step. All views of one storage are views of
         one input."""
         key = storage_key(tensor)
         known = self._real.get(key)
@@ -123,7 +123,7 @@ class StepTrace(recorder._Tracing):
         return known[1]
 
     def record_external(self, tensor: torch.Tensor) -> None:
-        """The step looks at a real tensor from outside; another one that stands in its place is another input."""
+        """The step looks at a real tensor from outside; another one that takes its place is another input."""
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 
     def refuse_overlaps(self) -> None:
@@ -227,13 +227,13 @@ class StepTrace(recorder._Tracing):
             raise TraceError(
                 f"{node.source}: the step draws from a generator of its own, which a compiled step has not, and which "
                 "would not move on. Draw before the step and pass the numbers as an argument; or leave `generator` "
-                "out, and the step draws anew each time, from the run's seed."
+                "out, and the step draws new numbers each time, from the run's seed."
             )
         position = self._position
         if position is None or torch.initial_seed() != self._seed:
             raise TraceError(
                 f"{node.source}: the step seeds or replaces the random generator while it is being traced. Seed once, "
-                "before the first step: every step then draws anew, reproducibly."
+                "before the first step: every step then draws new numbers, reproducibly."
             )
         after = Position(position.words + 1)
         node.draw = Draw(self.stream, position, after)  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ _PLACES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Ten
 
 
 def number_ref(number: Any) -> Ref:
-    """What an operation's node holds in the place of the number."""
+    """What an operation's node holds in place of the number."""
     trace = session.trace
     if trace is None:
         return number.node._refuse()

@@ -141,7 +141,7 @@ def is_leaf(tensor: Tensor) -> bool:
 def materialize_views(weight: DeferredTensor) -> None:
     """Make a weight, which is to be frozen or to look elsewhere, and its views, if autograd knows of some.
 
-    Where a view has been edited PyTorch works out anew, when somebody asks, what it was computed from: of tensors
+    Where a view has been edited PyTorch recomputes, when somebody asks, what it was computed from: of tensors
     without memory by computing it again, which gives nothing where the weight wants no gradients by then.
     """
     if session.trace is not None or on_backend(weight) or len(weight._storage.tensors) < 2 or not weight.requires_grad:

@@ -27,7 +27,7 @@ EXAMPLE = "firstloss demo --out demo"
 
 TITLES = {"firstloss": "Firstloss", "pytorch": "plain PyTorch"}
 TOLERANCE = 1e-4
-"""How far a loss may lie from plain PyTorch's, relatively; XLA sums in another order than PyTorch."""
+"""How far a loss may differ from plain PyTorch's, relatively; XLA sums in another order than PyTorch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from .config_errors import named
 
 _NOT_HERE = {
     "sparsity": "trains sparse weights on Cerebras' hardware",
-    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run goes on from its checkpoint",
+    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run resumes from its checkpoint",
     "GlobalFlags": "sets flags of Cerebras' compiler",
     "ScopedTrainFlags": "sets flags of Cerebras' compiler",
     "ScopedValidateFlags": "sets flags of Cerebras' compiler",

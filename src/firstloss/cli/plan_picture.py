@@ -12,7 +12,7 @@ from .plan_table import MEMORY, label, part_sent, took
 if TYPE_CHECKING:
     from ..runtime.step.plan import Seconds, StepPlan
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
 _COLOURS = {
     "weights": "#0072B2",
     "state": "#56B4E9",

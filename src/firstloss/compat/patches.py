@@ -204,7 +204,7 @@ def put(name: str, replacement: Callable | None = None) -> None:
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
-    """Have `new` in the place of `name` until `undo` is through."""
+    """Have `new` in place of `name` until `undo` is through."""
     assert PATCHES[name].when == TRACE, name
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))

@@ -188,7 +188,7 @@ def _segments(piece: CpuPiece) -> list[np.void]:
     if piece.name != "normal" or not ragged:
         add(piece.begin, 0, n, n)
     else:
-        # The last 16 are made anew, of words behind the ragged end's own, or of those that its block goes on with.
+        # The last 16 are drawn again, from words behind the ragged end's own, or of those that its block goes on with.
         add(piece.begin, 0, n - ragged, n - _GROUP)
         last = made_by = piece.begin + n
         if piece.dtype != torch.float32:

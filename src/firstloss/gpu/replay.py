@@ -5,7 +5,7 @@ same order: so the bits are eager PyTorch's. In-place operations write to the we
 Once recorded, one call launches all of them, and no Python runs between kernels.
 
 What a graph cannot have is found beforehand, in the Program (`Plan.obstacles`): numbers that are read from the device,
-tensors on another device, random numbers that are drawn twice, memory that is read after it has been written anew.
+tensors on another device, random numbers that are drawn twice, memory that is read after it has been overwritten.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Plan:
         gone: set[Value] = set()
         for node in self.nodes:
             if any(value in gone for value in node.reads()):
-                return [f"{node.op} at {node.source} reads what has been written anew by then"]
+                return [f"{node.op} at {node.source} reads what has been overwritten by then"]
             gone.update(ref.value for ref in node.writes)
         if any(ref.value in gone for ref in self.outputs.values()):
-            return ["the step returns what it has written anew by then"]
+            return ["the step returns what it has overwritten by then"]
         return []
 
     def _draws(self, device: torch.device) -> list[str]:
@@ -130,7 +130,7 @@ def _has_ref(argument: Any) -> bool:
 
 
 class _Kernels(Replay):
-    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers go on from step to step."""
+    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers continue from step to step."""
 
     def free(self, values: Iterable[Value]) -> None:
         """Nobody reads these any more."""

@@ -171,7 +171,7 @@ def _ends_in_a_fill(value: Value) -> bool:
         if node.overwrites:
             return True
         written = [ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value]
-        if not written:  # made anew, by an operation that writes to something else
+        if not written:  # recreated, by an operation that writes to something else
             return False
         node = (value := written[0]).node
     return False

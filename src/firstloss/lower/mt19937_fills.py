@@ -40,7 +40,7 @@ class FillKernel(NamedTuple):
 
 BLOCK = 16  # normals made together, of as many words
 _SINGLE = (torch.float32, torch.float16, torch.bfloat16)
-# Integers that `random_()` without bounds stays below: all that a floating dtype can tell apart, with both ends.
+# Integers that `random_()` without bounds stays below: all that a floating dtype can distinguish, with both ends.
 _WHOLE = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
 
 

@@ -259,7 +259,7 @@ def function_of(template: Template, by_pytorch: bool = False) -> Callable[..., t
 
 
 def forget_functions() -> None:
-    """Lower nodes anew from here on: a rule has changed."""
+    """Lower nodes again from here on: a rule has changed."""
     function_of.cache_clear()
 
 

@@ -1,6 +1,6 @@
 """Which operations have a rule, without importing the rules, which import JAX.
 
-`rules.txt` lists them; `python -m firstloss.lower.rule_names` writes it anew, and a test holds it equal to the table.
+`rules.txt` lists them; `python -m firstloss.lower.rule_names` rewrites it, and a test holds it equal to the table.
 """
 
 from __future__ import annotations

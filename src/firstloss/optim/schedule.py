@@ -1,7 +1,7 @@
 """A schedule: a number in an optimizer's parameter groups, as a function of a step tensor.
 
 The step (`last_epoch`, int64) and the number of now (float64) are tensors. In a traced step both are state like the
-weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is compiled anew. In eager PyTorch
+weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is recompiled. In eager PyTorch
 the groups hold plain Python numbers, as they do under `torch.optim.lr_scheduler`.
 """
 

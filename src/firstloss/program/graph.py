@@ -189,7 +189,7 @@ class Draw(NamedTuple):
 class Node:
     """One ATen operation.
 
-    `args` and `kwargs` are the operation's own, with a `Ref` in the place of each tensor. `outputs` are the Values
+    `args` and `kwargs` are the operation's own, with a `Ref` in place of each tensor. `outputs` are the Values
     made: first those of the arguments that it writes to (in `writes`, each with the Ref that was written through),
     then those of newly made tensors.
     """

@@ -156,7 +156,7 @@ class Cursor:
             raise ValueError(f"{count} normals: the kernel makes {MIN_NORMAL} or more")
         whole = count - count % MIN_NORMAL
         self.columns("normal", [address], [whole], 1, mean, std, bfloat16=True)
-        if whole < count:  # the last 16 are made anew
+        if whole < count:  # the last 16 are drawn again
             self.columns("normal", [address + 2 * (count - MIN_NORMAL)], [MIN_NORMAL], 1, mean, std, bfloat16=True)
 
     def uniform_bfloat16(self, address: int, count: int, low: float, high: float) -> None:

@@ -48,8 +48,8 @@ def is_installed() -> bool:
 
 
 def can_defer_import(mesh: Any = None) -> bool:
-    """Whether the import of JAX can be put off: it is installed, and its device is known without it, or those of a mesh
-    that is given as sizes of axes."""
+    """Whether the import of JAX can be deferred: it is installed, and its device is known without it, or those of a
+    mesh that is given as sizes of axes."""
     if is_imported() or not is_installed() or not is_cpu_only() or not pages.are_available():
         return False
     if mesh is None:

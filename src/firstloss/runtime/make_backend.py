@@ -60,7 +60,7 @@ def backend(
             What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
         validate_only: the same, but steps are traced and lowered, and not even compiled.
         first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
-            PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
+            PyTorch's own kernels as soon as the weights are available, bit for bit as in eager PyTorch, and the step is
             compiled in the background. "compiled": the compiled step computes that, too. The training is the same.
 
     Returns:
@@ -112,9 +112,9 @@ def backend(
         malloc_settings.map_arrays()
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
-        # All that the first step needs, so that it need not wait for it; JAX is put off until the first loss is there,
-        # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
-        # transformers, would take as long as the import.
+        # All that the first step needs, so that it need not wait for it; JAX is deferred until the first loss has been
+        # returned, where that needs none. Modules live on: a collection that looked through them, and through all of
+        # PyTorch and transformers, would take as long as the import.
         with timeline.span("import"), paused():
             if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.can_defer_import(mesh):
                 require_jax(f"firstloss.backend({name!r})")

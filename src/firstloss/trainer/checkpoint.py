@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept, and which one a run goes on from."""
+"""When checkpoints are written, which are kept, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME = re.compile(r"step_(\d+)")
 
 @dataclass
 class Checkpoint(Settings):
-    """When to save, what to keep, and whether to go on from the last one. The end of a run is always saved.
+    """When to save, what to keep, and whether to resume from the last one. The end of a run is always saved.
 
     Attributes:
         steps: save every so many steps.
@@ -38,7 +38,7 @@ class Checkpoint(Settings):
         keep_last: how many of the newest to keep; None: all of them.
         best: a metric of validation, as "val_loss": the checkpoint where it was best is kept beside them.
         mode: "min" if smaller is better, "max" if larger is.
-        autoload_last: `fit` goes on from the run folder's last checkpoint, if there is one.
+        autoload_last: `fit` resumes from the run folder's last checkpoint, if there is one.
         strict: weights from elsewhere must have the model's names, all of them and no others.
         save_initial_checkpoint: save before the first step as well.
         autoload_last_checkpoint: `autoload_last` by another name.
@@ -185,7 +185,7 @@ class CheckpointFolder:
         return path
 
     def to_go_on_from(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
-        """What a run goes on from, if it does: the checkpoint of this folder that was named, or else its last one."""
+        """What a run resumes from, if it does: the checkpoint of this folder that was named, or else its last one."""
         if named is None:
             return None
         path = None if isinstance(named, EllipsisType) else named

@@ -29,7 +29,7 @@ class Interrupts:
 
     Args:
         promise: what is done before the signal is obeyed, in words.
-        processes: those that train together.
+        processes: the processes of the run.
         step: tells how many steps have been done.
     """
 

@@ -69,7 +69,7 @@ class Trainer:
         device: "XLA", "CPU" or "GPU". Default "XLA".
         backend: a backend, or its name, instead of `device`.
         model_dir: the run folder: checkpoints, logs, versions, the timeline; and "artifacts": what callbacks write,
-            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint goes on from
+            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint resumes from
             there.
         model: an `nn.Module`, or a callable `() -> Module`.
         optimizer: an optimizer, or `Module -> Optimizer`. Only `validate` does without.
@@ -78,7 +78,7 @@ class Trainer:
         loop: how long to train; a `ValidationLoop` where one only validates.
         checkpoint: when to save and what to keep.
         logging: how often to log.
-        callbacks: code of yours that runs at the stages of the run.
+        callbacks: your code that runs at the stages of the run.
         loggers: default a progress bar and JSON lines.
         seed: of torch, numpy and Python, before the model is made.
 
@@ -175,11 +175,11 @@ class Trainer:
         """Train until the loop's end, an early stop, a loss that is NaN, or Ctrl-C; save at the end.
 
         Args:
-            train_dataloader: something that can be iterated anew for each epoch.
+            train_dataloader: something that can be iterated again for each epoch.
             val_dataloader: what to validate on, when the loop says so and at the end; a list of DataLoaders is several,
                 whose metrics end in "_0", "_1" and so on.
-            ckpt_path: by default, and with "last", the run goes on from its folder's last checkpoint, if there is one.
-                "best", or a checkpoint of this folder: it goes on from that one. Weights from elsewhere (another run's
+            ckpt_path: by default, and with "last", the run resumes from its folder's last checkpoint, if there is one.
+                "best", or a checkpoint of this folder: it resumes from that one. Weights from elsewhere (another run's
                 checkpoint, a safetensors file, a Hugging Face folder): a folder without checkpoints starts from them.
                 None: nothing is loaded. Checkpoints later than where the run begins are set aside, in a folder beside.
 
@@ -487,7 +487,7 @@ class Trainer:
         return metrics
 
     def _validation_due(self, loop: TrainingLoop) -> bool:
-        """Whether a run that goes on from a checkpoint was ended before the validation that belongs to it."""
+        """Whether a run that resumes from a checkpoint was ended before the validation that belongs to it."""
         assert self.batches is not None
         at_epoch = self.batches.index == 0 and loop.validates_after_epoch(self.state.epoch)
         return loop.validates_after_step(self.state.step) or at_epoch

@@ -142,5 +142,5 @@ def _on_host(x: Any) -> Any:
 def quiet_recompiles() -> Iterator[None]:
     """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*evaluate(_all)? is compiled anew", GraphChangeWarning)
+        warnings.filterwarnings("ignore", ".*evaluate(_all)? is recompiled", GraphChangeWarning)
         yield

@@ -336,7 +336,7 @@ def _explained(target: str, plan: list[_File]) -> Iterator[None]:
             raise SaveError(
                 f"{target}: the weights take {size:,} bytes, and there is no room for all of them ({error.strerror}; "
                 f"{_free(target):,} bytes are free). What has been written is kept: make room and save again, and it "
-                "goes on from there; or remove the folder .init-*.part in it."
+                "resumes from there; or remove the folder .init-*.part in it."
             ) from error
         raise SaveError(
             f"{where} cannot be written: {error.strerror or error} ({size:,} bytes are to be saved in {target})"

@@ -217,7 +217,7 @@ class _Drawer:
 
 
 def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:
-    """The sketch of a weight whose values are there."""
+    """The sketch of a weight whose values are available."""
     drawer = _Drawer(array.shape)
     return Sketch(drawer.data_of(array, dtype), array.shape, tuple(range(array.ndim)), [], drawer.data)
 

@@ -59,7 +59,7 @@ class Sources:
 
 
 def on_host(obj: Any) -> Any:
-    """`obj` with ordinary tensors in the place of deferred ones; they share the device's memory where possible."""
+    """`obj` with ordinary tensors in place of deferred ones; they share the device's memory where possible."""
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
 
 

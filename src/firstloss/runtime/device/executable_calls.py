@@ -35,7 +35,7 @@ def calling(run: Any) -> None:
 
 
 # XLA's CPU client lets each device have 32 executions begun, and launches the 33rd in a thread that the others need to
-# end: with several devices in a process all would wait for ever.
+# end: with several devices in a process all would wait forever.
 _MOST_BEGUN = 16
 
 

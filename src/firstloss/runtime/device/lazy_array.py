@@ -48,7 +48,7 @@ class LazyArray:
     # -- as of an array: of results that are on the host --
 
     def is_ready(self) -> bool:
-        """Whether the values are there."""
+        """Whether the values are available."""
         return self.content is not None
 
     def is_deleted(self) -> bool:
@@ -62,7 +62,7 @@ class LazyArray:
         return self
 
     def copy_to_host_async(self) -> None:
-        """They are there."""
+        """They are available."""
 
 
 def ready(array: Any) -> Any:

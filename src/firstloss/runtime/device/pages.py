@@ -85,7 +85,7 @@ class Pages:
         return not self._mapping.address
 
     def move(self, to: torch.Tensor) -> bool:
-        """Put the pages in the place of those of `to`, of the same size. Returns whether that was possible; if so,
+        """Put the pages in place of those of `to`, of the same size. Returns whether that was possible; if so,
         there is nothing at `tensor` any more, so that nobody may hold it.
 
         Raises:

@@ -245,7 +245,7 @@ class Effects:
         if reads is not None and not self._left.holds_arguments(table):
             reads.guard_content(table)
         place = self._left.place(table)
-        if same_items(list(now), list(before)):  # bound anew in place
+        if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
                     self._apply.append(setting_in(place, key, self._left.make(value)))

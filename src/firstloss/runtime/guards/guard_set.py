@@ -100,7 +100,7 @@ class GuardSet:
         """What has changed since the step was traced, of what it reads; mostly nothing.
 
         Args:
-            move: told which tensors stand now in the places of which; says whether the compiled step can take them.
+            move: told which tensors stand now in place of which; says whether the compiled step can take them.
         """
         watch = self._watch
         if watch is None:
@@ -156,7 +156,7 @@ class GuardSet:
         return kinds[kind][n]
 
     def _moved(self, found: list[tuple[Any, tuple]], move: Any) -> bool:
-        """Whether all that has changed is that tensors stand in the places of others that were like them."""
+        """Whether all that has changed is that tensors stand in place of others that were like them."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
@@ -218,7 +218,7 @@ def _own_class(tensor: torch.Tensor) -> type:
 
 
 def _alike(old: Any, new: Any) -> bool:
-    """Whether a tensor can stand in the place of another."""
+    """Whether a tensor can stand in place of another."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
     if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad:

@@ -1,6 +1,6 @@
 """State of objects beside their attributes: items, bytes, the positions of iterators.
 
-`reader(held)` says whether a step's Python may find something else in an object although no name is bound anew, and
+`reader(held)` says whether a step's Python may find something else in an object although no name is rebound, and
 how to look; `inside(held)` gives what can be reached through it.
 """
 

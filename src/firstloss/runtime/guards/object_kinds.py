@@ -267,7 +267,7 @@ _slots: dict[type, tuple[str, ...]] = {}
 
 
 def may_expire(reference: Any) -> bool:
-    """Whether a weak reference may yet lose what it leads to, by all that can be told. Not if that is a part of the
+    """Whether a weak reference may yet lose what it leads to, as far as can be told. Not if that is a part of the
     training itself: schedulers hold their optimizers so."""
     return any(
         held is not None

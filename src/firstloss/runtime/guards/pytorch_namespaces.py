@@ -60,7 +60,7 @@ def _lazy(name: str, value: Any) -> bool:
 
 
 def undisguised(value: Any) -> Any:
-    """A function; if one of ours stands in its place while a step is traced, perhaps in another thread, that which it
+    """A function; if one of ours takes its place while a step is traced, perhaps in another thread, that which it
     stands for."""
     while isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(PACKAGE):
         original = getattr(value, "__wrapped__", None)

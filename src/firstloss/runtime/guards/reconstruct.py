@@ -65,11 +65,11 @@ NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lam
 
 
 class Reconstructor:
-    """The values that a step returns or leaves, as functions that make them anew at each call.
+    """The values that a step returns or leaves, as functions that recreate them at each call.
 
     Attributes:
         tensors: the traced tensors among them, each once; `CallFrame.fresh` is asked for them by number.
-        retrace_reason: what cannot be made anew, in words; then the step has to be traced at each call.
+        retrace_reason: what cannot be recreated, in words; then the step has to be traced at each call.
     """
 
     def __init__(

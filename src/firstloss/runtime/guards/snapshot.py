@@ -57,7 +57,7 @@ from .object_kinds import (
 
 # What holds more items than this is data: it is copied, but what is in it is not looked into.
 _MOST_ITEMS = mutable_state.LARGEST
-# So many objects are no step's own: what lies beyond is not known, and the step is traced each time.
+# So many objects are no step's own: what is beyond is not known, and the step is traced each time.
 _MOST_OBJECTS = 2_000_000
 
 

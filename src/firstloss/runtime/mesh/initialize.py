@@ -1,4 +1,4 @@
-"""Join the processes that train together."""
+"""Join the processes of the run."""
 
 from __future__ import annotations
 

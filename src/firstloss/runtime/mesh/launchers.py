@@ -16,7 +16,7 @@ _BESIDE = 1
 
 
 class LaunchedProcess(NamedTuple):
-    """One process among those that train together.
+    """One process of the run.
 
     Attributes:
         launcher: who has said so.
@@ -46,7 +46,7 @@ def launch_of(environ: Mapping[str, str]) -> LaunchedProcess | None:
     if not 0 <= found.number < found.processes:
         raise BackendError(
             f"{here()}: {found.launcher} says that this is process {found.number} of {found.processes}, counted "
-            "from 0. Start all of them anew, or give fl.distributed.initialize the numbers."
+            "from 0. Restart all of them, or give fl.distributed.initialize the numbers."
         )
     return found if found.processes > 1 else None
 

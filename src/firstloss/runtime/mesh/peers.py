@@ -133,7 +133,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
     name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
     path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
-    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is compiled anew
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is recompiled
         packed = file.read()
         return _unpacked(packed, lowered, devices), packed
     _count_reads()
@@ -202,5 +202,5 @@ def lost(error: BaseException) -> BaseException:
     return ProcessLostError(
         f"process {jax.process_index()} of {jax.process_count()}: another process has ended, or cannot be reached any "
         "more, so this one cannot go on. What that one has written last says why. Start all of them again; "
-        "firstloss.load goes on from the last checkpoint."
+        "firstloss.load resumes from the last checkpoint."
     )

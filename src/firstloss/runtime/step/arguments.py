@@ -1,8 +1,8 @@
 """The arguments of a call of a traced step: which are inputs, and which belong to the key of the compiled step.
 
-Data is read anew at each call: while the step is traced, a tensor without a value stands for it. What is done to that
+Data is read again at each call: while the step is traced, a tensor without a value stands for it. What is done to that
 (written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each
-call. An argument that the step meets in another way as well, such as one of its weights, goes in as itself, and the
+call. An argument that the step meets in another way as well, such as one of its weights, is itself an input, and the
 compiled step is for that one alone.
 """
 
@@ -52,7 +52,7 @@ class Arguments:
         leaves: what is in them, in the order of `spec`; then the gradients of those that are leaves of autograd.
         spec: their structure.
         gradients: by the number of a leaf, that of its gradient.
-        itself: the numbers of the leaves that go in as themselves.
+        itself: the numbers of the leaves that are inputs themselves.
         padded: the numbers of the leaves that are padded copies of what was given.
     """
 
@@ -230,7 +230,7 @@ def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
 
 
 class TracedArguments:
-    """Tensors without values in the places of those that are data.
+    """Tensors without values in place of those that are data.
 
     Attributes:
         inputs: by the input that stands for it, the number of a leaf.

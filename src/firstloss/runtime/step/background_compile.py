@@ -55,7 +55,7 @@ class BackgroundCompiledStep:
         """The other one, made at the first call."""
         with self._lock:
             if self._made is None:
-                from .. import jax_support  # noqa: F401 - and with it what was put off until there is JAX
+                from .. import jax_support  # noqa: F401 - and with it what was deferred until there is JAX
 
                 finish_at_exit()
                 self._made = self._make()

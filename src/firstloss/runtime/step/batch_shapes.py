@@ -21,7 +21,7 @@ from .arguments import Arguments, Itself
 class Pad:
     """Pad batches of new shapes at the end of each dimension, up to a shape that is compiled already.
 
-    A batch that is larger than any before, in any dimension, is compiled anew. The step has to be written so that
+    A batch that is larger than any before, in any dimension, is compiled for. The step has to be written so that
     padding does not count, and gives results of the padded shape: pad labels with the number that the loss ignores
     (`Pad(values={"labels": -100})` for `cross_entropy`), masks with 0.
 
@@ -36,7 +36,7 @@ class Pad:
     Attributes:
         value: what to pad with.
         values: what to pad with instead, by a tensor's name: its key in the batch, or the argument's.
-        multiple_of: a shape that is compiled anew is rounded up to multiples of this, in the dimensions that differ
+        multiple_of: a shape that is recompiled is rounded up to multiples of this, in the dimensions that differ
             from the shapes before.
     """
 
@@ -140,7 +140,7 @@ class Shapes:
         return "; ".join(changed) + advice
 
     def _say(self, text: str) -> None:
-        warn(GraphChangeWarning(f"{here()}: {self._step} is compiled anew for {text}."))
+        warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
 
 
 def _kind(leaf: Any) -> tuple:

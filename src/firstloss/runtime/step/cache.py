@@ -73,7 +73,7 @@ class StepCache:
         """Find or make the compiled step, and call it.
 
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         with Undo() as undo, undo:
             compiled = self.find(request, kind, undo)
@@ -86,7 +86,7 @@ class StepCache:
         """Find or make the compiled step.
 
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         backend, arguments = request.backend, request.arguments
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
@@ -143,7 +143,7 @@ class StepCache:
         return None
 
     def _parameters(self, backend: Backend) -> tuple:
-        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts anew.
+        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts over.
 
         They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
         """

@@ -79,7 +79,7 @@ class CompiledStep:
 
     @property
     def executable(self) -> SegmentedStep:
-        """What computes it; waits for JAX where that is put off. See `compiling.compile_step`."""
+        """What computes it; waits for JAX where that is deferred. See `compiling.compile_step`."""
         executable = self._executable
         if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
@@ -115,7 +115,7 @@ class CompiledStep:
     def __call__(self, arguments: Arguments) -> Any:
         """
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         traced, owners, backend = self.traced, self.traced.owners, self._backend
         shared = owners.shared(arguments)

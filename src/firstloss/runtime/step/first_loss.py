@@ -1,8 +1,8 @@
 """The first loss by PyTorch's own kernels, before anything is lowered or compiled.
 
 What a step returns is a slice of its Program, like any weight of its constructor's: the forward pass, mostly. It needs
-the weights and no compiler, so it is computed as soon as they are there; the step itself is lowered, compiled and run
-behind it. The first loss is then eager PyTorch's, bit for bit, and the training is the compiled step's as before.
+the weights and no compiler, so it is computed as soon as they are available; the step itself is lowered, compiled and
+run behind it. The first loss is then eager PyTorch's, bit for bit, and the training is the compiled step's as before.
 """
 
 from __future__ import annotations

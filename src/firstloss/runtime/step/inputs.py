@@ -38,8 +38,8 @@ class Inputs:
         owners: Owners,
         numbers: Mapping[Value, GroupEntry],
     ) -> None:
-        """`numbers` says which number stands for an input; all are read anew at each call. On a mesh, storages that are
-        not on the backend yet are moved there."""
+        """`numbers` says which number stands for an input; all are read again at each call. On a mesh, storages that
+        are not on the backend yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
         self._places = owners.arguments

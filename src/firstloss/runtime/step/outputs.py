@@ -200,7 +200,7 @@ class Outputs:
 
 def cannot_be_rebuilt(what: str) -> str:
     """Why a step has to be traced at each call."""
-    return f"it leaves {what}, which cannot be made anew at each call"
+    return f"it leaves {what}, which cannot be recreated at each call"
 
 
 def _held(storages: list[DeferredStorage]) -> set[int]:

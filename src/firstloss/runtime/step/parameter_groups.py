@@ -24,8 +24,8 @@ _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]]
 
 
 class GroupEntry(NamedTuple):
-    """A number in a parameter group that a step reads anew each time; `place` is its index, where the group has a tuple
-    such as betas."""
+    """A number in a parameter group that a step reads again each time; `place` is its index, where the group has a
+    tuple such as betas."""
 
     group: dict[str, Any]
     key: str
@@ -157,7 +157,7 @@ class ParameterGroups:
             self.set(group, key, made)
 
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
-        """The learning rate, and what changes besides, is read anew at each step."""
+        """The learning rate, and what changes besides, is read again at each step."""
         group = optimizer.param_groups[index]
         value = group[key]
         if key == "lr" and is_number(value):
@@ -332,7 +332,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
     """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
-    a zero makes vanish; what others do is not known, and they are traced anew."""
+    a zero makes vanish; what others do is not known, and they are retraced."""
     if not is_known(optimizer):
         return False
     return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))

@@ -52,7 +52,7 @@ class Request(NamedTuple):
     step: Callable[..., Any]
     arguments: Arguments
     backend: Backend
-    again: bool = False  # it was traced already at this call, and some arguments have to go in as themselves
+    again: bool = False  # it was traced already at this call, and some arguments have to be inputs themselves
 
     def roots(self) -> tuple:
         """Where to begin to look for what the step's Python reads."""
@@ -149,7 +149,7 @@ class CacheEntry:
         return None
 
     def changes_by_step(self, changes: list[Change]) -> list[Change]:
-        """Those of `changes` that the step itself has made; but for new tensors in the place of others, with which it
+        """Those of `changes` that the step itself has made; but for new tensors in place of others, with which it
         can go on."""
         own = [change for change in changes if change.place in self.step.traced.effects.places]
         return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
@@ -301,7 +301,8 @@ class CacheEntries:
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
     ) -> CacheEntry:
-        # The code that runs is noted when there is no hurry: the first loss is there, or nobody checks it later.
+        # The code that runs is noted when there is no hurry: the first loss has been returned, or nobody checks it
+        # later.
         noted = not first or bool(self._known) or not self._check or request.again
         around = TraceObserver(request.roots(), self._functions, noted)
         begin = time.perf_counter()
@@ -334,7 +335,7 @@ class Reports:
         text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
         if self._refuse:
             raise GraphChangedError(f"{text} {ADVICE}")
-        _warn(f"{text} It is compiled anew. {ADVICE}")
+        _warn(f"{text} It is recompiled. {ADVICE}")
 
     def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
         """What the step itself changes and reads, so that it has to be traced again."""

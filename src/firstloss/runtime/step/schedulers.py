@@ -131,7 +131,7 @@ def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:
 
 
 class _SchedulerStep:
-    """A scheduler's step: done once, if it is interrupted and begun anew, too."""
+    """A scheduler's step: done once, if it is interrupted and restarted, too."""
 
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
         self._step = step

@@ -38,7 +38,7 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
     """The step, ready to be lowered.
 
     Args:
-        behind: its first results are there already.
+        behind: its first results are available already.
     """
     with timeline.span("lower"):
         parts = segment_step(traced, inputs, backend)

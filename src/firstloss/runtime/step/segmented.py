@@ -73,7 +73,7 @@ class SegmentedStep:
         outputs: names of the Program's outputs, in groups as the call shall return them.
         edges: on a mesh, the shardings of what goes from one segment to another.
         compiles: whether it is for more than to see that all can be lowered.
-        behind: its first results are there, or will be: nothing is run before all of it is compiled.
+        behind: its first results are available, or will be: nothing is run before all of it is compiled.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class SegmentedRun:
         self._run_rest_in_background(list(results.values()))
 
     def _run_rest_in_background(self, results: list[Any]) -> None:
-        """The results are there; the rest of the step follows in a thread of its own."""
+        """The results are available; the rest of the step follows in a thread of its own."""
         step, slots = self._step, self._slots
         rest = SegmentedRun(step, list(slots), self._seed)
 

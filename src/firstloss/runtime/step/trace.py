@@ -139,7 +139,7 @@ class TracedStep:
         return self if instance is None or self._kind is staticmethod else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep:
-        """A step of the copied function, traced anew."""
+        """A step of the copied function, retraced."""
         step = copy.deepcopy(self._step, memo)
         changes = "refuse" if self._refuse else "recompile"
         return type(self)(step if self._kind is None else self._kind(step), self._policy, changes, self._check)

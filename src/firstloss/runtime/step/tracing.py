@@ -36,7 +36,7 @@ from .trace_observer import TraceObserver
 
 
 class Shared(Exception):
-    """The step meets some of its arguments in another way as well: they have to go in as themselves.
+    """The step meets some of its arguments in another way as well: they have to be inputs themselves.
 
     Attributes:
         leaves: their numbers.
@@ -58,7 +58,7 @@ def trace_step(
         around: the Python around the step.
 
     Raises:
-        Shared: if some of the arguments have to go in as themselves.
+        Shared: if some of the arguments have to be inputs themselves.
     """
     trace = _Trace(getattr(step, "__name__", "step"), backend, around)
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class JSONLogger(Callback):
     """One JSON object per line: "step" and the metrics of that step.
 
-    A run that goes on from a checkpoint takes back the lines of steps that it is about to run again.
+    A run that resumes from a checkpoint takes back the lines of steps that it is about to run again.
 
     Args:
         name: of the file in the run folder.
@@ -56,7 +56,7 @@ class JSONLogger(Callback):
 class CSVLogger(Callback):
     """A table with a column per metric; a metric that comes later gets a column of its own.
 
-    The file is whole at any moment: it is written anew when a column is added, and appended to otherwise.
+    The file is whole at any moment: it is overwritten when a column is added, and appended to otherwise.
 
     Args:
         name: of the file in the run folder.

@@ -46,7 +46,7 @@ class _ServiceLogger(Callback):
 
 
 class WandbLogger(_ServiceLogger):
-    """Logs to Weights & Biases: `pip install wandb`. A run that goes on from a checkpoint goes on there, too.
+    """Logs to Weights & Biases: `pip install wandb`. A run that resumes from a checkpoint goes on there, too.
 
     Args:
         project, group, run_name, job_type, tags, entity: as `wandb.init` takes them.
@@ -94,7 +94,7 @@ class WandbLogger(_ServiceLogger):
 
 
 class MLflowLogger(_ServiceLogger):
-    """Logs to MLflow: `pip install mlflow`. A run that goes on from a checkpoint goes on there, too.
+    """Logs to MLflow: `pip install mlflow`. A run that resumes from a checkpoint goes on there, too.
 
     Args:
         experiment: its name; None: MLflow's own.

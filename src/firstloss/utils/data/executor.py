@@ -29,7 +29,7 @@ class DataExecutor:
 
     Args:
         loader: a `DataLoader`, or any iterable of batches; without one, the DataLoader made last.
-        num_steps: how many steps; a loader that ends before is begun anew, epoch after epoch. None: one epoch.
+        num_steps: how many steps; a loader that ends before is restarted, epoch after epoch. None: one epoch.
         checkpoint_steps: each how many steps (counted from 1), and at the last one, checkpoint closures run; None or 0:
             never.
         activation_steps: each how many steps, and at the last one, step closures run; None: at each.

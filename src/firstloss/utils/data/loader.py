@@ -53,12 +53,12 @@ class DataLoader:
     Args:
         input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with as many workers as you like), a
             list, a generator, anything. Called when the first batch is asked for; called again for each further epoch
-            if what it returns is an iterator, which can be gone through only once.
+            if what it returns is an iterator, which can be iterated only once.
         args, kwargs: given to `input_fn`.
 
     Iterated over by itself, it gives one epoch. A loader, or its sampler, that has `set_epoch(epoch)` is told it.
 
-    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop goes on from
+    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop resumes from
     there. If the user's loader has both methods itself, they are used; otherwise it is iterated from the beginning of
     the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) as they were then, so that it
     shuffles as it did, and the batches given out before are read and dropped. Workers are seeded by these generators
@@ -181,9 +181,9 @@ class DataLoader:
         if epoch and getattr(loader, "persistent_workers", False):
             warnings.warn(
                 f"{self.name} goes on in epoch {epoch} (counted from 0) with persistent_workers=True. The random "
-                "numbers that its workers draw there go on from the epochs before, and nobody can ask where they were: "
+                "numbers that its workers draw there continue from earlier epochs, and nobody can ask where they were: "
                 "if the dataset draws any (augmentation), they are others than in a run that was not stopped. With "
-                "persistent_workers=False workers are seeded anew for each epoch, and it goes on exactly.",
+                "persistent_workers=False workers are reseeded for each epoch, and it goes on exactly.",
                 stacklevel=2,
             )
         if "loader" in resume and hasattr(loader, "load_state_dict"):
@@ -199,7 +199,7 @@ class DataLoader:
 
 
 def _iterator(loader: Any) -> Iterator[Any]:
-    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits for ever: a
+    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits forever: a
     dataset has no reason to, and docs/how-to/traced-step.md says so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
@@ -207,7 +207,7 @@ def _iterator(loader: Any) -> Iterator[Any]:
 
 
 def is_iterator(loader: Any) -> bool:
-    """Whether `loader` is an iterator, which can be gone through only once."""
+    """Whether `loader` is an iterator, which can be iterated only once."""
     return hasattr(loader, "__next__")
 
 
@@ -215,7 +215,7 @@ class BatchReader:
     """Goes through a DataLoader's batches, one ahead where it is asked to look.
 
     Args:
-        epochs: how many; None goes on for ever.
+        epochs: how many; None goes on forever.
         to_device: send each batch to the backend's device as soon as it is read.
     """
 
@@ -271,7 +271,7 @@ class BatchReader:
         if session.trace is not None:
             raise LoaderError(
                 f"{here()}: {self._loader.name} is read inside a traced step, which is traced once and would see one "
-                "batch for ever. Loop over the loader outside, and pass the batch to the step as an argument."
+                "batch forever. Loop over the loader outside, and pass the batch to the step as an argument."
             )
         try:
             self._ahead = self._read()
