@@ -1,4 +1,4 @@
-"""Guards, which check at each call that a compiled step is still right, and the side effects of a step on Python objects.
+"""Guards, which check at each call that a compiled step is still right, and side effects of steps on Python objects.
 
 - `snapshot.py` walks everything that a step's Python can reach, and copies what can change;
 - `recording.py` records, while the step is traced, the code that runs and the attributes it reads;

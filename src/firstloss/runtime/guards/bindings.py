@@ -17,17 +17,17 @@ Bind = Callable[[], None]
 
 
 def always(bind: Bind) -> Callable[[CallFrame], Bind]:
-    """The same at each call."""
+    """The same binding at each call."""
     return lambda env: bind
 
 
 def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
-    """Puts what `make` makes."""
+    """Sets what `make` returns."""
     return lambda env: functools.partial(put, make(env))
 
 
 def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
-    """Puts an item into a dict or a list, whatever its class makes of that."""
+    """Sets an item of a dict or a list directly, without calling overridden methods."""
 
     def apply(env: CallFrame) -> Bind:
         container = place(env)
@@ -38,7 +38,7 @@ def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]
 
 
 def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
-    """Takes an item out of a dict."""
+    """Removes an item from a dict."""
     return lambda env: functools.partial(place(env).pop, name, None)
 
 
@@ -49,7 +49,7 @@ def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
 
 
 def adding(container: Any, items: list) -> Bind:
-    """Adds items at the end of a collection."""
+    """Appends items to a collection."""
     kind = kind_of(type(container))
     if kind is ObjectKind.SET:
         return functools.partial(set.update, container, items)
@@ -59,7 +59,7 @@ def adding(container: Any, items: list) -> Bind:
 
 
 def added_to(container: Any, before: list, now: list) -> list | None:
-    """What was added at the end; None if it is not just that."""
+    """The items that were appended; None if anything else has changed."""
     if kind_of(type(container)) is ObjectKind.SET:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
     if getattr(container, "maxlen", None) is not None:
@@ -72,7 +72,7 @@ def added_to(container: Any, before: list, now: list) -> list | None:
 
 
 def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
-    """What `n += 1` does to a number at each call; None if that is not all that has happened to it."""
+    """The binding that repeats `n += 1` at each call; None if the number has changed in another way."""
     before, updates, once = counted
     if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
         difference = now - before

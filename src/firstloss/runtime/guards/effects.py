@@ -39,7 +39,7 @@ from .sources import GuardSources
 
 
 class Effects:
-    """What a traced step has changed in Python.
+    """The changes that a traced step has made to Python objects.
 
     Attributes:
         places: the ids of the dicts, lists, variables and objects in which something has changed.
@@ -102,13 +102,13 @@ class Effects:
                 self._content(content, before, read(), reads)
 
     def _again(self, what: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
-        """Something that is put back by what puts it where the step has left it, too."""
+        """A change that is repeated by setting the value after the step, and undone by setting the value before it."""
         self.places.add(id(what))
         self._undo.append(functools.partial(put, before))
         self._apply.append(always(functools.partial(put, after)))
 
     def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
-        """An array, a buffer, a generator and their like hold something else."""
+        """The content of an array, a buffer or a generator has changed."""
         reads.guard_content(content)
         if mutable_state.put_back(content, after):
             self._again(content, functools.partial(mutable_state.put_back, content), before, after)
@@ -126,18 +126,18 @@ class Effects:
         self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
     def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
-        """A change that somebody else has found."""
+        """A change that another part of the step has found."""
         self._undo.append(undo)
         self._apply.append(apply)
 
     def undo(self) -> None:
-        """Make all as it was before the step."""
+        """Undo all changes."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()  # what was there before is nobody's any more
 
     def bindings(self, env: CallFrame) -> list[Bind]:
-        """What does at this call what the step's Python would do; all are made before the first is done."""
+        """The bindings of this call: all are created before the first is executed."""
         return [apply(env) for apply in self._apply]
 
     # -- what has changed --
@@ -299,13 +299,13 @@ class Effects:
 
 
 def _has_run(content: Any, reads: GuardSources) -> bool:
-    """Whether it is a generator that may have run: it may stand where it stood, by all that can be seen."""
+    """Whether it is a generator that may have run, even if its position looks the same."""
     return isinstance(content, types.GeneratorType) and content.gi_code in reads.ran
 
 
 def put_back(snapshot: Snapshot) -> bool:
-    """Make arrays, buffers and the like again what they were before the step; whether nothing else has changed, such as
-    where an iterator stands, which nobody can set back."""
+    """Restore arrays, buffers and the like; returns whether nothing else has changed, such as the position of an
+    iterator, which cannot be restored."""
     done = True
     for content, read, before in snapshot.opaque.values():
         bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # those are undone as all effects

@@ -32,7 +32,7 @@ _PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.devic
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether they are the same object, or equal plain ones."""
+    """Whether they are the same object, or equal values of the same plain type."""
     if a is b:
         return True
     kind = type(a)
@@ -54,7 +54,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_items(a: list, b: list) -> bool:
-    """Whether two lists hold the same. (Their own `==` asks tensors, and takes True for 1.)"""
+    """Whether two lists hold the same items. (`==` would compare tensors, and takes True for 1.)"""
     return _identical(a, b) or len(a) == len(b) and all(map(same, a, b))
 
 

@@ -22,7 +22,7 @@ _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 class Executed:
-    """The code that a step's Python has run.
+    """The code that a step's Python has executed.
 
     Attributes:
         code: each with the globals that it ran with.
@@ -61,22 +61,22 @@ class Executed:
         self._own = own
 
     def reads_handled_exception(self) -> bool:
-        """Whether some of the user's code may look at the exception that is being handled, or raise it again."""
+        """Whether user code may look at the exception that is being handled, or raise it again."""
         return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
 
 
 class CodeLines:
-    """Where code reads and writes what."""
+    """The lines where code reads and writes names."""
 
     def __init__(self, codes: list[types.CodeType]) -> None:
         self._codes = codes
 
     def where_read(self, name: str, own: bool = False) -> Source | None:
-        """A line that reads it; if `own`, of the user's code and not of an installed package's."""
+        """A line that reads the name; with `own`, a line of user code and not of an installed package."""
         return self._line(name, lambda found: found.reads, own)
 
     def where_written(self, name: str) -> Source | None:
-        """A line that writes it."""
+        """A line that writes the name."""
         return self._line(name, lambda found: found.writes, False)
 
     def _line(self, name: str, part: Callable[[bytecode.NameLines], dict[str, Source]], own: bool) -> Source | None:
@@ -100,7 +100,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _computes(code: types.CodeType) -> bool:
-    """Whether it names attributes by strings that it works out."""
+    """Whether it names attributes by strings that it computes."""
     if _BY_STRING.isdisjoint(code.co_names):
         return False
     return not any(isinstance(c, str) and c.isidentifier() for c in code.co_consts)

@@ -30,14 +30,14 @@ from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, 
 
 
 class ExternalCall(NamedTuple):
-    """A function whose answer cannot be watched."""
+    """A call of a function whose result no guard can check."""
 
     what: str
     where: Source | None  # the line of the user's code that called it
 
 
 class Outside:
-    """What one trace asks.
+    """The external calls of one trace.
 
     Attributes:
         asked: the functions whose answers cannot be watched, by name.
@@ -59,13 +59,13 @@ class Outside:
         self.initial_seed = False
 
     def ran(self, codes: Iterable[types.CodeType]) -> None:
-        """Note what has run that asks, and is not written in C."""
+        """Record Python code that has run, if it reads external state."""
         for code in codes:
             if code in _IN_PYTHON:
                 self.asked.setdefault(_IN_PYTHON[code], ExternalCall(_IN_PYTHON[code], None))
 
     def called(self, function: Any, frame: types.FrameType) -> bool:
-        """Note a call of a function written in C, by the code of `frame`.
+        """Record a call of a C function by the code of `frame`.
 
         Returns:
             Whether its next call is to be noted as well.
@@ -101,7 +101,7 @@ class Outside:
 
 
 def is_handling() -> bool:
-    """Whether the caller is handling an exception, which the step's Python can then raise again or look at."""
+    """Whether the caller is handling an exception, which the step's Python could raise again or inspect."""
     return sys.exc_info()[0] is not None
 
 
@@ -112,7 +112,7 @@ _OF_GENERATORS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """The state of a generator of PyTorch's, to compare."""
+    """The state of a PyTorch generator, to be compared."""
     with DisableTorchDispatch():
         return generator.get_state().numpy().tobytes()
 
@@ -219,7 +219,7 @@ _READERS = ("torch.serialization", "torch.hub", "numpy.lib", "safetensors")
 
 
 def _name_of(function: Any) -> tuple[str, str]:
-    """The module of a function, or of the class that it is a method of; and its name, for people."""
+    """The module of a function, or of the class that it is a method of, and its name for messages."""
     owner = function.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         module = function.__module__ or getattr(owner, "__name__", "") or ""
@@ -258,7 +258,8 @@ def _is_external_call(function: Any, module: str, frame: types.FrameType) -> boo
 
 
 def _is_foreign(cls: type) -> bool:
-    """Whether a class that says it is one of Python's own is an extension's that has not said whose (safetensors')."""
+    """Whether a class that claims to be one of Python's own belongs to an extension that does not say so
+    (safetensors)."""
     return bool(cls.__flags__ & _MADE_AT_RUN_TIME) and vars(builtins).get(cls.__name__) is not cls
 
 
@@ -266,14 +267,14 @@ _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which nearly all of Python's 
 
 
 def _is_of_runtime(frame: types.FrameType | None) -> bool:
-    """Whether our own code makes a call, directly or by way of PyTorch's."""
+    """Whether our own code makes a call, directly or through PyTorch."""
     while frame is not None and (frame.f_globals.get("__name__") or "").startswith("torch."):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
 def _asked_by(frame: types.FrameType | None, of_no_library: bool) -> tuple[bool, Source | None]:
-    """Whether the call made by `frame` is the user's, directly or by way of a library, and the user's line."""
+    """Whether user code makes the call of `frame`, directly or through a library, and the user's line."""
     asks = False
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""

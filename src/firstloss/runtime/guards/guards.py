@@ -15,7 +15,7 @@ from .pytorch_namespaces import undisguised
 
 
 class Change(NamedTuple):
-    """Something that a step reads is not what it was."""
+    """Something that a step reads and that has changed."""
 
     what: str  # for people
     name: str  # as the code mentions it
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 class TableGuard:
-    """Names in a dict: all of them (`whole`), in their order, or some."""
+    """Names in a dict: all of them (`whole`), in order, or some."""
 
     __slots__ = ("table", "expected", "whole", "_describe", "name")
 
@@ -62,7 +62,7 @@ class TableGuard:
 
 
 class _ObjectGuard:
-    """What is in an object that is no dict; subclasses say how to look."""
+    """The content of an object that is not a dict."""
 
     __slots__ = ("held", "expected", "what", "name")
 
@@ -121,7 +121,7 @@ class FunctionGuard(_ObjectGuard):
 
 
 class ReadGuard(NamedTuple):
-    """What a function gives, compared with what it gave."""
+    """The result of a function, compared with its result when the step was traced."""
 
     read: Callable[[], Any]
     expected: Any
@@ -131,12 +131,12 @@ class ReadGuard(NamedTuple):
 
 
 def describe_global(table: dict) -> Callable[[Any], str]:
-    """Says a name among a module's variables."""
+    """Describes a name among a module's globals."""
     return lambda name: f"the global {name} of {table.get('__name__', '?')}"
 
 
 def describe_attribute(owner: Any) -> Callable[[Any], str]:
-    """Says a name among an object's attributes."""
+    """Describes a name among an object's attributes."""
     if isinstance(owner, type):
         return lambda name: f"the attribute {name} of the class {owner.__qualname__}"
     if isinstance(owner, types.FunctionType):
@@ -146,5 +146,5 @@ def describe_attribute(owner: Any) -> Callable[[Any], str]:
 
 
 def with_article(name: str) -> str:
-    """`name` behind "a" or "an"."""
+    """`name` with "a" or "an" before it."""
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

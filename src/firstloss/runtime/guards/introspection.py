@@ -25,7 +25,7 @@ def own_attributes(what: Any) -> dict | None:
 
 
 def slot_value(what: Any, name: str) -> Any:
-    """What a slot holds, MISSING if nothing."""
+    """The value of a slot, MISSING if it is empty."""
     for base in type(what).__mro__:
         member = base.__dict__.get(name)
         if isinstance(member, types.MemberDescriptorType):
@@ -37,12 +37,12 @@ def slot_value(what: Any, name: str) -> Any:
 
 
 def slot_reader(what: Any, name: str) -> Callable[[], Any]:
-    """Gives what the slot holds at each call."""
+    """A function that returns the value of the slot."""
     return functools.partial(slot_value, what, name)
 
 
 def cell_content(cell: types.CellType) -> Any:
-    """What a variable holds, MISSING if nothing yet."""
+    """The value of a cell, MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -50,24 +50,24 @@ def cell_content(cell: types.CellType) -> Any:
 
 
 def class_table(cls: type) -> dict:
-    """The dict behind a class's `__dict__`, which shows it read-only."""
+    """The dict behind a class's `__dict__`, which is a read-only view of it."""
     return gc.get_referents(cls.__dict__)[0]
 
 
 def definition(function: types.FunctionType) -> tuple:
-    """What a function is made of, and can be given another."""
+    """The parts of a function that can be replaced: code, defaults and the like."""
     defaults = function.__kwdefaults__
     return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
 
 
 def define(function: types.FunctionType, made_of: tuple) -> None:
-    """Make it what `definition` gave."""
+    """Restore what `definition` returned."""
     function.__code__, function.__defaults__, keywords = made_of
     function.__kwdefaults__ = None if keywords is None else dict(keywords)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Every global and attribute that `code`, or a function within it, mentions, by name or by a string."""
+    """Every global and attribute that `code`, or a function within it, names, as a name or in a string."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -79,7 +79,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def empty_like(container: Any) -> Callable[[], Any]:
-    """Makes an empty container of the same class."""
+    """A function that creates an empty container of the same class."""
     cls = type(container)
     base = _builtin(cls)
     if isinstance(container, collections.deque):
@@ -97,12 +97,12 @@ def _initialized(new: Any, base: Any, *args: Any) -> Any:
 
 
 def _builtin(cls: type) -> Any:
-    """The class of C that `cls` derives from."""
+    """The builtin class that `cls` derives from."""
     return next(base for base in cls.__mro__ if not is_python_class(base))
 
 
 def set_items(container: Any, items: list[Any]) -> None:
-    """Make `items` all that is in a list, set or deque."""
+    """Replace the items of a list, set or deque."""
     kind = kind_of(type(container))
     if kind is ObjectKind.LIST:
         list.__setitem__(container, slice(None), items)
@@ -113,7 +113,7 @@ def set_items(container: Any, items: list[Any]) -> None:
 
 
 def set_table(table: dict, entries: dict) -> None:
-    """Make `entries` all that is in a dict, in their order."""
+    """Replace the entries of a dict, in order."""
     if type(table) is dict:
         table.clear()
         table.update(entries)

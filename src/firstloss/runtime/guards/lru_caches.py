@@ -14,7 +14,7 @@ from .mutable_state import LARGEST
 
 
 def results(cached: Any) -> list[Any]:
-    """The results in the cache, but for those that are too many."""
+    """The cached results, unless there are too many."""
     referents, table = _parts(cached)
     if table is None:
         return []
@@ -27,7 +27,7 @@ def results(cached: Any) -> list[Any]:
 
 
 def unchanged(cached: Any) -> Callable[[], bool]:
-    """A function that says whether all that the cache holds now is in it still."""
+    """A function that tells whether all entries that the cache has now are still in it."""
     before = _entries(cached)
 
     def read() -> bool:
@@ -38,7 +38,7 @@ def unchanged(cached: Any) -> Callable[[], bool]:
 
 
 def _entries(cached: Any) -> list[Any]:
-    """What stands for the oldest results: the same objects as long as they are there."""
+    """Keys and results of the oldest entries: the same objects as long as they are cached."""
     _, table = _parts(cached)
     if table is None:  # another Python's: how many there are, then
         return [cached.cache_info()[1:]]
@@ -46,7 +46,7 @@ def _entries(cached: Any) -> list[Any]:
 
 
 class _Identity:
-    """Equal to what holds the same object; that cannot be another one at its address as long as this is held."""
+    """Equal to another that holds the same object, which is kept alive, so that its address is not reused."""
 
     __slots__ = ("value",)
 
@@ -60,7 +60,7 @@ class _Identity:
 
 
 def _parts(cached: Any) -> tuple[list[Any], dict | None]:
-    """All that the garbage collector sees behind the function, and the cache's table among it."""
+    """All objects that the garbage collector sees behind the function, the cache's table among them."""
     referents = gc.get_referents(cached)
     own = cached.__dict__
     size = cached.cache_info().currsize

@@ -55,7 +55,7 @@ FOREIGN: Any = (
 
 
 def has_pointers(cls: Any) -> bool:
-    """Whether data of a class of ctypes leads to memory that is not its own."""
+    """Whether data of a ctypes class points to memory that is not its own."""
     if issubclass(cls, FOREIGN):
         return True
     if issubclass(cls, ctypes.Array):
@@ -70,8 +70,8 @@ _WRAPPERS = (collections.UserDict, collections.UserList)
 
 
 def reader(held: Any) -> Callable[[], Any] | None:
-    """A function that gives what is in `held` now, to be compared with what it gave before; None if nothing can change
-    that is not an attribute."""
+    """A function that returns the present state of `held`, to be compared later; None if nothing but attributes can
+    change."""
     kind = type(held)
     if kind in _FIXED:
         return None
@@ -112,7 +112,7 @@ def reader(held: Any) -> Callable[[], Any] | None:
 
 
 def put_back(held: Any, before: Any) -> bool:
-    """Make what is in `held` again what its `reader` gave before; False where that cannot be done."""
+    """Restore the state that `reader` returned before; False where that is impossible."""
     if isinstance(held, np.ndarray) and not held.dtype.hasobject and held.nbytes <= _MOST_BYTES:
         if held.shape != before[0] or held.dtype != before[1] or not held.flags.writeable:
             return False
@@ -138,33 +138,33 @@ def put_back(held: Any, before: Any) -> bool:
 
 
 def environment() -> tuple:
-    """What is in `os.environ`."""
+    """The variables in `os.environ`."""
     return tuple(environment_of(os.environ).items())
 
 
 def restore_environment(before: tuple) -> None:
-    """Make `os.environ` what `environment` gave."""
+    """Restore what `environment` returned."""
     set_environment(environment_changes(environment(), before))
 
 
 def filters() -> tuple:
-    """The filters of warnings."""
+    """The warning filters."""
     return tuple(warnings.filters)
 
 
 def raising(among: Iterable[tuple]) -> tuple:
-    """The filters of `among` that make an error of a warning; all others decide what is written."""
+    """The filters of `among` that turn a warning into an error; the others only decide what is printed."""
     return tuple([entry for entry in among if entry[0] == "error"])
 
 
 def set_filters(wanted: tuple) -> None:
-    """Make them what `filters` gave."""
+    """Restore what `filters` returned."""
     warnings.resetwarnings()  # what it has noted of which warnings were shown is void
     warnings.filters[:] = wanted  # type: ignore[index]  # a list, whatever typeshed says
 
 
 def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
-    """The variables that are others `after`, None for those that are gone."""
+    """The variables that differ `after`; None for those that were deleted."""
     old, new = dict(before), dict(after)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return {os.fsdecode(name): os.fsdecode(new[name]) if name in new else None for name in names}
@@ -180,7 +180,7 @@ def set_environment(values: dict[str, str | None]) -> None:
 
 
 def value_in(variable: contextvars.ContextVar) -> Any:
-    """The value that a variable has in this context; None if it has none."""
+    """The value of a variable in this context; None if it has none."""
     try:
         return variable.get()
     except LookupError:
@@ -188,7 +188,7 @@ def value_in(variable: contextvars.ContextVar) -> Any:
 
 
 def _items_of(held: Any) -> Callable[[], Any]:
-    """Up to `LARGEST`, a tuple of the items; of more, the same object again as long as they are the same."""
+    """Returns a tuple of up to `LARGEST` items; for more items, the same object as long as they are the same."""
     last: list = []
 
     def read() -> Any:
@@ -217,7 +217,7 @@ def _sample(held: Any, length: int) -> tuple:
 
 
 def _array_of(held: np.ndarray) -> Callable[[], Any]:
-    """Its shape and dtype, and its bytes; of an array of objects, these. Attributes of a subclass's are apart."""
+    """Returns shape, dtype and bytes; for an array of objects, these. Attributes of subclasses are separate."""
     held = np.asarray(held)
     if held.dtype.hasobject:
         return lambda: (held.shape, *(held.ravel().tolist() if held.size <= MOST_ITEMS else ()))
@@ -230,7 +230,8 @@ def _array_of(held: np.ndarray) -> Callable[[], Any]:
 
 
 def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callable[[], Any]:
-    """The bytes in a buffer: the same object again as long as they are the same, so that they are not copied each time.
+    """Returns the bytes of a buffer: the same object as long as they are the same, so that they are not copied each
+    time.
 
     Args:
         view: gives the bytes of `held`.
@@ -254,7 +255,7 @@ def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callab
 
 
 def unwatched(held: Any) -> str | None:
-    """What `held` is, in words, if something in it may change without being seen; else None."""
+    """A description of `held` if something in it may change unnoticed; else None."""
     if isinstance(held, np.ndarray):
         size, most = (held.size, MOST_ITEMS) if held.dtype.hasobject else (held.nbytes, _MOST_BYTES)
         return f"an array of {held.nbytes:,} bytes" if size > most else None
@@ -271,7 +272,7 @@ def unwatched(held: Any) -> str | None:
 
 
 def _kinds(items: Iterable[Any]) -> set[type]:
-    """The types of those items, and of the items of tuples, that may hold something else later."""
+    """The types of these items, and of the items of tuples, that are mutable."""
     kinds = set(map(type, items))
     if tuple in kinds:
         kinds = (kinds | {type(x) for item in items if type(item) is tuple for x in item}) - {tuple}
@@ -279,7 +280,7 @@ def _kinds(items: Iterable[Any]) -> set[type]:
 
 
 def inside(held: Any) -> Iterable[Any]:
-    """The objects that can be reached through `held` without naming an attribute."""
+    """The objects that are reached through `held` without naming an attribute."""
     if isinstance(held, dict):
         return [*dict.keys(held), *dict.values(held)] if len(held) <= LARGEST else ()
     if isinstance(held, (*_SEQUENCES, *_SETS, tuple)):
@@ -307,7 +308,7 @@ def inside(held: Any) -> Iterable[Any]:
 
 
 def holds(held: Any) -> bool:
-    """Whether something may be in `held`."""
+    """Whether `held` may contain anything."""
     return type(held) not in _FIXED and (reader(held) is not None or bool(inside(held)))
 
 
@@ -316,13 +317,13 @@ _FIXED = {int, float, bool, str, bytes, complex, type(None), types.FunctionType,
 
 
 def _place_of(generator: types.GeneratorType) -> Any:
-    """Where a generator stands, and what its variables are."""
+    """The position of a generator, and its variables."""
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
 def is_iterator_of_c(cls: type) -> bool:
-    """Whether it is one of Python's own classes of iterators."""
+    """Whether it is one of Python's builtin iterator classes."""
     # Not `hasattr`, for what a class of Python's would make of it: a mock's makes another mock.
     # (A class of ctypes' may be of no module.)
     return (
@@ -333,12 +334,12 @@ def is_iterator_of_c(cls: type) -> bool:
 
 
 def has_readable_position(cls: type) -> bool:
-    """Whether an iterator of that class, made in C, says how it would be pickled."""
+    """Whether an iterator of this class, made in C, can be pickled."""
     return cls.__reduce__ is not object.__reduce__
 
 
 def _position(iterator: Any) -> Any:
-    """Where one of Python's own iterators stands: what pickle would save of it, flattened; None if it will not tell."""
+    """The position of a builtin iterator: what pickle would save, flattened; None if it cannot be pickled."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of itertools, whose iterators cannot be pickled from Python 3.14 on

@@ -49,7 +49,7 @@ WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 
 
 class ObjectKind(Enum):
-    """What the walk does with an object."""
+    """How the snapshot treats an object."""
 
     LEAF = auto()  # nothing can change in it
     TENSOR = auto()
@@ -100,7 +100,7 @@ _UNKNOWN: tuple[type, ...] = (
 
 
 def kind_of(cls: type) -> ObjectKind:
-    """The kind of objects of a class; what is a container and has attributes as well is the former."""
+    """The kind of the objects of a class. A container that has attributes as well is a container."""
     kind = _kinds.get(cls)
     if kind is None:
         kind = _kinds[cls] = _kind_of(cls)
@@ -180,7 +180,7 @@ _STATELESS = {"typing", "importlib", "abc"}
 
 
 def is_of_python(cls: type) -> bool:
-    """Whether a class was made by Python code, so that there is nothing in its objects but attributes."""
+    """Whether a class was made by Python code, so that its objects have nothing but attributes."""
     return has_managed_dict(cls) or "__slots__" in vars(cls)
 
 
@@ -191,12 +191,12 @@ def _is_harmless(base: type) -> bool:
 
 
 def is_harmless_module(module: str) -> bool:
-    """Whether nothing changes in the objects of a module's classes, made in C, that decides anything."""
+    """Whether no mutable state of the objects of a module's C classes affects a computation."""
     return module in _HARMLESS or module.partition(".")[0] in _HARMLESS
 
 
 def is_ours(module: str | None) -> bool:
-    """Whether a module is the runtime's own."""
+    """Whether a module is part of the runtime."""
     return module is not None and f"{module}.".startswith(_OURS)
 
 
@@ -236,14 +236,13 @@ def is_closed_function(function: types.FunctionType) -> bool:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether a module is an installed package's, and not the user's own."""
+    """Whether a module belongs to an installed package, and not to the user."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return file is not None and os.path.realpath(file).startswith(INSTALLED_FOLDERS)
 
 
 def can_be_instrumented(cls: type) -> bool:
-    """Whether reads of its objects' attributes can be noted: a class made by Python, which says how they are looked
-    up."""
+    """Whether attribute reads of its objects can be recorded: a class made by Python, whose look-up can be replaced."""
     if cls is types.SimpleNamespace:
         return native is not None
     return (
@@ -267,8 +266,8 @@ _slots: dict[type, tuple[str, ...]] = {}
 
 
 def may_expire(reference: Any) -> bool:
-    """Whether a weak reference may yet lose what it leads to, as far as can be told. Not if that is a part of the
-    training itself: schedulers hold their optimizers so."""
+    """Whether a weak reference may expire, as far as can be told. Not if its referent is a part of the training itself,
+    as an optimizer is to its schedulers."""
     return any(
         held is not None
         and not isinstance(held, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.FunctionType))
@@ -286,7 +285,7 @@ _OF_THE_PROCESS = {
 
 
 def referents(binding: Any) -> Iterator[Any]:
-    """What a method, a partial, a property and their like lead to."""
+    """The objects behind a method, a partial, a property and the like."""
     if isinstance(binding, types.MethodType):
         yield from (binding.__func__, binding.__self__)
     elif isinstance(binding, (types.BuiltinFunctionType, types.MethodWrapperType)):
@@ -314,7 +313,7 @@ def referents(binding: Any) -> Iterator[Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """A shallow copy of what is in a list, set, deque or tuple."""
+    """A shallow copy of the items of a list, set, deque or tuple."""
     return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))
 
 
@@ -327,7 +326,7 @@ def _raw_iteration(container: Any) -> Iterator[Any]:
 
 
 def table_of(table: dict) -> dict:
-    """A shallow copy of a dict, in its own order, whatever its class makes of it."""
+    """A shallow copy of a dict, in order, without calling overridden methods."""
     if type(table) is dict:
         return table.copy()
     if isinstance(table, collections.OrderedDict):
@@ -336,11 +335,11 @@ def table_of(table: dict) -> dict:
 
 
 class ModuleProxy:
-    """Its attributes, all but `_model`, are those of the module that it stands for."""
+    """A proxy: its attributes, all but `_model`, are those of the module behind it."""
 
     __slots__ = ()
 
 
 def module_of(compiled: ModuleProxy) -> torch.nn.Module:
-    """The module that `compiled` stands for."""
+    """The module behind a proxy."""
     return compiled.__dict__["_model"]

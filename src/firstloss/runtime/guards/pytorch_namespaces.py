@@ -15,7 +15,7 @@ _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch
 
 
 class Namespace:
-    """The functions of one of PyTorch's modules, or the methods of `torch.Tensor`, as they were once.
+    """The functions of one of PyTorch's modules, or the methods of `torch.Tensor`, at some time.
 
     Shared by all guard sets that were made while nothing was replaced: there are thousands.
     """
@@ -29,11 +29,11 @@ class Namespace:
         self.expected = _functions(table)
 
     def describe(self, name: str) -> str:
-        """A function in it, in words."""
+        """A description of a function in it."""
         return f"{self.what}.{name}"
 
     def current(self) -> Namespace:
-        """This, or one of what is there now."""
+        """This one if nothing has changed, else the present one."""
         now = dict(self.table)
         if _identical(now, self._all):
             return self
@@ -46,7 +46,7 @@ class Namespace:
 
 
 def _identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether both hold the same objects under the same names, in the same order: no step of Python's for each."""
+    """Whether both hold the same objects under the same names in the same order, without a Python step for each."""
     return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
@@ -55,13 +55,13 @@ def _functions(table: dict) -> dict[str, Any]:
 
 
 def _lazy(name: str, value: Any) -> bool:
-    """Modules and classes come and go with imports; nobody replaces them to change what a step computes."""
+    """Modules and classes appear and disappear with imports; nobody replaces them to change a computation."""
     return name.startswith("_firstloss") or isinstance(value, (type, types.ModuleType)) or name == "__getattribute__"
 
 
 def undisguised(value: Any) -> Any:
-    """A function; if one of ours takes its place while a step is traced, perhaps in another thread, that which it
-    stands for."""
+    """The function itself; behind one of our replacements, perhaps installed by another thread's trace, the
+    original."""
     while isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(PACKAGE):
         original = getattr(value, "__wrapped__", None)
         if original is None:
@@ -74,12 +74,12 @@ _known: dict[int, Namespace] = {}
 
 
 def is_shared(expected: dict) -> bool:
-    """Whether it is what a namespace has held: functions, none of which is a tensor."""
+    """Whether it is a value that a namespace has held: functions, none of which is a tensor."""
     return any(expected is namespace.expected for namespace in _known.values())
 
 
 def namespaces() -> list[Namespace]:
-    """All of them, as they are now."""
+    """All namespaces, as they are now."""
     for where in _NAMESPACES:
         table, what = (class_table(where), "torch.Tensor") if isinstance(where, type) else (vars(where), where.__name__)
         known = _known.get(id(where))

@@ -19,8 +19,8 @@ from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
 
 
 class CallFrame:
-    """One call's: its new tensors, the arguments with the containers that they are in, and what stands for tensors that
-    were there when it was traced."""
+    """The state of one call: its new tensors, its arguments and their containers, and replacements of tensors that
+    existed when the step was traced."""
 
     __slots__ = ("fresh", "arguments", "containers", "stand_in", "made")
 
@@ -42,7 +42,7 @@ Make = Callable[[CallFrame], Any]
 
 
 class ArgumentStandIns(NamedTuple):
-    """What stands for the arguments of a step while it is traced.
+    """The traced tensors and containers that represent the arguments of a step while it is traced.
 
     Attributes:
         tensors: by id, the traced tensors, each with the number of the argument that it stands for.
@@ -92,32 +92,32 @@ class Reconstructor:
         self._kept: list[Any] = []
 
     def number(self, tensor: DeferredTensor) -> int:
-        """The number of a traced tensor that is left."""
+        """The index of a traced tensor among those that are recreated."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._numbers[id(tensor)]
 
     def release(self) -> None:
-        """All are known: hold none of them any more."""
+        """All values are known: release the tensors."""
         self.tensors.clear()
         self._kept.clear()
         self._is_old = lambda what: True
         self._given = NO_ARGUMENTS  # which knows all that was there before the step
 
     def place(self, container: Any) -> Make:
-        """What `container` is at each call: itself, unless it is one that holds arguments."""
+        """A function that returns `container` at each call: itself, unless it contains arguments."""
         if id(container) not in self._given.containers:
             return _constant(container)
         number = self._given.containers[id(container)]
         return lambda env: env.containers()[number]
 
     def holds_arguments(self, container: Any) -> bool:
-        """Whether it stands for one that holds arguments, which are others at each call."""
+        """Whether it represents a container of arguments, which differs at each call."""
         return id(container) in self._given.containers
 
     def make(self, value: Any) -> Make:
-        """A function that makes at each call what `value` is now."""
+        """A function that recreates `value` at each call."""
         if id(value) in self._given.containers:
             return self.place(value)
         known = self._makes.get(id(value))
@@ -186,7 +186,7 @@ class Reconstructor:
         return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
 
     def _new_tensor(self, value: torch.Tensor) -> Make:
-        """One that the step has made, with nothing beside its content."""
+        """A tensor that the step has made, without attributes and gradient."""
         if self._is_traced(value):
             assert type(value) is DeferredTensor
             if value._storage.mirrors is not None:
@@ -216,7 +216,7 @@ class Reconstructor:
         return lambda env: DeferredTensor.wrap(storage, *geometry)
 
     def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, CallFrame], None]:
-        """Gives a new tensor what there is beside the content of `value`: attributes, and a gradient."""
+        """Copies attributes and gradient of `value` to the recreated tensor."""
         parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_storage"}
         leaf = value.requires_grad and value.is_leaf
         kept = value.grad if value.is_leaf or value.retains_grad else None
@@ -236,7 +236,7 @@ class Reconstructor:
 
     @staticmethod
     def _once(value: Any, how: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
-        """Made once a call, though it may be found in several places, and in itself."""
+        """Recreated once a call, even if it occurs in several places or contains itself."""
         key = id(value)
 
         def make(env: CallFrame) -> Any:
@@ -269,7 +269,7 @@ class Reconstructor:
         return lambda env: (empty(), lambda new: fill(new, env))
 
     def _more(self, value: Any) -> Callable[[Any, CallFrame], None]:
-        """Gives a new container the attributes of `value`."""
+        """Copies the attributes of `value` to the recreated container."""
         parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
 
         def give(new: Any, env: CallFrame) -> None:
@@ -327,7 +327,7 @@ class Reconstructor:
 
 
 def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
-    """Another tensor in the same storage."""
+    """A tensor with this geometry in the same storage."""
     if type(tensor) is DeferredTensor:
         return DeferredTensor.wrap(tensor._storage, *geometry)
     size, stride, offset, dtype = geometry
@@ -335,7 +335,7 @@ def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
 
 
 class _Constant:
-    """The same object at each call."""
+    """Returns the same object at each call."""
 
     __slots__ = ("value",)
 
@@ -351,7 +351,7 @@ def _constant(value: Any) -> _Constant:
 
 
 class UnavailableNumber:
-    """Stands in a parameter group, while a step is traced, for a number that a scheduler sets when it has been run."""
+    """Replaces a number in a parameter group, while a step is traced, that a scheduler sets after the step."""
 
     def __init__(self, what: str, scheduler: str) -> None:
         self._text = (
@@ -360,7 +360,7 @@ class UnavailableNumber:
         )
 
     def refuse(self, *args: Any, **kwargs: Any) -> Any:
-        """Say that there is nothing yet."""
+        """Raise the error for a read."""
         raise TraceError(f"{here()}: {self._text}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse

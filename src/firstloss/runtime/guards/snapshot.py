@@ -62,7 +62,7 @@ _MOST_OBJECTS = 2_000_000
 
 
 class DictSnapshot(NamedTuple):
-    """A dict that holds attributes, variables or items, and what it held."""
+    """A dict of attributes, variables or items, and its former content."""
 
     table: dict
     before: dict
@@ -71,7 +71,7 @@ class DictSnapshot(NamedTuple):
 
 
 class SlotsSnapshot(NamedTuple):
-    """An object that keeps attributes in `__slots__`, and what they were."""
+    """An object with `__slots__`, and their former values."""
 
     owner: Any
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class SlotsSnapshot(NamedTuple):
 
 
 class Snapshot:
-    """What can be reached from `roots`, as it was when this was made.
+    """Everything reachable from `roots`, as it was when this was created.
 
     Attributes:
         tables: by the dict's id, dicts of attributes, globals and items.
@@ -136,22 +136,22 @@ class Snapshot:
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
     def add_root(self, root: Any) -> None:
-        """Walk what can be reached from one more."""
+        """Walk what is reachable from one more root."""
         self._walk([root])
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that gradients are computed for, or were: a frozen weight may still have one."""
+        """The tensors that gradients are or were computed for: a frozen weight may still have one."""
         with DisableTorchDispatch():
             tensors = [t for t in self.tensors.values() if t.is_leaf or t.retains_grad]
             return [t for t in tensors if t.is_leaf and t.requires_grad or t.grad is not None]
 
     def holds(self, what: Any) -> bool:
-        """Whether an object was there before the step."""
+        """Whether an object existed before the step."""
         return id(what) in self.seen or id(what) in self._beyond
 
     def shares_memory(self, tensor: torch.Tensor, edited: bool = False) -> bool:
-        """Whether a real tensor lies in the memory of an array that was there before the step; if `edited`, of one
-        that holds something else now."""
+        """Whether a real tensor is in the memory of an array that existed before the step; with `edited`, of one whose
+        content has changed."""
         arrays = [entry for entry in self.opaque.values() if isinstance(entry[0], (np.ndarray, bytearray, array.array))]
         held = [content for content, read, before in arrays if not edited or not same(before, read())]
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
@@ -363,10 +363,10 @@ _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotat
 
 
 def is_guarded_elsewhere(name: str) -> bool:
-    """Whether an attribute of optimizers is watched by `optimizers.py`, or serves checkpoints."""
+    """Whether an attribute of optimizers is guarded by `optimizers.py`, or serves checkpoints."""
     return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
 
 
 def _proxy_reader(proxy: types.MappingProxyType) -> Callable[[], tuple]:
-    """What a read-only view of a dict, or of a class's attributes, shows."""
+    """A function that returns the content of a read-only view of a dict, or of a class's attributes."""
     return lambda: (*proxy.keys(), *proxy.values())

@@ -39,7 +39,7 @@ from .value_guards import Values
 
 
 class GuardSources:
-    """What a step has read.
+    """What a step has read, from which its guards are made.
 
     Attributes:
         updates: what decides nothing.
@@ -138,7 +138,7 @@ class GuardSources:
             self._values.read(module, KEPT[module], KEPT[module](), f"what {module.strip('_')} keeps", "")
 
     def _reads_of(self, function: types.FunctionType) -> None:
-        """What a function may read of objects, of which nothing was noted, since it did not run."""
+        """What a function that did not run may read of objects."""
         names = [name for code in bytecode.with_inner(function.__code__) for name in bytecode.global_names(code)]
         held = [self._values.before(function.__globals__).get(name) for name in names]
         held += [cell_content(cell) for cell in function.__closure__ or ()]
@@ -213,7 +213,7 @@ class GuardSources:
                 self._any_attribute(slotted.owner)
 
     def _any_attribute(self, owner: Any) -> None:
-        """All that an object has, since any of it may have been looked at."""
+        """All attributes of an object, since any of them may have been read."""
         slotted = self._snapshot.slotted.get(id(owner))
         describe = describe_attribute(owner)
         for name, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
@@ -282,7 +282,7 @@ class GuardSources:
     # -- what there is to watch for at each call --
 
     def guards(self, state_of_generators: list[Any], weights: set[int]) -> GuardSet:
-        """All is collected: what is to be checked at each call.
+        """Everything is collected: the guards to check at each call.
 
         Args:
             state_of_generators: as `generators()` gave it before the trace.
@@ -321,12 +321,12 @@ def _held_attributes(owner: Any) -> tuple:
 
 
 def _numbers(groups: Any) -> tuple:
-    """What is in parameter groups beside the weights."""
+    """The content of parameter groups, without the weights."""
     return tuple([v for group in groups for k, v in group.items() if k != "params"])
 
 
 def _entries(state: Any) -> tuple:
-    """What an optimizer's state holds, and for which weights."""
+    """The entries of an optimizer's state, and for which weights."""
     tables = [held if isinstance(held, dict) else {None: held} for held in state.values()]
     return (*state, *(part for table in tables for entry in table.items() for part in entry))
 
@@ -342,12 +342,12 @@ _OF_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace_
 
 
 def generators() -> list[Any]:
-    """The states of the generators whose numbers a trace cannot see."""
+    """The states of generators other than PyTorch's, whose draws a trace cannot see."""
     return [read() for read in _GENERATORS.values()]
 
 
 def restore_generators(states: list[Any]) -> None:
-    """Set them to what `generators` gave."""
+    """Restore what `generators` returned."""
     for (name, read), state in zip(_GENERATORS.items(), states, strict=True):
         if read() != state:
             _SET_GENERATORS[name](state)
@@ -385,7 +385,7 @@ def _numpy_print_options() -> str:
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:
-    """Whether it is a module's own code, or a named tuple's."""
+    """Whether it is a module's top-level code, or a named tuple's."""
     return code.co_name == "<module>" or str(table.get("__name__")).startswith("namedtuple_")
 
 

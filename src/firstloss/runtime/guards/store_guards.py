@@ -25,7 +25,7 @@ from .value_guards import Values
 
 
 def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
-    """Guard what the step has stored and not changed; to be called before its effects are undone."""
+    """Guard what the step has stored without a change; to be called before its effects are undone."""
     stores = _Stores(snapshot, values)
     for code, table in executed.code:
         names, variables = bytecode.stored_names(code)
@@ -57,7 +57,7 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
 
 
 def _stores_are_recorded(cls: type) -> bool:
-    """Whether all that is set of its objects' attributes is noted."""
+    """Whether all stores of its objects' attributes are recorded."""
     return can_be_instrumented(cls) and cls is not types.SimpleNamespace
 
 

@@ -31,7 +31,7 @@ class Updates:
         self._looked_at = looked_at
 
     def is_only_updated(self, place: tuple, before: Any, uses: list[Use]) -> bool:
-        """Whether a number is read by nothing but its own update, as in `n += 1`."""
+        """Whether a number is read only by its own update, as in `n += 1`."""
         if type(before) not in _NUMBERS or not uses:
             return False
         if not all(isinstance(use, Update) for use in uses):
@@ -40,7 +40,7 @@ class Updates:
         return True
 
     def collects(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether a collection is only added to, or only counted in."""
+        """Whether a collection is only appended to, or only counted in."""
         kind = kind_of(type(before))
         if (
             uses
@@ -71,7 +71,7 @@ class Updates:
         return [(key, (before[key], updates[key], len(updates[key]) == 1)) for key in changed]
 
     def only_collected(self, container: Any) -> bool:
-        """Whether the step does nothing with a collection but add to it."""
+        """Whether the step only appends to a collection."""
         return id(container) in self._collected and id(container) not in self._looked_at
 
 

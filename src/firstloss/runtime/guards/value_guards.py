@@ -53,7 +53,7 @@ from .updates import Updates
 
 
 class Values:
-    """The guards of one trace, as they are collected.
+    """Collects the guards of one trace.
 
     Attributes:
         tables, lists, cells, functions, reads: the guards, by what they guard.
@@ -97,7 +97,7 @@ class Values:
         return guard
 
     def name(self, table: dict, name: Any, before: Any, describe: Any, uses: list[Use] | None = None) -> None:
-        """A name in a dict is read."""
+        """Guard a name in a dict that was read."""
         guard = self.table(table, describe, None)
         if name in guard.expected and guard.expected[name] is not MISSING and uses is None:
             return
@@ -106,7 +106,7 @@ class Values:
             self.value(before, describe(name), name)
 
     def value(self, value: Any, what: str, name: str) -> None:
-        """What is in something that was read, and in what is in that."""
+        """Guard the content of a value that was read, and what is reached through it."""
         kind = kind_of(type(value))
         if kind is ObjectKind.LEAF or id(value) in self.looked_at:
             return
@@ -176,8 +176,7 @@ class Values:
                 self.some(table, describe_attribute(value), all_of_them=True)
 
     def _of_library(self, table: dict) -> None:
-        """A module of Python's own library, of PyTorch's or NumPy's, in which somebody may have put or replaced
-        something."""
+        """A module of Python's own library, PyTorch or NumPy, in which user code may have set or replaced something."""
         expected = self.table(table, describe_global(table), None).expected
         for name in self._executed.mentioned:
             found = undisguised(table.get(name, MISSING))
@@ -186,7 +185,7 @@ class Values:
                 self.value(found, f"{table.get('__name__')}.{name}", name)
 
     def _cached(self, function: Any, what: str, name: str) -> None:
-        """What a function behind `lru_cache` has kept. What it has kept in this trace could not be copied before: the
+        """The results cached by a function behind `lru_cache`. Those of this trace could not be copied before it: the
         step is traced once more."""
         found = lru_caches.results(function)
         new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in found)
@@ -230,7 +229,7 @@ class Values:
             self.value(item, what, name)
 
     def _ours(self, value: Any) -> None:
-        """An object of this package: its plain attributes, but for those that the step changes."""
+        """An object of this package: its plain attributes, except those that the step changes."""
         _, before = self._snapshot.ours.get(id(value), (value, {}))
         table = vars(value)
         expected = self.table(table, describe_attribute(value), None).expected
@@ -238,7 +237,7 @@ class Values:
         expected.update(dict.fromkeys(self._executed.mentioned - table.keys(), MISSING))
 
     def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
-        """Attributes that are no names in a dict: which objects they are, and what is in those."""
+        """Attributes that are not names in a dict: the objects, and their content."""
         read = functools.partial(_attributes, value, names)
         self.read((id(value), names), read, read(), f"what is in {what}", name)
         for content in read():
@@ -284,7 +283,7 @@ class Values:
             self.reads[key] = ReadGuard(read, expected, what, name, place)
 
     def of_object(self, owner: Any) -> None:
-        """An object of which something is read."""
+        """Guard an object of which something is read."""
         if id(owner) in self.objects:
             return
         self.objects[id(owner)] = owner
@@ -418,7 +417,7 @@ def _is_operator(name: Any) -> bool:
 
 @functools.cache
 def _fields_in_c(cls: Any) -> tuple[str, ...]:
-    """The names of what exceptions of a class hold in C."""
+    """The names of the fields of exceptions of a class that are stored in C."""
     kinds = (types.MemberDescriptorType, types.GetSetDescriptorType)
     bases = [base for base in cls.__mro__ if not is_python_class(base)]
     names = {name: None for base in bases for name, member in vars(base).items() if isinstance(member, kinds)}
