@@ -28,7 +28,7 @@ _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
 class Itself:
-    """An object as part of a key: equal to itself alone."""
+    """An object as part of a key: equal to itself only."""
 
     __slots__ = ("held",)
 
@@ -81,7 +81,7 @@ class Arguments:
                     self.leaves.append(leaf.grad)
 
     def key(self) -> tuple:
-        """What a compiled step for these arguments depends on beside their kind."""
+        """What a compiled step for these arguments depends on, besides their kind."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._container_passed_twice()
@@ -93,7 +93,7 @@ class Arguments:
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
 
     def _container_passed_twice(self) -> bool:
-        """Whether a dict or a list is given twice."""
+        """Whether a dict or a list is passed twice."""
         args, kwargs = self._given
         if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
             return False
@@ -112,7 +112,7 @@ class Arguments:
                 yield i, leaf
 
     def guarded(self) -> list[Any]:
-        """What guards have to look into: all but data."""
+        """The arguments that guards look into: all but data."""
         return [leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor) or i in self.itself]
 
     @property
@@ -128,13 +128,13 @@ class Arguments:
 
 
 def _pattern(objects: list[Any]) -> tuple[int, ...]:
-    """For each, the number of the first that is the same."""
+    """For each, the index of the first that is the same object."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
 
 
 def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
-    """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
+    """`made`, a copy of `given` with other leaves, with shared containers shared as in `given`."""
     names = () if isinstance(given, (dict, list, tuple)) else flattened_attributes(given)
     if not isinstance(given, (dict, list, tuple)) and not names:
         return made
@@ -154,7 +154,7 @@ def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is more than data: a weight, or one with hooks or attributes, which a batch has not."""
+    """Whether a tensor is more than data: a weight, or a tensor with hooks or attributes."""
     if isinstance(tensor, torch.nn.Parameter) or backward_hooks(tensor):
         return True
     if tensor.requires_grad and tensor.is_leaf and type(tensor) is DeferredTensor:
@@ -163,7 +163,8 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
 
 
 def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
-    """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
+    """The owner of an argument's memory: the backend's storage, if it has exactly this memory; else the tensor
+    itself."""
     if type(tensor) is DeferredTensor and tensor._storage.resident is not None and tensor._ref().whole:
         return tensor._storage
     return tensor
@@ -197,8 +198,8 @@ def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def _places(
     shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> tuple[list[list[int]], list[int]] | None:
-    """Strides and offset of a view as steps along each dimension of what it shows; None if it crosses from one to the
-    next."""
+    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it crosses
+    dimensions."""
     begin = _digits(offset, shape)
     rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
     for d, limit in enumerate(shape):
@@ -257,8 +258,8 @@ class TracedArguments:
         self._containers = list(containers(self._rebuilt[0]))
 
     def take(self) -> tuple:
-        """The arguments for the step's Python, positional and by name, in new dicts and lists: once, since nobody is to
-        hold what is not left."""
+        """The arguments for the step's Python, positional and by name, in new dicts and lists. May be called once:
+        nothing here keeps them alive."""
         return self._rebuilt.pop()
 
     def check(self, name: str) -> None:
@@ -282,7 +283,7 @@ class TracedArguments:
                 )
 
     def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
-        """How what the step leaves is told from what it was given."""
+        """The stand-ins, by which what the step leaves is told from its arguments."""
         return ArgumentStandIns(
             {id(made): i for made, i in self._made},
             {id(made._storage): i for made, i in self._made},
@@ -293,7 +294,7 @@ class TracedArguments:
         )
 
     def follow(self, effects: Effects, left: Reconstructor) -> None:
-        """What the step has done to its arguments, beside writing to them, is done at each call."""
+        """Repeat at each call what the step has done to its arguments besides writing to them."""
         for made, i in self._made:
             leaf = self._before[i]
             found = {k: v for k, v in made.__dict__.items() if k not in ("_storage", *leaf.__dict__)}

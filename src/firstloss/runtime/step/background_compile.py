@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.05  # between two looks at whether a thread that lowers is sti
 
 
 class BackgroundCompiledStep:
-    """As a `SegmentedStep`, which it becomes with its first run."""
+    """Like a `SegmentedStep`, which it becomes with its first run."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class BackgroundCompiledStep:
 
     @property
     def ran(self) -> bool:
-        """Whether it has been run, all of it."""
+        """Whether all of it has been run."""
         return self._made is not None and self._made.ran
 
     def made(self) -> SegmentedStep:
-        """The other one, made at the first call."""
+        """The segmented step, created at the first call."""
         with self._lock:
             if self._made is None:
                 from .. import jax_support  # noqa: F401 - and with it what was deferred until there is JAX
@@ -62,12 +62,12 @@ class BackgroundCompiledStep:
             return self._made
 
     def lower_in_background(self, later: BackgroundWork) -> None:
-        """Have `later` begin, which lowers it and runs the rest."""
+        """Start `later`, which lowers the step and runs the rest of it."""
         self._later = later
         later.begin()
 
     def lower(self) -> SegmentedStep:
-        """Lower it, and begin to compile it: the other one."""
+        """Lower it and start compiling; returns the segmented step."""
         try:
             made = self.made()
             start_waiting_materializations()
@@ -84,14 +84,14 @@ class BackgroundCompiledStep:
             pass
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> KernelsFirstRun | SegmentedRun:
-        """An execution, to be begun by its `advance`."""
+        """An execution, started by its `advance`."""
         if self.first_loss is None or self._made is not None:
             return self.made().begin(state, rest, seed)
         return KernelsFirstRun(self, state, rest, seed)
 
 
 class KernelsFirstRun:
-    """Its first execution: a `Run`, as `dispatch.py` has it, which gives the results before anything is compiled."""
+    """The first execution, a `StepRun` as in `dispatch.py`: it returns the results before anything is compiled."""
 
     def __init__(self, step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._step = step
@@ -102,11 +102,11 @@ class KernelsFirstRun:
 
     @property
     def later(self) -> BackgroundWork | None:
-        """What the rest will make."""
+        """The rest of the step, in the background."""
         return self._later if self._instead is None else self._instead.later
 
     def advance(self) -> None:
-        """Compute the results, and begin with the rest."""
+        """Compute the results, and start the rest."""
         step = self._step
         if self._later is not None:
             return
@@ -142,7 +142,7 @@ class KernelsFirstRun:
         return (*groups, tuple(self._results))
 
     def begun(self) -> bool:
-        """After an interrupt: whether state has been handed over; else it will not be."""
+        """After an interrupt: whether state has been donated; if not, it will not be."""
         if self._instead is not None:
             return self._instead.begun()
         if self._later is None:
@@ -156,7 +156,7 @@ class KernelsFirstRun:
 def _finish(
     step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any
 ) -> dict[tuple[int, int], Any]:
-    """All of the step, behind its first results: the outputs by group and place."""
+    """Run all of the step after its first results; returns the outputs by group and index."""
     try:
         run = step.lower().begin(state, rest, seed)
         del state, rest

@@ -11,7 +11,7 @@ from ... import timeline
 
 
 class BackgroundWork(Future):
-    """What the rest of a step makes, by any keys.
+    """The results of the rest of a step, by key.
 
     Attributes:
         failed: called when one is asked for and making it has failed.
@@ -25,7 +25,7 @@ class BackgroundWork(Future):
         self._finish: Callable[[], dict[Any, Any]] | None = finish
 
     def begin(self) -> None:
-        """Begin."""
+        """Start the thread."""
         threading.Thread(target=self._work, name="firstloss-first-step").start()
 
     def _work(self) -> None:
@@ -43,7 +43,7 @@ class BackgroundWork(Future):
             self.set_result(made)
 
     def of(self, key: Any) -> Any:
-        """One of them; waits for it."""
+        """A result; waits for it."""
         try:
             return self.result()[key]
         except BaseException:

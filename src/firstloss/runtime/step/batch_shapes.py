@@ -55,7 +55,7 @@ class Pad:
 
 
 class Shapes:
-    """The kinds of batch that a step has met, and what is done about a new one.
+    """The kinds of batch that a step has been called with, and how a new one is handled.
 
     A kind is the structure of the arguments and of each leaf its shape and dtype, or its value if it is no tensor.
     """
@@ -99,7 +99,8 @@ class Shapes:
         return Arguments(given, leaves, spec, padded), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
-        """The kind to pad to: the smallest known one that is large enough, else a new one; None if none is alike."""
+        """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known one is
+        similar."""
         fits = [known for known in kinds if _holds(known, kind)]
         if fits:
             return min(fits, key=_size)

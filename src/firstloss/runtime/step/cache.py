@@ -27,7 +27,7 @@ _Key = tuple[tuple, tuple]
 
 
 class StepCache:
-    """Finds the compiled step for a call, or makes it.
+    """Finds the compiled step for a call, or creates it.
 
     Attributes:
         kinds: the compiled steps by kind of call.
@@ -109,19 +109,19 @@ class StepCache:
 
     @property
     def latest(self) -> CompiledStep | None:
-        """The one called last."""
+        """The compiled step that was called last."""
         return None if self._latest is None else self._latest.latest()
 
     def steps(self) -> list[CompiledStep]:
-        """All of them."""
+        """All compiled steps."""
         return [step for versions in self.kinds.values() for step in versions.steps()]
 
     def compilations(self) -> int:
-        """How often something was compiled, of what is kept."""
+        """How many of the cached steps were compiled."""
         return sum(len({id(step.executable) for step in versions.steps()}) for versions in self.kinds.values())
 
     def _forget_some(self) -> None:
-        """Of those for certain objects, which they keep, only some are kept themselves."""
+        """Drop the oldest of those for certain objects, which they keep alive."""
         certain = [key for key in self.kinds if _is_for_certain(*key[0][2:4])]
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
@@ -143,7 +143,7 @@ class StepCache:
         return None
 
     def _parameters(self, backend: Backend) -> tuple:
-        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts over.
+        """For each parameter, whether it requires a gradient, and has one already: then the step adds to it.
 
         They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
         """
@@ -155,5 +155,5 @@ class StepCache:
 
 
 def _is_for_certain(kind: tuple, more: tuple) -> bool:
-    """Whether it is part of the key of steps that these very arguments belong to."""
+    """Whether it is part of the key of steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)

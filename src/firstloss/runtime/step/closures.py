@@ -121,7 +121,7 @@ class ClosureCall:
     # -- inside a traced step --
 
     def note(self, trace: StepTrace) -> None:
-        """Keep what the tensor arguments are at this place of the step."""
+        """Record the tensor arguments as they are at this point of the step."""
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
                 if type(leaf) is DeferredTensor and leaf._storage.trace is not trace:
@@ -131,7 +131,7 @@ class ClosureCall:
 
     @property
     def refs(self) -> list[Ref]:
-        """Of a noted call, its tensor arguments."""
+        """The tensor arguments of a recorded call."""
         return [leaf for leaf in self.leaves if type(leaf) is Ref]
 
     def after_step(self, arrays: Sequence[Any]) -> None:
@@ -142,7 +142,7 @@ class ClosureCall:
     # -- beside a step --
 
     def run_now(self) -> None:
-        """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
+        """Called in the loop's body, or anywhere else: run on the present values."""
         if not self._due():
             return
         if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
@@ -185,7 +185,7 @@ class ClosureCall:
             loop.flush()
 
     def _due(self) -> bool:
-        """Whether it runs at this step of the loop under way, if there is one."""
+        """Whether it runs at this step of the current loop, if there is one."""
         loop = None if _in_closure() else loops.current()
         if loop is None or self.closure is _assertion:
             return True
@@ -221,7 +221,7 @@ Hooks.register(assert_later=_assert_later)
 
 
 class _ThreadLocal(threading.local):
-    """Of one thread: how many closures it is in."""
+    """Per thread: how many closures it is in."""
 
     depth = 0
 
@@ -234,7 +234,7 @@ def _in_closure() -> bool:
 
 
 class _StoredArray:
-    """The array that a tensor of the backend had, and how the tensor looks at it."""
+    """The array behind a tensor of the backend, and the tensor's geometry in it."""
 
     def __init__(self, array: Any, ref: Ref) -> None:
         self.array = array
@@ -242,7 +242,7 @@ class _StoredArray:
 
 
 def _on_host(leaf: Any) -> Any:
-    """What a closure is given for an argument: of an array, its values in memory of the closure's own."""
+    """The argument that a closure receives: for an array, its values in memory of the closure's own."""
     if type(leaf) is _StoredArray:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))

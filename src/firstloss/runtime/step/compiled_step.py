@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class StepCall:
-    """One call of a step: its arguments, and what it returns and binds once the step has been run."""
+    """One call of a step: its arguments, and what it returns and binds after the step has been run."""
 
     __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
 
@@ -51,7 +51,7 @@ class StepCall:
 
 
 class CompiledStep:
-    """Called with the arguments, it runs the step and returns what the step does.
+    """Runs the step on the arguments, and returns what the step returns.
 
     Inputs are of two kinds: the state that the step changes, which is donated, so that its memory is updated in place;
     and the rest: weights that are only read, the batch, numbers such as the learning rate.
@@ -79,14 +79,14 @@ class CompiledStep:
 
     @property
     def executable(self) -> SegmentedStep:
-        """What computes it; waits for JAX where that is deferred. See `compiling.compile_step`."""
+        """What executes it; waits for JAX where its import is deferred. See `compiling.compile_step`."""
         executable = self._executable
         if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
         return executable
 
     def wait_until_lowered(self) -> None:
-        """Wait while its first run lowers it: before it is traced again."""
+        """Wait while its first run lowers it, before it is traced again."""
         if isinstance(self._executable, BackgroundCompiledStep):
             self._executable.wait_until_lowered()
 
@@ -98,8 +98,8 @@ class CompiledStep:
         return self.traced.outdated()
 
     def skip_execution(self, arguments: Arguments) -> Any:
-        """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
-        call leaves it, and weights as they are."""
+        """Instead of a call, where steps are only compiled: what the step returns, without values. Python objects are
+        left as a call leaves them, and weights as they are."""
         self.executable.compile_all()
         traced = self.traced
         call = StepCall(arguments, ())
@@ -190,7 +190,7 @@ class CompiledStep:
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
+        """The step has been run: commit weights, state, side effects and settings. May be called twice."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
         for storage, _ in traced.handed_out:
@@ -232,7 +232,7 @@ class CompiledStep:
         key: np.ndarray | None,
         gradients: Any,
     ) -> None:
-        """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
+        """The first loss has been returned, and the rest is running: if that fails, the state is as it was."""
         later = run.later
         if later is None:
             return
@@ -258,7 +258,7 @@ class CompiledStep:
 
 
 def _is_gone(array: Any) -> bool:
-    """Whether a step has been given the memory of an array, or of what a lazy one has become."""
+    """Whether an array, or the array behind a lazy one, has been donated."""
     try:
         array = ready(array)
     except Exception:  # it could not be made
@@ -267,7 +267,7 @@ def _is_gone(array: Any) -> bool:
 
 
 def _not_executed() -> Any:
-    """Stands for an array that there will not be."""
+    """Stands for an array that will not be computed."""
     raise BackendError(
         "this has no value: the backend was made with compile_only or validate_only, so that steps are compiled and "
         "not executed."
@@ -275,7 +275,7 @@ def _not_executed() -> Any:
 
 
 def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
-    """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
+    """Lets the holders of a weight's former memory keep it."""
 
     def bind() -> None:
         buffer = kept._storage.resident
@@ -288,7 +288,7 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
 
 @functools.cache
 def _no_seed(on_device: bool) -> Any:
-    """For a step that draws nothing."""
+    """For a step without random operations."""
     import jax
 
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)

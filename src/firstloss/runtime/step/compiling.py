@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | BackgroundCompiledStep:
-    """What is called with the state that the step changes, the rest of its inputs and a seed, and returns new state,
-    what the step leaves, and results. The state is donated, so that its memory is updated in place.
+    """What executes the step: called with the state that it changes, its other inputs and a seed, it returns the new
+    state, what the step leaves, and results. The state is donated, so that its memory is updated in place.
 
     Raises:
         BackendError: for a mesh that is not there.
@@ -49,8 +49,8 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:
-    """What computes the results of the first step without a compiler: that of new weights, not of those which a
-    checkpoint had, so that a run that goes on has the losses of one that was never interrupted."""
+    """What computes the results of the first step without a compiler; for new weights only, not for those of a
+    checkpoint, so that a resumed run has the losses of one that was never interrupted."""
     if backend.first_loss != "eager" or backend.stepped or traced.raised is not None:
         return None
     if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has some of the parts

@@ -30,8 +30,8 @@ _MOST_OF_A_STEP = 0.6
 
 
 class Kernels(Replay):
-    """As recipes are replayed, but for what only steps have: numbers that are inputs, barriers, and random numbers that
-    come from a key."""
+    """Replays nodes like recipes, with what only steps have: symbolic numbers, barriers, and random numbers from a
+    key."""
 
     def __init__(self, draws: Draws | None = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Kernels(Replay):
 
 
 class FirstLoss:
-    """Computes some outputs of a step's Program from its inputs."""
+    """Computes some outputs of a step's Program from its inputs, with PyTorch's kernels."""
 
     def __init__(self, program: Program, names: Sequence[str]) -> None:
         self._refs = [program.outputs[name] for name in names]
@@ -85,7 +85,7 @@ class FirstLoss:
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, given: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
-        """As `compute`, of inputs that are `given` as arrays, or lazily. None if PyTorch's kernels cannot do it.
+        """Like `compute`, for inputs that are arrays or lazy. None if PyTorch's kernels cannot do it.
 
         Args:
             seed: the two words of which the compiled step makes its random numbers.
@@ -120,7 +120,7 @@ class FirstLoss:
         return Draws(self._random, seed)
 
     def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
-        """The outputs, on the host until somebody asks for them as arrays.
+        """The outputs, in host memory.
 
         Args:
             content_of: gives the content of an input, not to be written; waits for it.
@@ -143,7 +143,7 @@ class FirstLoss:
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:
-    """By the number of a node, the Values that no later node reads: their memory can be freed."""
+    """The Values that no later node reads, by the index of a node: their memory can be freed."""
     last: dict[Value, int] = {}
     for node in nodes:
         for value in (*(ref.value for ref in node.refs()), *node.outputs):

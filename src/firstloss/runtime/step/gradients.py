@@ -20,7 +20,7 @@ Inputs = dict[Value, Owner]
 
 
 class Gradients:
-    """Of the weights of one traced step: at later calls no Python of the step's runs that would read or set them."""
+    """The gradients of the weights of one traced step; at later calls no Python code of the step reads or sets them."""
 
     def __init__(self, weights: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
         """To be made before the step is traced.
@@ -35,7 +35,7 @@ class Gradients:
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
     def traced(self, inputs: Inputs, effects: Effects, left: Reconstructor) -> None:
-        """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
+        """The step has been traced with these `inputs`; a gradient that it leaves is a side effect like others."""
         self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
@@ -57,7 +57,7 @@ class Gradients:
                 effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
     def _record_new_gradients(self) -> None:
-        """What wanted no gradient before the step, and has got one: the step has made it want some."""
+        """Weights that required no gradient before the step, and have one now: the step has unfrozen them."""
         self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
@@ -91,11 +91,11 @@ class Gradients:
 
     @property
     def read(self) -> Iterable[Value]:
-        """The inputs that are gradients."""
+        """The gradients that are inputs."""
         return self._read
 
     def follow(self, inputs: Inputs, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
-        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead.
+        """Before a later call: eager backward passes have made new gradients, which replace the inputs.
 
         Returns:
             Whether there were such.
@@ -119,11 +119,11 @@ class Gradients:
         return others
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Those that a call will replace, for `back_to`."""
+        """The gradients that a call will replace, for `back_to`."""
         return [(parameter, parameter.grad) for parameter in self._left]
 
     def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """A call has failed: weights have the gradients again that were there `before`."""
+        """A call has failed: restore the gradients `before` it."""
         for parameter, gradient in before:
             parameter.grad = gradient
 

@@ -36,14 +36,14 @@ _AGREE = 2.0**-7
 
 
 class GraphedStep:
-    """A step for one kind of call, on weights that are real tensors: what `CompiledStep` is on the XLA backend."""
+    """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
     def __init__(self, traced: TracedProgram, executable: Replayed) -> None:
         self.traced = traced
         self.executable = executable
 
     def outdated(self) -> bool:
-        """Whether something that was taken for granted has been changed since."""
+        """Whether anything that the graph depends on has changed since."""
         return self.traced.optimizers.first_step_only or self.traced.outdated()
 
     @property
@@ -87,7 +87,7 @@ class GraphedStep:
         return result
 
     def _given(self, arguments: Arguments) -> tuple[dict, dict, dict]:
-        """What the replay is given: weights and what else is there, the batch, and numbers."""
+        """The inputs of the replay: weights and other tensors, the batch, and numbers."""
         traced, owners = self.traced, self.traced.owners
         shared = owners.shared(arguments)
         if shared:
@@ -170,7 +170,7 @@ def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
 
 
 class Trials:
-    """Of one traced step: which kinds of calls are replayed, and which run eagerly: new ones, and some for good."""
+    """The kinds of calls of one traced step: which are replayed, and which run eagerly, at first or always."""
 
     def __init__(self, name: str, cache: StepCache) -> None:
         self._name = name

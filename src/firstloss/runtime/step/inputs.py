@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """What stands for a step's inputs: storages on the backend, arguments of the call, numbers in an optimizer's
-    groups, and tensors from outside the backend.
+    """The inputs of a step: storages on the backend, arguments of the call, numbers in parameter groups, and tensors
+    from outside the backend.
 
     Attributes:
         where: on a mesh, the sharding of each input.
@@ -67,7 +67,7 @@ class Inputs:
         return arrays, buffers if all(buffers) else _buffers(changed)  # some have been made since
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
-        """What stands for the inputs `values`; without `wait`, lazily those that are still being made."""
+        """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
         return tuple(
             (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
         )
@@ -84,7 +84,7 @@ class Inputs:
         return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
-        """What stands for an input `value` at this call; `donated`, if the step may write to it."""
+        """The array of an input `value` at this call; `donated` if the step may write to it."""
         number = self._numbers.get(value)
         if number is not None:
             return np.float64(number.read())
@@ -123,7 +123,7 @@ class Inputs:
                 buffer.settle()
 
     def same_shardings(self, other: Inputs) -> bool:
-        """On a mesh: whether the inputs of another step that does the same have these shardings."""
+        """On a mesh: whether the inputs of an equivalent step have the same shardings."""
         from ..mesh.mesh import named
 
         return [*map(named, self.where.values())] == [*map(named, other.where.values())]
@@ -137,14 +137,14 @@ class Inputs:
         return self._buffer(owner).sharding or mesh.whole
 
     def _buffer(self, storage: DeferredStorage) -> DeviceBuffer:
-        """The buffer of a storage, which is moved to the backend if it is not there yet."""
+        """The buffer of a storage, which is moved to the backend first if necessary."""
         if storage.resident is None:
             self._backend.move_to_device(_tensors_of(storage))
         return storage.resident
 
 
 def _given(tensor: torch.Tensor) -> Any:
-    """A tensor of our own as an argument of one call; where there is no JAX yet, lazily."""
+    """A tensor as an argument of one call; lazily before JAX is imported."""
     if is_imported():
         from ..jax_support import as_argument
 
@@ -154,7 +154,7 @@ def _given(tensor: torch.Tensor) -> Any:
 
 
 def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
-    """Those that look at it; of what the step has loaded from a file, and not kept, one that looks at all of it."""
+    """The tensors in a storage; for one that the step has loaded from a file and not kept, a tensor of all of it."""
     value = storage.value
     return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
 
@@ -164,7 +164,7 @@ def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
 
 
 def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], arrays: Sequence[Any]) -> None:
-    """A step has made `arrays` of the content of `owners`, whose buffers these are; some may be lazy."""
+    """Write `arrays`, the new content of `owners` whose buffers these are, back; some may be lazy."""
     if not all(buffers):
         with torch.no_grad():
             for owner, array in zip(owners, arrays, strict=True):

@@ -13,18 +13,18 @@ _folder: Path | None = None
 
 
 def set_folder(folder: str) -> None:
-    """Keep notes in `folder` from here on."""
+    """Keep markers in `folder` from now on."""
     global _folder
     _folder = Path(folder)
 
 
 def is_marked(digest: str) -> bool:
-    """Whether there is a note of `digest`."""
+    """Whether `digest` is marked."""
     return _folder is not None and (_folder / digest).exists()
 
 
 def mark(digest: str) -> None:
-    """Leave a note of `digest`."""
+    """Mark `digest`."""
     if _folder is not None:
         _folder.mkdir(parents=True, exist_ok=True)
         (_folder / digest).touch()

@@ -20,7 +20,7 @@ from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class OptimizerStates:
-    """Those of the optimizers that step inside one trace.
+    """The state of the optimizers that step in one trace.
 
     Attributes:
         new: what their first steps would make, made before them.
@@ -38,7 +38,7 @@ class OptimizerStates:
         self._states: list[StateOf] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step of one: what it has."""
+        """Before an optimizer's first step: its state."""
         for entries in optimizer.state.values():
             kept = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
@@ -84,7 +84,7 @@ class OptimizerStates:
         return bind
 
     def settled(self) -> None:
-        """The trace has ended: the state that there is now is what the step works on."""
+        """The trace has ended: the present state is what the step works on."""
         self._states = [StateOf(optimizer) for optimizer in self._seen]
 
     def replaced(self) -> bool:
@@ -92,7 +92,7 @@ class OptimizerStates:
         return any(state.replaced() for state in self._states)
 
     def forget_new(self) -> None:
-        """The step could not be traced: what it has made is no state."""
+        """The step could not be traced: drop the state that it has created."""
         new = set(map(id, self.new))
         for optimizer in self._seen:
             for entries in optimizer.state.values():

@@ -60,7 +60,8 @@ class Owners:
         self._writes_external = False
 
     def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
-        """The step has been traced: what it has changed is known. Without `move_to_device` all stays where it is."""
+        """The step has been traced: what it has changed is known. Without `move_to_device` everything stays where it
+        is."""
         changes = self._tracing.changes
         for value in changes:
             found = self.inputs[value]
@@ -74,7 +75,7 @@ class Owners:
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
     def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
-        """Of the other inputs, those that the Program needs."""
+        """The other inputs that the Program needs."""
         needed = {ref.value for ref in outputs}
         for node in nodes:
             needed.update(ref.value for ref in node.refs())
@@ -82,35 +83,35 @@ class Owners:
         self.read = [v for v in self.inputs if v in needed and v not in self.changed]
 
     def forget_arguments(self) -> None:
-        """Each call has its own: those that the step was traced with are not kept."""
+        """Drop the arguments of the trace: each call has its own."""
         for value in self.arguments:
             self.inputs[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def order(self) -> tuple[list[int], list[int]]:
-        """Which inputs are changed, and which only read, by their numbers."""
+        """The indices of the inputs that are changed, and of those that are only read."""
         order = {value: i for i, value in enumerate(self.inputs)}
         return [order[v] for v in self.changed], [order[v] for v in self.read]
 
     def owners_at_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
-        """The state that a call changes: of the arguments, its own."""
+        """The owners of the state that a call changes, its own arguments among them."""
         if not self.edited:
             return self.changed
         return {v: owner_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
 
     def moved(self) -> None:
-        """Others stand in `inputs` now."""
+        """Owners in `inputs` have been replaced."""
         self._storages = None
 
     # -- which tensors they are --
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors` goes in, or its gradient."""
+        """Whether one of `tensors`, or its gradient, is an input."""
         theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(found) in theirs or id(found) in storages for found in self.inputs.values())
 
     def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
-        """What goes in, first what is changed; None for what each call is `given` anew."""
+        """The inputs, changed ones first; None for those that each call is `given`."""
         values = (*self.changed, *self.read)
         return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
 
@@ -191,14 +192,14 @@ class Owners:
 
 
 def differ(a: Owner, b: Owner) -> bool:
-    """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
+    """Whether two tensors of the same shape and dtype are different objects with different bytes."""
     if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return a.data_ptr() != b.data_ptr() and not same_bytes(a, b)
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone holds its memory: no view, no array of numpy's."""
+    """Whether nothing but `tensor` holds its memory: no view, no NumPy array."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference() or not owned_by_torch(tensor):
         return False
     storage = tensor.untyped_storage()

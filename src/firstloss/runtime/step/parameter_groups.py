@@ -32,13 +32,13 @@ class GroupEntry(NamedTuple):
     place: int | None
 
     def read(self) -> float:
-        """The number as it is now."""
+        """The present number."""
         value = self.group[self.key]
         return float(value if self.place is None else value[self.place])
 
     def premise(self) -> Any:
-        """What the trace takes for granted of it: that it is a number, or so many, and but for a rate, its sign, by
-        which optimizers branch."""
+        """What the trace assumes of it: that it is a number, or a tuple of so many, and (except for a learning rate)
+        its sign, on which optimizers branch."""
         value = self.group.get(self.key)
         if self.place is None:
             fits = is_number(value)
@@ -50,7 +50,7 @@ class GroupEntry(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """What the step's Python has set in a group."""
+    """A number that the step's Python has set in a group."""
 
     group: dict[str, Any]
     key: str
@@ -84,7 +84,7 @@ def _is_number_lost(before: Any, now: Any) -> bool:
 
 
 class ParameterGroups:
-    """Those of the optimizers that step inside one trace.
+    """The parameter groups of the optimizers that step in one trace.
 
     What the step's Python sets in them before the optimizer steps, each call sets before it begins, and what it sets
     later, each call sets at its end.
@@ -113,7 +113,7 @@ class ParameterGroups:
         self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step of one: its groups are put back after the trace."""
+        """Before an optimizer's first step: its groups are restored after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
             self._first += _differences(group, before)
             self._kept.append((group, dict(group)))
@@ -121,20 +121,20 @@ class ParameterGroups:
                 self._own.add(id(group))
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """What was in its groups before the trace; what is there now, of an optimizer that was not."""
+        """Its groups before the trace; the present ones for an optimizer that did not exist then."""
         groups = {} if self._snapshot is None else self._snapshot.groups
         return groups.get(id(optimizer), optimizer.param_groups)
 
     def bake(self) -> None:
-        """The step has been traced: what it has baked in is known."""
+        """The step has been traced: the constants in it are known."""
         self._baked = self._constants()
 
     def settled(self) -> None:
-        """The trace has ended: these are the groups that the step works on."""
+        """The trace has ended: the present groups are those that the step works on."""
         self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
 
     def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
-        """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
+        """A tensor in place of a number in a group: a schedule's, or the user's own."""
         schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
         def symbolic(part: Any) -> Any:
@@ -214,12 +214,12 @@ class ParameterGroups:
         return refused
 
     def begin(self) -> None:
-        """A call begins: what the step sets before its optimizers step is set."""
+        """At the start of a call: set what the step sets before its optimizers step."""
         for change in self._first:
             change.apply()
 
     def traced(self, effects: Effects) -> None:
-        """What the step has set later is an effect like others."""
+        """What the step has set later is a side effect like others."""
         for change in self._later:
             effects.add(lambda: None, always(change.apply))
 
@@ -267,7 +267,7 @@ class ParameterGroups:
         return found
 
     def _regrouped(self) -> bool:
-        """Whether the groups, or the weights in them, are others or in another order."""
+        """Whether the groups, or the weights in them, have changed or been reordered."""
         groups = [group for optimizer in self._seen for group in optimizer.param_groups]
         if len(groups) != len(self._weights):
             return True
@@ -283,7 +283,7 @@ def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
 
 
 def sign_unknown(number: Any) -> bool:
-    """Whether it stands for a tensor that only the device knows."""
+    """Whether it is symbolic, and only the device knows its sign."""
     return type(number) is torch.SymFloat and type(number.node) is Hyperparameter and number.node.sign is None
 
 
@@ -307,7 +307,7 @@ class _ById:
 
 
 def _frozen(value: Any) -> Any:
-    """`value`, to compare with what it is later: tensors by identity, lists as they are now."""
+    """`value` in a form to be compared later: tensors by identity, lists by their present items."""
     if isinstance(value, torch.Tensor):
         return _ById(value)
     if isinstance(value, (list, tuple)):
@@ -321,12 +321,12 @@ _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, fro
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one of Python's, and no truth value."""
+    """Whether it is a Python number, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is PyTorch's or Firstloss's."""
+    """Whether the optimizer is PyTorch's or Firstloss's."""
     return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
 
 
@@ -339,7 +339,7 @@ def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
 
 
 def _written(value: Any) -> bool:
-    """Whether the step has written to the tensor that stands for a number in a group."""
+    """Whether the step has written to the tensor in place of a number in a group."""
     return type(value) is DeferredTensor and value._storage.value.node is not None
 
 

@@ -16,7 +16,7 @@ ROLES = ("weights", "state", "gradients", "activations", "batch", "scratch")
 
 
 class PlannedArray(NamedTuple):
-    """An array that lives from step to step, or an argument.
+    """An array that persists from step to step, or an argument.
 
     Attributes:
         role: "weights", "state" (the optimizer's, and all else that a step changes), or "batch".
@@ -37,7 +37,7 @@ class PlannedArray(NamedTuple):
 
 @dataclass
 class PlannedPart:
-    """Segments that compute the same: layers, mostly.
+    """Identical segments: layers, mostly.
 
     Attributes:
         name: of the modules whose weights they read, numbers as `*`.
@@ -62,7 +62,7 @@ class PlannedPart:
 
 @dataclass
 class Seconds:
-    """A roofline: how long a step takes at least, by what is computed, what is read and written, and what is sent.
+    """A roofline: a lower bound of the time of a step, from computation, memory traffic and communication.
 
     Attributes:
         compute: all floating-point operations at the given rate.
@@ -119,7 +119,7 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on each device at the fullest moment."""
+        """Peak bytes on each device."""
         return sum(self.peak.values())
 
     @property
@@ -134,11 +134,11 @@ class StepPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """What a step's kernels read and write in each device's memory, as XLA fuses operations."""
+        """The memory traffic of a step's kernels on each device, as XLA fuses operations."""
         return sum(part.turns * part.work.memory_bytes for part in self.parts)
 
     def sent(self) -> list[Sent]:
-        """What each device sends at a step."""
+        """The bytes that each device sends at a step."""
         return [one for part in self.parts for one in part.work.sent * part.turns]
 
     def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
@@ -155,11 +155,11 @@ class StepPlan:
         return sorted(found.values(), key=lambda row: -row["sent"])
 
     def replicated(self) -> list[PlannedArray]:
-        """What is replicated along some axis, the largest first."""
+        """The arrays replicated along some axis, the largest first."""
         return sorted((one for one in self.held if one.whole and one.role != "batch"), key=lambda one: -one.bytes)
 
     def seconds(self, flop_rate: float, links: Mapping[str, float], memory_rate: float = math.inf) -> Seconds:
-        """How long a step takes at least.
+        """A lower bound of the time of a step.
 
         Args:
             flop_rate: floating-point operations that a device does in a second.
@@ -189,7 +189,7 @@ class StepPlan:
         return Seconds(self.flops / flop_rate, memory, by_axes, apart, overlapped, computing, each)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Everything as plain data."""
         return {
             "mesh": self.axes,
             "devices": self.devices,

@@ -96,7 +96,7 @@ class _Planner:
         return local_bytes(value.shape, value.dtype.itemsize, self._placed(value).spec, self._axes)
 
     def _reused(self, segment: Segment) -> set[Value]:
-        """What a segment makes in the memory of its arguments."""
+        """The results that a segment writes into the memory of its arguments."""
         function = self._functions[segment.function]
         return {segment.outputs[i] for i in function.result_order[: function.reused]}
 
@@ -119,7 +119,7 @@ class _Planner:
         )
 
     def _find_peak(self, plan: StepPlan) -> None:
-        """Go through the segments as a step does: what one makes lives until it has been read for the last time."""
+        """Go through the segments as a step does: a result lives until it has been read for the last time."""
         last_read = {value: n for n, segment in enumerate(self._segments) for value in segment.inputs}
         resident = {role: plan.bytes_of(role) for role in ("weights", "state", "batch")}
         live: dict[Value | int, int] = {}
@@ -146,7 +146,7 @@ class _Planner:
 
 
 class _Arrays:
-    """The arrays that live from step to step, and the arguments.
+    """The arrays that persist from step to step, and the arguments.
 
     Attributes:
         held: all of them.
@@ -238,7 +238,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def _name_of(weights: Sequence[str]) -> tuple[str, int]:
-    """What modules with these weights are called in a word, and how many layers they are."""
+    """A name for the modules with these weights, and how many layers they are."""
     tops = dict.fromkeys(_top(name) for name in weights)
     numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
     return ", ".join(tops) or "what reads no weights", max(len(numbers), 1)

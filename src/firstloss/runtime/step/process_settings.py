@@ -29,7 +29,7 @@ from ..guards.external_state import is_handling
 
 
 def _default_device() -> torch.device | None:
-    """What `torch.set_default_device` has been given; `torch.get_default_device` cannot tell None from the CPU."""
+    """The argument of `torch.set_default_device`; `torch.get_default_device` cannot tell None from the CPU."""
     context = getattr(global_device_context, "device_context", None)  # a thread has its own
     return None if context is None else context.device
 
@@ -99,7 +99,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 def settings() -> tuple:
-    """What is set now beside the modes; under others, a step's Python may do something else."""
+    """The present settings besides the modes, which a step's Python may read."""
     try:
         return tuple([read() for read, _ in _SETTINGS])
     except RuntimeError:  # PyTorch's, where precisions are set in its old way and in its new way
@@ -114,7 +114,7 @@ def _tried(read: Callable[[], Any]) -> Any:
 
 
 def modes() -> tuple:
-    """What is set now; under others a step is another step."""
+    """The present modes, which are part of the key of a compiled step."""
     regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
     return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
 
@@ -144,7 +144,7 @@ def refuse_watchers(name: str) -> None:
 
 
 class ModesLeft:
-    """What one traced step has set and not set back: at later calls no Python of the step's runs that would."""
+    """The settings that one traced step has changed and not restored: later calls set them."""
 
     def __init__(self) -> None:
         """To be made before the step is traced."""
@@ -157,7 +157,7 @@ class ModesLeft:
         self._left = [(write, after) for (_, write), before, after in found if after != before]
 
     def undo(self) -> None:
-        """As it was before the step was traced."""
+        """Restore the settings before the trace."""
         for (_, write), before, now in zip(_ALL, self._before, _all(), strict=True):
             if now != before:
                 write(before)

@@ -47,7 +47,7 @@ _MOST_FUNCTIONS = 10_000
 
 
 class Request(NamedTuple):
-    """A call of a step, for which a compiled one is looked for."""
+    """A call of a step, for which a compiled step is looked up."""
 
     step: Callable[..., Any]
     arguments: Arguments
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     again: bool = False  # it was traced already at this call, and some arguments have to be inputs themselves
 
     def roots(self) -> tuple:
-        """Where to begin to look for what the step's Python reads."""
+        """The roots of what the step's Python can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
     def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
@@ -88,7 +88,7 @@ class Request(NamedTuple):
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
     def _refuse_twice(self, around: TraceObserver) -> None:
-        """What the first trace of two has done to files is not undone, and the second may have read it."""
+        """The first of two traces may have changed files, and the second read them."""
         asked = around.guards.asked if self.again and around.guards is not None else ()
         for what, where in asked:
             raise TraceError(
@@ -99,7 +99,7 @@ class Request(NamedTuple):
 
 
 class CacheEntry:
-    """A compiled step, and the guards of the trace that it came from."""
+    """A compiled step, and the guards of its trace."""
 
     def __init__(self, step: CompiledStep, around: TraceObserver, seconds: float) -> None:
         assert around.guards is not None
@@ -119,12 +119,12 @@ class CacheEntry:
         self._checked = time.perf_counter()
 
     def changes(self) -> list[Change]:
-        """What has changed since it was traced, of what it reads."""
+        """What it reads and has changed since it was traced."""
         return self.guards.changes(self.step.traced.owners.move)
 
     @property
     def traced_each_time(self) -> str | None:
-        """Why it has to be traced at each call, if so."""
+        """Why it has to be traced at each call, if it has to."""
         if self.step.traced.retrace_reason is not None:
             return str(self.step.traced.retrace_reason)
         for held, what in self.guards.unwatchable.values():
@@ -140,7 +140,7 @@ class CacheEntry:
 
     @functools.cached_property
     def _too_large(self) -> str | None:
-        """What the user's own code reads that is too large to be compared at each call."""
+        """What user code reads that is too large to be compared at each call."""
         lines = self.guards.lines
         for name, what in self.guards.unwatched:
             line = lines.where_read(name, own=True)
@@ -155,20 +155,20 @@ class CacheEntry:
         return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether its Python can reach a module or an optimizer that holds one of these."""
+        """Whether its Python can reach a module or an optimizer with one of these."""
         held = [p for module in self.modules for p in parameters_of(module).values()]
         held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return not set(map(id, held)).isdisjoint(map(id, parameters))
 
     def check_is_due(self) -> bool:
-        """Whether to trace again although nothing is seen to have changed."""
+        """Whether to trace again although no guard has failed."""
         if self.uses == 1:
             return True
         return time.perf_counter() - self._checked > self.seconds / _CHECKING
 
 
 class CacheEntries:
-    """The compiled steps for one kind of call, each with what it was traced with; first the one that was used last."""
+    """The compiled steps for one kind of call, each with its guards; the last one used comes first."""
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self._check = bool(check)
@@ -184,7 +184,7 @@ class CacheEntries:
         return [known.step for known in self._known]
 
     def fits(self) -> bool:
-        """Whether there is one that does what the step's Python would do now."""
+        """Whether the guards of one of them hold."""
         self._fitting = None
         if not self._always:
             self._fitting = next((known for known in self._known if self._does_fit(known)), None)
@@ -201,7 +201,7 @@ class CacheEntries:
         return any(known.step.traced.reads(parameters) or known.reaches_owner_of(parameters) for known in self._known)
 
     def step(self, request: Request, alike: Sequence[CacheEntries] = ()) -> CompiledStep:
-        """The compiled step that does what the step's Python would do now; to be called after `fits`.
+        """The compiled step whose guards hold; to be called after `fits`.
 
         Args:
             alike: those for the same kind of call, traced with weights in another state.
@@ -224,7 +224,7 @@ class CacheEntries:
         return self._known[0].step
 
     def _trace(self, request: Request, alike: Sequence[CacheEntries]) -> CacheEntry:
-        """Trace the step, since none fits."""
+        """Trace the step, since the guards of none hold."""
         last = self._known[0] if self._known else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes()
@@ -260,7 +260,7 @@ class CacheEntries:
 
     @staticmethod
     def _meant(why: list[Change]) -> bool:
-        """Whether all that has changed is a module's mode: train() and eval() are meant to make another step of it."""
+        """Whether the only change is a module's mode: train() and eval() are meant to give another step."""
         return bool(why) and all(change.name == "training" for change in why)
 
     def _verify(self, known: CacheEntry, request: Request) -> CacheEntry:
@@ -322,7 +322,7 @@ ADVICE = (
 
 
 class Reports:
-    """Of one step, for one kind of call."""
+    """The warnings and errors of one step, for one kind of call."""
 
     def __init__(self, name: str, refuse: bool) -> None:
         """`refuse`: that the step does something else is an error."""
@@ -331,14 +331,14 @@ class Reports:
         self._told: set[str] = set()
 
     def parting(self, why: list[str], where: Parting | None) -> None:
-        """The step does something else, for these reasons."""
+        """The step behaves differently now, for these reasons."""
         text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
         if self._refuse:
             raise GraphChangedError(f"{text} {ADVICE}")
         _warn(f"{text} It is recompiled. {ADVICE}")
 
     def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
-        """What the step itself changes and reads, so that it has to be traced again."""
+        """What the step itself both changes and reads, so that it has to be traced again."""
         if all(change.what in self._told for change in own):
             return
         self._told.update(change.what for change in own)

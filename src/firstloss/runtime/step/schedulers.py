@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _SchedulerCall(NamedTuple):
-    """One that the step's Python has made."""
+    """A scheduler's step in the step's Python."""
 
     step: Callable[..., Any]  # of the scheduler's class
     scheduler: Any
@@ -31,11 +31,11 @@ class _SchedulerCall(NamedTuple):
     reads: int  # how often the step had read something of the scheduler before
 
     def waits(self) -> bool:
-        """Whether it asks for what the step computes, as `ReduceLROnPlateau` does."""
+        """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
         return any(type(value) is DeferredTensor for value in (*self.args, *self.kwargs.values()))
 
     def refuse_reads(self) -> NoReturn:
-        """Say that the step reads something of the scheduler after this."""
+        """Make later reads of the scheduler in the step an error."""
         raise TraceError(
             f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
             "step(), which runs in Python when the step has been run. Read it before, or outside of the traced "
@@ -44,7 +44,7 @@ class _SchedulerCall(NamedTuple):
 
 
 class Schedulers:
-    """The schedulers that step inside one trace."""
+    """The schedulers that step in one trace."""
 
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
@@ -53,7 +53,7 @@ class Schedulers:
 
     @contextmanager
     def watched(self, reads: Callable[[Any], int]) -> Iterator[None]:
-        """Inside, a scheduler's `step()` is noted, and does nothing.
+        """In the block, a scheduler's `step()` is recorded and does nothing.
 
         Args:
             reads: how often the step has read something of an object so far.
@@ -84,7 +84,7 @@ class Schedulers:
                     call.refuse_reads()
 
     def _spoil(self, scheduler: Any) -> None:
-        """From here on the step must not ask for what the scheduler sets."""
+        """From here on the step must not read what the scheduler sets."""
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
@@ -131,7 +131,7 @@ def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:
 
 
 class _SchedulerStep:
-    """A scheduler's step: done once, if it is interrupted and restarted, too."""
+    """A scheduler's step: done once, even if it is interrupted and restarted."""
 
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
         self._step = step
@@ -149,7 +149,7 @@ class _SchedulerStep:
 
 
 def _tables(scheduler: Any) -> Iterator[dict]:
-    """What a scheduler's step changes: its attributes, those of the schedulers within it, and parameter groups."""
+    """What a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
     yield vars(scheduler)
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _tables(inner)

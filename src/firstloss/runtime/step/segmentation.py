@@ -47,7 +47,7 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
 
 
 class Segmentation(NamedTuple):
-    """A traced step in segments.
+    """A traced step, cut into segments.
 
     Attributes:
         groups: what it is given and makes.
@@ -60,7 +60,7 @@ class Segmentation(NamedTuple):
 
 
 def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
-    """Cut a step, and find the shardings of what crosses the cuts."""
+    """Cut a step, and find the shardings of the values that cross the cuts."""
     program, mesh = traced.program, backend.mesh
     changed, _, (new, made, names) = groups = traced.groups
     apart = _apart(program, dict(zip(new, changed, strict=True)))
@@ -77,7 +77,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
 
 def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:
-    """Names of outputs that are the same Value as an input or another output: each gets an array of its own.
+    """Names of outputs that are the same Value as an input or another output: each needs an array of its own.
 
     Args:
         renewed: for outputs that are an input's new content, that input; it may be the old one.

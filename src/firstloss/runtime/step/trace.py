@@ -89,7 +89,7 @@ _OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name"
 
 
 class TracedStep:
-    """A step, and the compiled ones for the kinds of calls that it has met.
+    """A step, and its compiled steps by kind of call.
 
     Other attributes are the function's own: its Python may count in them, as in a function that is not traced.
     """
@@ -187,7 +187,7 @@ class TracedStep:
         return self._trials.how() if self._trials is not None else "eager"
 
     def program(self) -> Program:
-        """The Program executed last."""
+        """The last Program that was executed."""
         latest = None if self._cache is None else self._cache.latest
         if latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")

@@ -17,7 +17,7 @@ from ..guards.sources import GuardSources, generators, restore_generators
 
 
 class TraceObserver:
-    """Made before a trace, and asked when it has ended.
+    """Created before a trace, and asked after it.
 
     Attributes:
         noted: whether the code that ran was to be noted.
@@ -37,7 +37,7 @@ class TraceObserver:
         self.noted = profile
 
     def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
-        """What the step has changed in Python; from here on there are guards.
+        """What the step has changed in Python. From here on there are guards.
 
         Args:
             weights: the ids of the backend's weights.
@@ -52,11 +52,11 @@ class TraceObserver:
         return effects
 
     def restore(self, left: Reconstructor) -> None:
-        """A step that could not be traced leaves nothing behind."""
+        """Undo all changes of a step that could not be traced."""
         Effects(self.snapshot, None, left).undo()
 
     def put_back(self) -> bool:
-        """Likewise, what is in arrays, buffers, the environment, generators; whether nothing else has changed."""
+        """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment)
         restore_generators(self._generators)
         return put_back(self.snapshot)

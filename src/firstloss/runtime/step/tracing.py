@@ -36,7 +36,7 @@ from .trace_observer import TraceObserver
 
 
 class Shared(Exception):
-    """The step meets some of its arguments in another way as well: they have to be inputs themselves.
+    """The step uses some of its arguments in another way as well: they have to be inputs themselves.
 
     Attributes:
         leaves: their numbers.
@@ -75,13 +75,13 @@ def trace_step(
 
 
 def abandon(traced: TracedProgram, around: TraceObserver) -> None:
-    """It is not what it should be: nothing of the trace is left behind."""
+    """The trace is not usable: undo all its changes."""
     _undo(traced)
     around.put_back()
 
 
 class _Trace:
-    """One trace, from its beginning to its end."""
+    """One trace, from start to end."""
 
     def __init__(self, name: str, backend: Backend, around: TraceObserver) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class _Trace:
     def _run(
         self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[TracedArguments, list[Any], Exception | None]:
-        """Run the step's Python; what it returns (in a list, to be emptied), or raises."""
+        """Run the step's Python; returns its result (in a list, to be emptied), or what it raises."""
         snapshot, recording = self._around.snapshot, self._around.recording
         itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
         if itself:  # an optimizer's, perhaps
@@ -206,7 +206,7 @@ class _Trace:
         )
 
     def undo(self) -> None:
-        """A step that could not be traced leaves nothing behind."""
+        """Undo all changes of a step that could not be traced."""
         if self.effects is None:
             self._around.restore(Reconstructor(lambda tensor: False, self._around.snapshot.holds))
         _undo(self)
@@ -231,7 +231,7 @@ def _undo(traced: _Undoable) -> None:
 
 
 def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
-    """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
+    """Lets a tensor keep the memory that it viewed when the weight was given other memory."""
 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
@@ -254,7 +254,7 @@ def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Ite
 
 
 class Groups(NamedTuple):
-    """What a step's execution is given and makes.
+    """The inputs and outputs of a step's execution.
 
     Attributes:
         state: the inputs that the step changes.
@@ -269,7 +269,7 @@ class Groups(NamedTuple):
 
 @dataclass(eq=False)
 class TracedProgram:
-    """What `trace_step` makes of a step.
+    """The result of `trace_step`.
 
     Attributes:
         name: the step's.
@@ -311,14 +311,14 @@ class TracedProgram:
 
     @functools.cached_property
     def groups(self) -> Groups:
-        """What its execution is given and makes."""
+        """The inputs and outputs of its execution."""
         changed = list(self.owners.changed)
         new = [f"new{i}" for i in range(len(changed))]
         return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
 
     @property
     def retrace_reason(self) -> str | None:
-        """Why it has to be traced at each call, if so."""
+        """Why it has to be traced at each call, if it has to."""
         return (
             self.trace.retrace_reason
             or self.optimizers.state.counts
@@ -327,11 +327,11 @@ class TracedProgram:
         )
 
     def does_the_same(self, other: TracedProgram) -> bool:
-        """Whether two compute the same from the same: the compiled step of one will do for the other."""
+        """Whether both compute the same from the same inputs, so that one's executable serves the other."""
         return self._signature() == other._signature() and parting(self.program, other.program) is None
 
     def _signature(self) -> tuple:
-        """What goes in and comes out, beside the Program."""
+        """Its inputs and outputs."""
         return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
 
     def reads_other_tensors(self, other: TracedProgram) -> bool:
@@ -344,7 +344,7 @@ class TracedProgram:
         return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors` goes in, or its gradient."""
+        """Whether one of `tensors`, or its gradient, is an input."""
         return self.owners.reads(tensors)
 
     def outdated(self) -> bool:
