@@ -500,7 +500,7 @@ def test_a_file_is_found_at_the_second_call(tmp_path):
         assert step(X).tolist() == [2.0, 4.0]
     texts = [str(warning.message) for warning in told]
     assert re.search(r"aten.mul.* before, aten.mul.* now.*torch.where", texts[0], re.DOTALL)
-    assert re.search(r"is traced at each call.*test_changes.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
+    assert re.search(r"is traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
 
 
 def test_what_nobody_has_thought_of_is_found_as_time_permits(monkeypatch):
@@ -566,7 +566,7 @@ def test_a_new_shape_is_padded():
     for n in (4, 3, 1, 4):
         torch.testing.assert_close(torch.tensor(quiet(step, rows(n))[0]), loss(rows(n)))
     assert traces(step) == 1
-    with pytest.warns(GraphChangeWarning, match="anew"):
+    with pytest.warns(GraphChangeWarning, match="recompiled"):
         torch.testing.assert_close(step(rows(6)).clone(), loss(rows(6)))
     for n in (8, 5, 3):  # 6 was rounded up to 8
         torch.testing.assert_close(torch.tensor(quiet(step, rows(n))[0]), loss(rows(n)))
