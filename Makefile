@@ -102,7 +102,7 @@ $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
 	@touch $@
 
 # The editable install builds the optional C kernels beside their source, where there is a compiler.
-$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/*/*.[ch] src/firstloss/*/*/*.c)
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/*/*.[ch] src/firstloss/*/*/*.[ch])
 	$(PIP) -c $(VENV)/torch.txt -r requirements/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -33,6 +33,11 @@ setup(
         Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, **XLA),
         Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
         Extension("firstloss.runtime.device._pages", ["src/firstloss/runtime/device/_pages.c"], optional=True),
-        Extension("firstloss.runtime.guards._guards", ["src/firstloss/runtime/guards/_guards.c"], optional=True),
+        Extension(
+            "firstloss.runtime.guards._guards",
+            ["src/firstloss/runtime/guards/_guards.c"],
+            depends=["src/firstloss/runtime/guards/_recording.h"],
+            optional=True,
+        ),
     ]
 )

@@ -5,7 +5,7 @@
 Ways: `one` constructs on one process, and is what the others are measured against; `eager` does so on a rank, and
 shards (one rank is run, and counted as often as there are ranks: together they would not fit into memory); `meta`
 constructs on the meta device, `fully_shard`s, `to_empty`s and calls `_init_weights`; `firstloss` is the same script
-with `fl.deferred()` in the place of meta and no `_init_weights`. Weights are bfloat16. Imports are left out.
+with `fl.deferred()` in place of meta and no `_init_weights`. Weights are bfloat16. Imports are left out.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def placed(way, fields):
         model = construct(way, fields, backend)
         fl.compile(model, backend)
         for parameter in model.parameters():
-            parameter._store.resident.array()
+            parameter._storage.resident.array()
         done.set()
         watcher.join()
         peak = harness.peak() - before

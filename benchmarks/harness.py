@@ -22,8 +22,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from firstloss import heap
-
 # With these in the environment each array is a mapping of its own, and goes back to the system when it is freed: what
 # is resident is what is held.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -92,9 +90,12 @@ def in_child(
     """
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
-    if environment is None:
-        environment = {} if args.fresh else heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP)
-    return json.loads(output_of(command, environment).splitlines()[-1])
+    if environment is None and not args.fresh:
+        # Here, so that what uses the rest of this file (`make replay`) runs on any version of the sources.
+        from firstloss import malloc_settings as malloc
+
+        environment = malloc.environment(malloc.HUGE_PAGES, malloc.KEPT, malloc.ONE_HEAP)
+    return json.loads(output_of(command, environment or {}).splitlines()[-1])
 
 
 def output_of(command: Sequence[str], environment: dict[str, str] | None = None) -> str:

@@ -4,7 +4,7 @@
 
 Ways: `from_pretrained` under `fl.deferred()`, then `fully_shard` and `materialize_module`; `from_pretrained`, then
 `fully_shard`; construction on meta, `fully_shard`, `to_empty` and a distributed checkpoint; the same with
-`fl.deferred()` in the place of meta. Imports are left out; what the ranks hold is compared, bit for bit, afterwards.
+`fl.deferred()` in place of meta. Imports are left out; what the ranks hold is compared, bit for bit, afterwards.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Activations are the tensors that autograd keeps for the backward pass, counted once each in an eager run of the same
 step. Gradients take their place while it goes on, so what a step has to hold beside parameters and state is the larger
 of the two. Measured is the peak of the process's resident memory, reset by Linux before each phase, against what it had
-before the model: what the libraries and the compiler hold by then is not counted, and told apart. The heap is as users
-have it (`firstloss.heap.map_arrays`); one that gives back all that is freed, and glibc's own, are rows beside it.
+before the model: what the libraries and the compiler hold by then is not counted, and distinguished. The heap is as
+users have it (`firstloss.malloc_settings.map_arrays`); one that gives back all that is freed, and glibc's own, are rows
+beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def child(side, args):
         model, optimizer, step = prepare(backend, fields)
         harness.reset_peak()
         for parameter in model.parameters():
-            parameter._store.resident.array()
+            parameter._storage.resident.array()
         found = {"placement": harness.peak() - before}
         step(batch)
         wait(model)
@@ -104,7 +105,7 @@ def needed(model, batch):
 def wait(model):
     """Until the last step is through: its loss is there before its backward pass."""
     for parameter in model.parameters():
-        parameter._store.resident.array().block_until_ready()
+        parameter._storage.resident.array().block_until_ready()
 
 
 def live(model, optimizer):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import harness
-from firstloss import heap
+from firstloss import malloc_settings
 
 NAME = "steps per second of what is compiled"
 GOAL = "at least as fast as the Flax NNX program"
@@ -77,7 +77,13 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP), **os.environ, "PYTHONPATH": path},
+            env={
+                **malloc_settings.environment(
+                    malloc_settings.HUGE_PAGES, malloc_settings.KEPT, malloc_settings.ONE_HEAP
+                ),
+                **os.environ,
+                "PYTHONPATH": path,
+            },
         )
         self.first = self._answer()
         self._steps = 1
@@ -168,7 +174,7 @@ def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], 
     def wait(loss: Any) -> float:
         if side == "firstloss":  # the loss is there before the backward pass
             for parameter in model.parameters():
-                parameter._store.resident.array().block_until_ready()
+                parameter._storage.resident.array().block_until_ready()
         return loss.item()
 
     return lambda: run(*batch), wait

@@ -16,7 +16,7 @@ import time
 from statistics import median
 
 from benchmarks import harness, models
-from firstloss import heap
+from firstloss import malloc_settings
 
 NAME = "steps per second of a Llama with AdamW, traced, against the same step called as a jitted JAX function"
 GOAL = "97%"
@@ -55,7 +55,7 @@ def traced(fields, batch, backend):
 
     def wait(_):
         for parameter in model.parameters():
-            parameter._store.resident.array().block_until_ready()
+            parameter._storage.resident.array().block_until_ready()
 
     return lambda: step(batch), wait
 
@@ -65,7 +65,7 @@ def called(fields, batch, backend, whole):
     import jax
 
     from firstloss.lower import segments
-    from firstloss.runtime.jaxlib import x64
+    from firstloss.runtime.jax_support import x64
 
     least = segments._SAVED
     try:
@@ -109,7 +109,7 @@ def timed(step, wait, count):
 
 
 def measure(args):
-    environment = heap.environment(heap.HUGE_PAGES, heap.KEPT)
+    environment = malloc_settings.environment(malloc_settings.HUGE_PAGES, malloc_settings.KEPT)
     runs = harness.interleaved(
         tuple(SIZES), args.rounds, lambda side: harness.in_child("traced_loop", side, args, environment)
     )

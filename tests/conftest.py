@@ -104,8 +104,10 @@ def quick_compiles(request, compile_cache, monkeypatch):
         monkeypatch.setattr(compiler, "get_compile_options", as_users)
         monkeypatch.setenv("XLA_FLAGS", FLAGS)
     # If it was never imported, nothing has been compiled that could be found.
-    if "firstloss.runtime.jaxlib" in sys.modules and not marked("own_compile_cache"):
-        jaxlib = importlib.import_module("firstloss.runtime.jaxlib")  # waits for a thread that is importing it still
+    if "firstloss.runtime.jax_support" in sys.modules and not marked("own_compile_cache"):
+        jaxlib = importlib.import_module(
+            "firstloss.runtime.jax_support"
+        )  # waits for a thread that is importing it still
         use = jaxlib.use_compilation_cache
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
     if "firstloss.runtime.step.executable_cache" in sys.modules and not marked("own_compile_cache"):
@@ -175,3 +177,11 @@ def traced(monkeypatch):
 
     monkeypatch.setattr(tracing, "trace_step", counted)
     return found
+
+
+@pytest.fixture
+def float64():
+    """float64 by default, in which the losses of two ways to compute them differ by rounding alone."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

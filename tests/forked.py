@@ -222,7 +222,7 @@ def import_all(jax: bool = True) -> None:
 
     if jax:
         importlib.import_module("jax")
-    for name in ("torch.distributed.tensor", "numpy", "firstloss.trainer", "firstloss.runtime.compiled"):
+    for name in ("torch.distributed.tensor", "numpy", "firstloss.trainer", "firstloss.runtime.compiled_model"):
         importlib.import_module(name)
     # What the first step, or the first optimizer, would import: a second of each process's time.
     for name in ("torch._dynamo", "firstloss.runtime.step.compiling", "firstloss.runtime.step.cache"):

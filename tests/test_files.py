@@ -5,11 +5,11 @@ import stat
 
 import pytest
 
-from firstloss.files import written_aside
+from firstloss.files import atomic_write
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
-    with written_aside(tmp_path / "a", "w") as file:
+    with atomic_write(tmp_path / "a", "w") as file:
         file.write("ü")
         assert not (tmp_path / "a").exists()
     assert (tmp_path / "a").read_bytes() == "ü".encode()
@@ -18,7 +18,7 @@ def test_the_file_appears_when_the_block_ends(tmp_path):
 
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(KeyError), written_aside(tmp_path / "a") as file:
+    with pytest.raises(KeyError), atomic_write(tmp_path / "a") as file:
         file.write(b"new")
         raise KeyError
     assert (tmp_path / "a").read_bytes() == b"old"
@@ -27,14 +27,14 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_a_target_that_is_a_folder_leaves_nothing_behind(tmp_path):
     (tmp_path / "a").mkdir()
-    with pytest.raises(OSError), written_aside(tmp_path / "a") as file:
+    with pytest.raises(OSError), atomic_write(tmp_path / "a") as file:
         file.write(b"new")
     assert os.listdir(tmp_path) == ["a"]
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
-    with written_aside(tmp_path / "aside") as file:
+    with atomic_write(tmp_path / "aside") as file:
         file.write(b"")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "aside")}
     assert len(modes) == 1
@@ -43,6 +43,6 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
 def test_a_link_is_written_through(tmp_path):
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with written_aside(tmp_path / "link") as file:
+    with atomic_write(tmp_path / "link") as file:
         file.write(b"new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"

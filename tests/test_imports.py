@@ -24,9 +24,9 @@ COMMON = {
     "timeline_picture",
     "c_library",
     "files",
-    "heap",
-    "switching",
-    "uncollected",
+    "malloc_settings",
+    "switch_interval",
+    "gc_pause",
     "undo",
     "dependencies",
     "settings",
@@ -213,7 +213,7 @@ def test_nor_do_imports_for_the_type_checker():
 
 
 # Attributes of deferred tensors that the package shares: other names of a tensor are PyTorch's, or a user's.
-OF_TENSORS = {"_store", "_ref"}
+OF_TENSORS = {"_storage", "_ref"}
 # An attribute of JAX's that is called as one of ours, and the C module that the file stands for.
 NOT_OURS = {"compat.jax_names": {"_params"}, "runtime.guards.native": {"_guards"}}
 
@@ -252,9 +252,9 @@ def test_private_names_stay_in_their_files(name):
 
 
 def test_the_checks_see_what_they_are_for(monkeypatch):
-    assert ("runtime.mesh.placement", "engine.run") in {(m, to) for m in modules() for to in graph()[m]}
+    assert ("runtime.mesh.sharded_weights", "engine.cpu_engine") in {(m, to) for m in modules() for to in graph()[m]}
     assert any(to == "init.stablehlo.module" for to, _ in imports("init.init_program")), "a lazy import"
-    assert ("runtime.device.buffer", "runtime.mesh.arrays") in {(m, to) for m in modules() for to in graph()[m]}
+    assert ("runtime.device.buffer", "runtime.mesh.sharded_arrays") in {(m, to) for m in modules() for to in graph()[m]}
     rooms = [inner_room(name) for name in ("runtime.device.buffer", "runtime.guards", "runtime.backend", "runtime")]
     assert rooms == ["device", "guards", "", ""]
     assert "trainer.trainer" not in graph()["trainer.callback"], "an import for the type checker alone"

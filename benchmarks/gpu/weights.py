@@ -95,7 +95,11 @@ def probe(tiny: bool) -> dict[str, Any]:
         from firstloss.gpu import probe as tried
 
         kinds = [(n, d) for n in ("uniform", "normal") for d in (torch.float32, torch.bfloat16, torch.float16)]
-        return {"alike": {f"cpu {n} {d}": tried.cpu_kind_is_known(n, d) for n, d in kinds}, "refused": {}, "ok": True}
+        return {
+            "alike": {f"cpu {n} {d}": tried.cpu_type_is_supported(n, d) for n, d in kinds},
+            "refused": {},
+            "ok": True,
+        }
     from firstloss.gpu import probe as tried
 
     index = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""Parts compiled from C, which are beside the modules that use them: shared libraries, called through ctypes.
+"""Load the shared libraries that are compiled from C, each beside the module that uses it, through ctypes.
 
 All are optional: `setup.py` builds them where there is a C compiler.
 """

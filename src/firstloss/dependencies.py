@@ -1,4 +1,4 @@
-"""Optional dependencies: an error that says what to install, in the place of Python's own."""
+"""Optional dependencies: errors that say what to install."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def install(extra: str) -> str:
 
 
 def _place() -> str:
-    """What pip is to be given in the place of the package's name."""
+    """What pip is to be given in place of the package's name."""
     try:
         text = importlib.metadata.distribution("firstloss").read_text("direct_url.json")
         came = json.loads(text) if text else {}

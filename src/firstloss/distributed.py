@@ -1,4 +1,4 @@
-"""How many devices a run takes, and tensors that several processes share."""
+"""`firstloss.distributed`: the processes and devices of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def initialize(
     timeout: int = 120,
     heartbeat: int = 10,
 ) -> int:
-    """Join the processes that train together, before the backend is made: `jax.distributed.initialize`, from what
+    """Join the processes of the run, before the backend is made: `jax.distributed.initialize`, from what
     torchrun, SLURM or an indexed Kubernetes Job has left in the environment.
 
     Examples:
@@ -41,11 +41,11 @@ def initialize(
         BackendError: if what the launcher says is incomplete, or if some processes have other versions of Firstloss,
             JAX, PyTorch or Python than process 0.
     """
-    from .runtime.mesh.launchers import Launch, launch_of
+    from .runtime.mesh.launchers import LaunchedProcess, launch_of
 
     given = (coordinator, count, index)
     if coordinator is not None and count is not None and index is not None:
-        launch: Launch | None = Launch("fl.distributed.initialize", coordinator, count, index)
+        launch: LaunchedProcess | None = LaunchedProcess("fl.distributed.initialize", coordinator, count, index)
     elif any(part is not None for part in given):
         raise BackendError("fl.distributed.initialize takes the coordinator, the count and the index, or none of them.")
     else:
@@ -53,7 +53,7 @@ def initialize(
     if launch is None or launch.processes == 1:
         return 1
     from . import __version__
-    from .runtime.mesh.join import join
+    from .runtime.mesh.initialize import join
 
     join(launch, __version__, timeout, heartbeat)
     return launch.processes
@@ -63,7 +63,7 @@ def initialize(
 
 
 def get_ordinal() -> int:
-    """The number of this process among those that train together, from 0.
+    """The number of this process, from 0.
 
     Returns:
         0 where there is one process.
@@ -174,12 +174,12 @@ def global_batch(batch: Any) -> Any:
     if backend.mesh is None:
         raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
     from .runtime.device.tensors import resident
-    from .runtime.mesh.arrays import put_parts
-    from .runtime.structures import flatten
+    from .runtime.mesh.sharded_arrays import put_shards
+    from .runtime.pytrees import flatten
 
     mesh = backend.mesh
     leaves, spec = flatten(batch)
-    put = [resident(put_parts(leaf, mesh)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    put = [resident(put_shards(leaf, mesh)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return pytree.tree_unflatten(put, spec)
 
 
@@ -199,4 +199,4 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if not on_backend(tensor):
         return tensor.detach().clone()
 
-    return tensor._ref().view(tensor._store.resident.gathered()).clone()
+    return tensor._ref().view(tensor._storage.resident.gathered()).clone()

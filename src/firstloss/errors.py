@@ -64,7 +64,7 @@ class GraphChangedError(TraceError):
 
 
 class GraphChangeWarning(UserWarning):
-    """A traced step does something else than before, or has met a new kind of batch: it is traced or compiled anew."""
+    """A traced step does something else than before, or has met a new kind of batch: it is retraced or recompiled."""
 
 
 class EagerStepWarning(UserWarning):
@@ -112,7 +112,7 @@ class BackendError(FirstlossError, ValueError):
 
 
 class ProcessLostError(FirstlossError, RuntimeError):
-    """Another of the processes that train together has ended, or cannot be reached any more."""
+    """Another of the processes of the run has ended, or cannot be reached any more."""
 
 
 class SettingError(FirstlossError, AttributeError):

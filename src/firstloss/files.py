@@ -36,7 +36,7 @@ def placed(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 @contextmanager
-def written_aside(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO]:
+def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO]:
     """As `placed`, with the temporary file open and synced at the end; `mode` is `"wb"` or `"w"` (UTF-8)."""
     with placed(path) as aside:
         # Opened by its plain name rather than with tempfile, so that it gets the permissions any new file would get.

@@ -1,4 +1,4 @@
-"""Settings objects in which a misspelt name is an error: nothing is accepted and ignored."""
+"""Settings objects that reject misspelt names."""
 
 from __future__ import annotations
 

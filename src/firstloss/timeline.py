@@ -1,4 +1,4 @@
-"""When things happened on the way to the first loss: named spans on named tracks, and what draws them.
+"""A timeline of the way to the first loss: named spans on named tracks.
 
 Every room records what it does with `with timeline.span("trace"):`; the process keeps one current timeline, and
 `with timeline.record() as t:` puts a fresh one in its place for a while. Times are seconds since the process
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .files import written_aside
+from .files import atomic_write
 
 FIRST_LOSS = "first loss"
 """The mark that ends the road."""
@@ -33,7 +33,7 @@ class Span:
 
     Attributes:
         name: of the phase.
-        track: the row that it stands in.
+        track: the row it belongs to.
         start: in seconds since the process started.
         end: in seconds since the process started.
     """
@@ -62,7 +62,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PhaseRow:
     """One phase in a table.
 
     Attributes:
@@ -128,7 +128,7 @@ class Timeline:
 
         Args:
             name: of the phase.
-            track: the row that it stands in; by default the thread's name.
+            track: the row it belongs to; by default the thread's name.
 
         Yields:
             None, once; to be used in a `with` statement.
@@ -146,7 +146,7 @@ class Timeline:
             name: of the phase.
             start: in seconds since `self.start`.
             end: the same; by default now.
-            track: the row that it stands in; by default the thread's name.
+            track: the row it belongs to; by default the thread's name.
 
         Returns:
             The span.
@@ -203,7 +203,7 @@ class Timeline:
         """
         return _union((span.start, span.end) for span in self.spans if span.name == name)
 
-    def table(self) -> list[Row]:
+    def table(self) -> list[PhaseRow]:
         """One row per phase.
 
         Returns:
@@ -212,7 +212,7 @@ class Timeline:
         begins: dict[str, float] = {}
         for span in self.spans:
             begins.setdefault(span.name, span.start)
-        return [Row(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
+        return [PhaseRow(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
 
     def to_dict(self) -> dict[str, Any]:
         """The spans and marks as plain data, for `from_dict`, in another process too.
@@ -258,7 +258,7 @@ class Timeline:
         events = _trace_events(self, 1, name)
         if other is not None:
             events += _trace_events(other, 2, other_name)
-        with written_aside(path, "w") as file:
+        with atomic_write(path, "w") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, indent=1)
             file.write("\n")
 
@@ -357,7 +357,7 @@ def span(name: str, track: str | None = None):
 
     Args:
         name: of the phase.
-        track: the row that it stands in; by default the thread's name.
+        track: the row it belongs to; by default the thread's name.
     """
     return _current.span(name, track)
 

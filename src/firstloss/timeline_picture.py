@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .files import written_aside
+from .files import atomic_write
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
 _COLOURS = {
     "import": "#999999",
     "construct": "#E69F00",
@@ -55,7 +55,7 @@ def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: 
     axes[-1].set_xlabel("seconds since the process started", color=_INK)
     axes[-1].tick_params(axis="x", bottom=True, labelbottom=True)
     figure.suptitle(title or headline(groups), fontsize=13, fontweight="bold", color=_INK)
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         canvas.figure.savefig(file, format="png", dpi=150, facecolor="white")
 
 

@@ -1,4 +1,4 @@
-"""What a block has changed is changed back when it ends, whatever interrupts it and wherever."""
+"""Undo stack: what a block has changed is restored when it ends, even when it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_cuda_draw.py in a process of its own: capture for a GPU of which only the figures are there."""
+"""Run by test_cuda_random_ops.py in a process of its own: capture for a GPU of which only the figures are there."""
 
 import sys
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import cuda_draw
-from firstloss.rng.cuda_layout import Device, advance
+from firstloss.capture import random_ops
+from firstloss.rng.cuda_layout import GpuProperties, advance
 
 
 class Generator:
@@ -28,13 +28,13 @@ class Generator:
         self.offset = offset
 
 
-H100 = Device(132, 2048)
+H100 = GpuProperties(132, 2048)
 own = Generator(5)
 torch.cuda._lazy_init = lambda: None
 torch.cuda.current_device = lambda: 0
 torch.cuda.default_generators = (Generator(3),)
-cuda_draw.gpu = lambda index: H100
-cuda_draw.layout_is_known = lambda index: True
+random_ops.gpu = lambda index: H100
+random_ops.layout_is_supported = lambda index: True
 
 with fl.deferred(), torch.device("cuda"):
     module = nn.Sequential(nn.Embedding(5000, 700), nn.Linear(700, 300), nn.LayerNorm(300))
@@ -51,7 +51,7 @@ rows = {row.weight: row for row in fl.init_program(module).report().rows}
 assert rows["0.weight"].position == offsets[3] and rows["0.weight"].dead_fills == 1, rows["0.weight"]
 assert [rows[name].position for name in ("1.weight", "1.bias", "2.weight")] == [offsets[1], offsets[2], None]
 assert module[1].weight.device.type == "cuda" and fl.is_deferred(module)
-draw = half._store.value.node.draw
+draw = half._storage.value.node.draw
 assert draw.stream.seed == 3 and draw.position.words == offsets[4]
 state = draw.stream.state_at(draw.position)
 assert state.view("<i8").tolist() == [3, offsets[4]]

@@ -11,8 +11,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
+from firstloss.engine.cpu_engine import materialize_values
 from firstloss.engine.reader import Reader
-from firstloss.engine.run import materialize_values
 from firstloss.rng import counter, native_counter
 from firstloss.rng.counter_stream import CounterStream
 
@@ -90,7 +90,7 @@ def test_order_threads_and_kernels_change_nothing(kernels):
 def test_a_big_fill_in_pieces(threads):
     count = (1 << 19) + 77
     found = capture(lambda: torch.empty(count).normal_(1.0, 0.1))
-    value = found._store.value
+    value = found._storage.value
     (buffer,) = materialize_values([value], num_threads=threads).values()
     assert np.array_equal(buffer.numpy(), counter.normal(SEED, 0, 0, count, 1.0, 0.1))
     del found
@@ -100,7 +100,7 @@ def test_a_big_fill_in_pieces(threads):
 @pytest.mark.parametrize("kind", ["normal_", "uniform_"])
 def test_slices_are_the_wholes(kind, dtype):
     found = capture(lambda: getattr(torch.empty(5000, dtype=dtype), kind)())
-    value = found._store.value
+    value = found._storage.value
     whole = fl.materialize_tensor(found)
     reader = Reader(lambda value: pytest.fail("made whole"))
     for begin, end in ((0, 5000), (1, 2), (17, 4999), (4990, 5000), (2503, 2507)):

@@ -195,7 +195,7 @@ def test_past_the_front_door():
     """As C++ comes: autograd has noted the tensors before it is known that they are needed."""
 
     def use(model):
-        first_use.close_door()
+        first_use.disable_first_use()
         losses, parameters, buffers = train(model, foreach=True)
         return buffers  # other kernels in the first step: PyTorch's C++ takes others for subclasses of tensors
 
@@ -205,7 +205,7 @@ def test_past_the_front_door():
 
 def test_no_gradient_is_lost_past_the_front_door():
     def use(model):
-        first_use.close_door()
+        first_use.disable_first_use()
         model(TOKENS).backward()
         model(TOKENS).backward()
         return [p.grad for p in model.parameters()]
@@ -219,11 +219,13 @@ class Mean(nn.Module):
 
 
 def test_nothing_is_computed_twice(monkeypatch):
-    from firstloss.capture import realize
+    from firstloss.capture import materialize_tensors
 
     made = []
-    real = realize.materialize_values
-    monkeypatch.setattr(realize, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a))
+    real = materialize_tensors.materialize_values
+    monkeypatch.setattr(
+        materialize_tensors, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a)
+    )
     model = fl.deferred_init(Model)
     with pytest.warns(NotMaterializedWarning):
         train(model)

@@ -62,7 +62,7 @@ def test_the_demo_from_end_to_end(tmp_path, capfd):
 
 @pytest.fixture
 def fake_jobs(monkeypatch):
-    """Puts scripted jobs in the place of the processes; returns the losses that they tell, to be changed."""
+    """Puts scripted jobs in place of the processes; returns the losses that they tell, to be changed."""
     losses = {way: [5.0, 4.0] for way in demo.TITLES}
 
     def job(way, args, scratch):

@@ -63,7 +63,7 @@ def read_rows() -> dict[tuple[str, str], Row]:
 
 
 def keep(file: str, way: str, outcomes: dict[str, dict[str, Any]], of: str) -> None:
-    """Put outcomes in the places of the last ones."""
+    """Put outcomes in place of the last ones."""
     rows = read_rows()
     versions = {package: importlib.metadata.version(package) for package in ("torch", "jax")}
     run = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"

@@ -63,7 +63,7 @@ class TestOwn(TestCase):
         if type(torch.nn.Linear(2, 2)(torch.ones(1, 2))).__name__ == "DeferredTensor":
             os._exit(3)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-        if hasattr(optimizer.param_groups[0]["params"][0], "_store"):
+        if hasattr(optimizer.param_groups[0]["params"][0], "_storage"):
             os._exit(3)
 
 

@@ -16,14 +16,9 @@ import firstloss as fl
 import firstloss.cstorch as cstorch
 from firstloss.errors import OptimizerError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def problem():

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine.cuts import Box, cut_dimension
 from firstloss.engine.native_check import bfloat16_trusted, trusted
 from firstloss.engine.reader import Reader
+from firstloss.engine.splits import Box, cut_dimension
 
 needs_kernel = pytest.mark.skipif(
     not trusted(),
@@ -78,7 +78,7 @@ def test_one_stretch_goes_on_where_the_last_ended():
 @pytest.mark.parametrize(
     "make, rows",
     [
-        (lambda: torch.empty(33, 33).normal_(), (16, 33)),  # ends in a ragged fill, whose last 16 are made anew
+        (lambda: torch.empty(33, 33).normal_(), (16, 33)),  # ends in a ragged fill, whose last 16 are recreated
         (lambda: torch.empty(33, 33).normal_(), (1, 17)),  # begins amid a group of 16
         (lambda: torch.empty(32, 32).normal_().mul_(2), (0, 16)),  # more than a fill
         (lambda: torch.empty(32, 32, dtype=torch.float64).normal_(), (0, 16)),

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss.engine.cpu_engine import make_whole
 from firstloss.engine.reader import Reader, Wholes
-from firstloss.engine.run import make_whole
 from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
 
@@ -138,7 +138,7 @@ def both(make):
 @given(data=st.data())
 def test_a_window_is_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
-    value = tensor._store.value
+    value = tensor._storage.value
     reader = Reader(refuse if name in CUTTABLE else Wholes(make_whole))
     for _ in range(3):
         begin = data.draw(st.integers(0, value.numel))
@@ -152,7 +152,7 @@ def test_a_window_is_the_slice_of_the_whole(name, data):
 def test_all_of_a_value(name):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     out = torch.empty_like(expected)
-    Reader(Wholes(make_whole)).make(tensor._store.value, out)
+    Reader(Wholes(make_whole)).make(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
@@ -188,20 +188,20 @@ def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
 
     def watched(value, begin, end, out):
         nonlocal longest
-        if value is tensor._store.value:
+        if value is tensor._storage.value:
             longest = max(longest, end - begin)
         window(value, begin, end, out)
 
     monkeypatch.setattr(reader, "window", watched)
     out = torch.empty(100, 12)
-    reader.make(shard._store.value, out)
+    reader.make(shard._storage.value, out)
     assert torch.equal(out, expected[:, 12:24])
     assert 0 < longest <= 1000
 
 
 def test_consecutive_windows_need_one_jump(monkeypatch):
     _, tensor = both(lambda: normal(1 << 20))
-    value = tensor._store.value
+    value = tensor._storage.value
     reader = Reader(refuse)
     stream = type(value.node.draw.stream)
     real, seeks = stream.state_at, []
@@ -219,13 +219,13 @@ def test_consecutive_windows_need_one_jump(monkeypatch):
 def test_joined_parts_are_made_without_the_whole():
     expected, tensor = both(joined)
     out = torch.empty_like(expected)
-    Reader(refuse).make(tensor._store.value, out)
+    Reader(refuse).make(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
 def test_a_read_of_other_bits_is_of_the_whole():
     expected, tensor = both(lambda: normal((8, 8)))
-    value = tensor._store.value
+    value = tensor._storage.value
     out = torch.empty(8, 8, dtype=torch.int32)
     Reader(Wholes(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
     assert torch.equal(out, expected.view(torch.int32))
@@ -237,7 +237,7 @@ def test_an_edited_constant_is_an_error():
         kept = torch.empty(1000, 1000).copy_(constant)
     constant.add_(1)
     with pytest.raises(fl.errors.ConstantChangedError):
-        Reader(refuse).make(kept._store.value, torch.empty(1000, 1000))
+        Reader(refuse).make(kept._storage.value, torch.empty(1000, 1000))
 
 
 def test_what_is_written_anew_is_not_drawn(monkeypatch):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from firstloss.runtime.backend import Backend
-from firstloss.runtime.compiled import CompiledModel
+from firstloss.runtime.compiled_model import CompiledModel
 from firstloss.runtime.step.trace import TracedStep
 
 # Compilers sum in another order than PyTorch's kernels. In float64 what that makes of a few steps of a tiny model is

@@ -351,7 +351,7 @@ def changed_outside(d: Draft) -> None:
 
 
 def exchanged(d: Draft) -> None:
-    """A number in the place of which its equal is put, and then others, one of which may come to lie where that lay."""
+    """A number in place of which its equal is put, and then others, one of which may come to lie where that lay."""
     fresh = d.pick("float('1.%d' % ({}))", "complex('1.%d' % ({})).real", "np.float64('1.%d' % ({}))")
     p = place(d, fresh.format(5), number=True)
     if "self." in p.get:
@@ -776,7 +776,7 @@ def closed_over(d: Draft) -> None:
 
 
 def leaf(d: Draft) -> None:
-    """A kept tensor that wants a gradient of its own, made anew at each step."""
+    """A kept tensor that wants a gradient of its own, recreated at each step."""
     p = place(d, "torch.zeros(3).requires_grad_()")
     d.mid.append(f"loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
     new = d.pick(
@@ -947,7 +947,7 @@ def second_step(d: Draft) -> None:
 
 
 def held_objects(d: Draft) -> None:
-    """Objects made anew at each step, with tensors in them, that replace each other or form a chain."""
+    """Objects recreated at each step, with tensors in them, that replace each other or form a chain."""
     s = d.name("State")
     d.names.remove(s)
     stat = d.rng.choice(STATS)

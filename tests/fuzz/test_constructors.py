@@ -2,7 +2,7 @@
 
 import pytest
 
-from firstloss.rng import draws
+from firstloss.rng import words_drawn
 
 from . import constructors
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED
@@ -40,9 +40,9 @@ def after(model, deferred):
 
 
 def test_what_is_wrong_is_found(monkeypatch):
-    real = draws.draw
+    real = words_drawn.draw
     assert not constructors.check(PROGRAM.format("pass")).failed
-    monkeypatch.setattr(draws, "draw", lambda *a, **k: real(*a, **k)._replace(words=19))
+    monkeypatch.setattr(words_drawn, "draw", lambda *a, **k: real(*a, **k)._replace(words=19))
     outcome = constructors.check(PROGRAM.format("v1.mul_(2)"))
     assert outcome.kind == DIFFERS and "generator" in outcome.what
     small = shrink(PROGRAM.format("v1.mul_(2)"), lambda text: constructors.check(text).like(outcome), most=60)

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from firstloss.gpu import cpu_stream, cuda_stream, probe
-from firstloss.gpu.slices import Slice
+from firstloss.gpu.fill_slices import Slice
 from firstloss.rng import cuda_layout
 from firstloss.rng.cuda_layout import Device
 from firstloss.rng.stream import Position, Stream
@@ -73,7 +73,7 @@ def drawn_there(stream, begin, name, dtype, pair, low, high):
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, FAR), st.sampled_from(FILLS), slices(), st.integers(9, 14))
 def test_slices_of_the_cpus_fills_are_pytorchs(seed, begin, fill, of, bits):
     (name, dtype), (numel, wanted) = fill, of
-    assume(cpu_stream.can_make(name, numel, dtype) and probe.cpu_kind_is_known(name, dtype))
+    assume(cpu_stream.can_make(name, numel, dtype) and probe.cpu_type_is_supported(name, dtype))
     if name == "normal":  # the last 16 of a ragged fill are drawn anew: see test_fills.py
         numel += -numel % 16
     pair = (0.25, 0.5) if name == "normal" else (-0.3, 0.7)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from firstloss.gpu import cpu_stream, cuda_stream
+from firstloss.gpu.fill_slices import Slice
 from firstloss.gpu.kernels import CudaLauncher
-from firstloss.gpu.slices import Slice
-from firstloss.rng import cuda_layout, draws
-from firstloss.rng.cuda_layout import Device
+from firstloss.rng import cuda_layout, words_drawn
+from firstloss.rng.cuda_layout import GpuProperties
 from firstloss.rng.stream import Stream
 
 from .emulated import HostLauncher, compiler, vectorised
@@ -53,7 +53,7 @@ class Drawing:
         made = torch.empty(count, dtype=dtype)
         getattr(made, f"{name}_")(*pair, generator=self.generator)
         begin = self.at
-        self.at += draws.draw(name, str(dtype).removeprefix("torch."), count).words
+        self.at += words_drawn.draw(name, str(dtype).removeprefix("torch."), count).words
         return begin, made
 
     def skip(self, words):
@@ -69,9 +69,9 @@ def bits_of(dtype):
 
 
 def is_made(name, dtype):
-    from firstloss.gpu.probe import cpu_kind_is_known
+    from firstloss.gpu.probe import cpu_type_is_supported
 
-    return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_kind_is_known(name, dtype)
+    return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_type_is_supported(name, dtype)
 
 
 COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)
@@ -89,7 +89,9 @@ def test_whole_fills_are_pytorchs(name, pair, dtype, bits, launcher):
         found = poisoned(count, dtype, launcher)
         whole = Slice(0, count)
         pieces.append(
-            cpu_stream.Piece(drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype))
+            cpu_stream.CpuPiece(
+                drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype)
+            )
         )
         pairs.append((expected, found))
         drawing.skip(5 * count)
@@ -139,7 +141,7 @@ def test_slices_are_cut_from_what_pytorch_makes(name, which, launcher):
         assert wanted.numel == len(expected)
         found = poisoned(len(expected), torch.float32, launcher)
         pieces.append(
-            cpu_stream.Piece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
+            cpu_stream.CpuPiece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
         )
         pairs.append((expected, found))
     cpu_stream.fill(pieces, launcher, 9)
@@ -152,11 +154,11 @@ def test_a_rank_makes_the_windows_of_its_own_chunks():
     """Of an eighth of what is drawn, an eighth of the windows, and those on the way there."""
     drawing = Drawing()
     whole = [
-        cpu_stream.Piece(drawing.stream, i << 22, "normal", 1 << 22, torch.float32, (0.0, 1.0), Slice(0, 1 << 22), 0)
+        cpu_stream.CpuPiece(drawing.stream, i << 22, "normal", 1 << 22, torch.float32, (0.0, 1.0), Slice(0, 1 << 22), 0)
         for i in range(16)
     ]
     eighth = [p._replace(wanted=Slice(3 << 19, 4 << 19)) for p in whole]
-    all_of_it, part = cpu_stream.Table(whole, 14), cpu_stream.Table(eighth, 14)
+    all_of_it, part = cpu_stream.LaunchTables(whole, 14), cpu_stream.LaunchTables(eighth, 14)
     assert all_of_it.windows == 16 << 8
     assert part.windows <= (16 << 8) / 8 * 1.2
     chunks, _ = part.layers[0]
@@ -172,7 +174,7 @@ def test_several_streams_and_far_positions(launcher):
             words = drawing.stream.words_at(far, 700)
             expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
             found = poisoned(700, torch.float32, launcher)
-            piece = cpu_stream.Piece(
+            piece = cpu_stream.CpuPiece(
                 drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), found.data_ptr()
             )
             pieces.append(piece)
@@ -184,7 +186,7 @@ def test_several_streams_and_far_positions(launcher):
 
 # -- CUDA's stream ----------------------------------------------------------------------------------------------------
 
-SMALL = Device(2, 1024)
+SMALL = GpuProperties(2, 1024)
 
 
 def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
@@ -244,7 +246,7 @@ def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_l
         for wanted in slices:
             part = cut(expected, wanted)
             found = poisoned(len(part), dtype, launcher)
-            pieces.append(cuda_stream.Piece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
+            pieces.append(cuda_stream.CudaPiece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
             pairs.append((part, found))
         cuda_stream.fill(pieces, launcher, SMALL, by_lane)
         for part, found in ((part, found.cpu()) for part, found in pairs):
@@ -258,9 +260,9 @@ def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_l
 
 def test_a_slice_costs_what_it_takes():
     """Units of the table: an eighth of a large fill takes an eighth of them, and a turn at each end."""
-    h100 = Device(132, 2048)
+    h100 = GpuProperties(132, 2048)
     numel = 1 << 30
-    whole = cuda_stream.Piece(0, 0, "normal", numel, torch.bfloat16, (0.0, 1.0), Slice(0, numel), 0)
+    whole = cuda_stream.CudaPiece(0, 0, "normal", numel, torch.bfloat16, (0.0, 1.0), Slice(0, numel), 0)
     _, units = cuda_stream.table([whole], h100)
     _, part = cuda_stream.table([whole._replace(wanted=Slice(numel // 8, numel // 4))], h100)
     assert units == pytest.approx(numel / 4 / 1024, rel=0.01)
@@ -269,11 +271,11 @@ def test_a_slice_costs_what_it_takes():
 
 def test_a_fill_in_several_launches_has_one_table():
     numel = (1 << 31) + 64
-    whole = cuda_stream.Piece(0, 4, "uniform", numel, torch.float32, (0.0, 1.0), Slice(0, numel), 0)
-    rows, units = cuda_stream.table([whole], Device(132, 2048))
+    whole = cuda_stream.CudaPiece(0, 4, "uniform", numel, torch.float32, (0.0, 1.0), Slice(0, numel), 0)
+    rows, units = cuda_stream.table([whole], GpuProperties(132, 2048))
     assert len(rows) > 1 and rows["numel"].sum() == numel
     begin, end = rows["begin"], rows["begin"] + rows["numel"]
     assert begin[1:].tolist() == end[:-1].tolist()
-    last = cuda_stream.table([whole._replace(wanted=Slice(numel - 5, numel))], Device(132, 2048))[0]
+    last = cuda_stream.table([whole._replace(wanted=Slice(numel - 5, numel))], GpuProperties(132, 2048))[0]
     assert len(last) == 1 and last["begin"][0] == begin[-1] and last["offset"][0] == rows["offset"][-1]
     assert units >= numel / 4096

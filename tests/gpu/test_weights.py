@@ -6,7 +6,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.gpu import probe, weights
-from firstloss.gpu.slices import recipe_of
+from firstloss.gpu.fill_slices import recipe_of
 
 from .emulated import HostLauncher, compiler, vectorised
 
@@ -19,9 +19,9 @@ CPU = torch.device("cpu", 0)
 
 def made(tensors):
     """What the kernels make of deferred tensors, by the tensors' numbers."""
-    known = {i: tensor._store.value for i, tensor in enumerate(tensors)}
+    known = {i: tensor._storage.value for i, tensor in enumerate(tensors)}
     found = weights.make(
-        known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_kind_is_known(name, dtype)
+        known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_type_is_supported(name, dtype)
     )
     return {
         i: found[value].as_strided(tensors[i].shape, tensors[i].stride())
@@ -92,14 +92,14 @@ def test_what_is_no_part_of_a_fill_is_left_to_pytorch(name):
     expected = LEFT[name](weight())
     with fl.deferred():
         deferred = LEFT[name](weight())
-    assert recipe_of(deferred._store.value) is None and not made([deferred])
+    assert recipe_of(deferred._storage.value) is None and not made([deferred])
     assert torch.equal(fl.materialize_tensor(deferred), expected)
 
 
 def test_what_is_not_trusted_is_left_to_pytorch():
     with fl.deferred():
         deferred = weight()
-    assert not weights.make([deferred._store.value], CPU, HostLauncher(), lambda *_: False)
+    assert not weights.make([deferred._storage.value], CPU, HostLauncher(), lambda *_: False)
 
 
 def test_few_normals_are_left_to_pytorch():

@@ -18,12 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import firstloss as fl
-from firstloss.engine import run
+from firstloss.engine import cpu_engine
 from tests import tiny_llama
 from tests.init.distributed import DEVICE
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
-    run._WORTH = 0  # these models are small
+    cpu_engine._WORTH = 0  # these models are small
 
 
 class Block(nn.Module):
@@ -140,7 +140,7 @@ def fsdp():
 
 def one_fill_each():
     """Each shard is a part of one fill, which is what kernels on a GPU make."""
-    from firstloss.gpu.slices import recipe_of
+    from firstloss.gpu.fill_slices import recipe_of
 
     deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
     fully_shard(deferred)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import cuda_draw
+from firstloss.capture import random_ops
 from firstloss.rng import cuda_layout
 
 pytestmark = [
@@ -30,10 +30,10 @@ def test_materialized_on_the_gpu_with_the_cpus_bits():
 
 
 def test_the_host_never_holds_all_of_it(monkeypatch):
-    from firstloss.capture import realize
+    from firstloss.capture import materialize_tensors
     from firstloss.gpu import weights
 
-    monkeypatch.setattr(realize, "_BATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1 << 16)
     monkeypatch.setattr(weights, "make", lambda *_: {})
     found = fl.deferred_init(build)
     fl.materialize_module(found, device="cuda")
@@ -103,8 +103,8 @@ def test_a_part_is_a_slice_of_what_the_gpu_would_have_drawn():
 
 def test_each_uniform_is_where_the_layout_says():
     index = torch.cuda.current_device()
-    assert cuda_draw.layout_is_known(index)
-    device = cuda_draw.gpu(index)
+    assert random_ops.layout_is_supported(index)
+    device = random_ops.gpu(index)
     for numel in (5, 100_003, 3_000_001):
         generator = torch.Generator("cuda").manual_seed(9)
         found = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.engine import run
-from firstloss.engine.plan import Planner
+from firstloss.engine import cpu_engine
+from firstloss.engine.plan import RangePlanner
 from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 
@@ -43,16 +43,16 @@ def fill(*shape):
 def values(make):
     torch.manual_seed(0)
     found = fl.deferred_init(make)
-    return [tensor._store.value for tensor in found], found
+    return [tensor._storage.value for tensor in found], found
 
 
 def by_range(wanted):
-    found = run.by_range(wanted, Planner())
+    found = cpu_engine.by_range(wanted, RangePlanner())
     return [value for value in wanted if value in found]
 
 
 def test_what_shares_no_work_is_made_range_by_range(monkeypatch):
-    monkeypatch.setattr(run, "_WORTH", 0)
+    monkeypatch.setattr(cpu_engine, "_WORTH", 0)
 
     def make():
         edited = fill(10, 20)
@@ -68,7 +68,7 @@ def test_what_shares_no_work_is_made_range_by_range(monkeypatch):
 
 
 def test_what_is_made_anyway_is_not_made_again(monkeypatch):
-    monkeypatch.setattr(run, "_WORTH", 0)
+    monkeypatch.setattr(cpu_engine, "_WORTH", 0)
 
     def make():
         whole = fill(30, 20)
@@ -96,8 +96,8 @@ def test_what_is_shared_is_made_once():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_parts_without_ranks(threads, monkeypatch):
-    monkeypatch.setattr(run, "_SPAN", 1000)
-    monkeypatch.setattr(run, "_LEAST_SPAN", 1000)
+    monkeypatch.setattr(cpu_engine, "_SPAN", 1000)
+    monkeypatch.setattr(cpu_engine, "_LEAST_SPAN", 1000)
 
     def make():
         big = fill(300, 200)

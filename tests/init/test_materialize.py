@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import realize
+from firstloss.capture import materialize_tensors
 from tests.capture.same import assert_same, deferred, eager, tensors_of
 
 
@@ -198,11 +198,11 @@ def test_gradients_through_what_a_constructor_computed_are_an_error_and_not_lost
 
 
 def test_what_is_converted_is_made_in_batches(monkeypatch):
-    monkeypatch.setattr(realize, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1000)
     batches, told = [], []
-    real = realize.materialize_values
+    real = materialize_tensors.materialize_values
     made_by = lambda values, **options: batches.append(len(values)) or real(values, **options)  # noqa: E731
-    monkeypatch.setattr(realize, "materialize_values", made_by)
+    monkeypatch.setattr(materialize_tensors, "materialize_values", made_by)
     expected, _ = eager(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
     made, _ = deferred(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
     fl.materialize_module(made, dtype=torch.bfloat16, progress=lambda *at: told.append(at))
@@ -213,7 +213,7 @@ def test_what_is_converted_is_made_in_batches(monkeypatch):
 
 
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(realize, "materialize_values", lambda *a, **k: pytest.fail("made"))
+    monkeypatch.setattr(materialize_tensors, "materialize_values", lambda *a, **k: pytest.fail("made"))
     module = fl.deferred_init(nn.Linear, 3, 3)
     with pytest.raises(
         fl.errors.MaterializeError, match=r"test_materialize.py:\d+: .* device 'cuda:99'.*still deferred"

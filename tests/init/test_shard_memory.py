@@ -7,20 +7,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from firstloss.init.stablehlo import memory as shard_memory
-from firstloss.init.stablehlo.memory import Kind, rounds, tensor_at
+from firstloss.init.stablehlo import shard_memory as shard_memory
+from firstloss.init.stablehlo.shard_memory import ArraySpec, rounds, tensor_at
 
 
 def kinds():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     cut = NamedSharding(mesh, PartitionSpec("x"))
     return [
-        Kind((300, 7), np.dtype(np.float32), cut),
-        Kind((), np.dtype(np.int64), NamedSharding(mesh, PartitionSpec())),
-        Kind((300, 7), np.dtype(np.float32), cut),
-        Kind((0, 5), np.dtype(bool), cut),
-        Kind((64,), np.dtype(jax.numpy.bfloat16), cut),
-        Kind((3,), np.dtype(np.complex64), cut),
+        ArraySpec((300, 7), np.dtype(np.float32), cut),
+        ArraySpec((), np.dtype(np.int64), NamedSharding(mesh, PartitionSpec())),
+        ArraySpec((300, 7), np.dtype(np.float32), cut),
+        ArraySpec((0, 5), np.dtype(bool), cut),
+        ArraySpec((64,), np.dtype(jax.numpy.bfloat16), cut),
+        ArraySpec((3,), np.dtype(np.complex64), cut),
     ]
 
 
@@ -37,7 +37,7 @@ def test_what_is_written_there_is_the_arrays():
 
 
 def test_the_memory_can_be_donated():
-    kind = Kind((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
+    kind = ArraySpec((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
     [(array, places)] = shard_memory.unwritten([kind])
     tensor_at(*places.values(), kind.shape, torch.float32).fill_(1)
     grown = jax.jit(lambda x: x + 1, donate_argnums=0)(array)

@@ -41,7 +41,7 @@ def read_rows() -> dict[tuple[str, str], Row]:
 
 
 def keep(outcome: Row) -> None:
-    """Put a model's row in the place of its last one. A run that was cut short replaces no outcome."""
+    """Put a model's row in place of its last one. A run that was cut short replaces no outcome."""
     rows = read_rows()
     key = outcome["zoo"], outcome["name"]
     if outcome["verdict"] == "late" and rows.get(key, outcome)["verdict"] != "late":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from firstloss.files import written_aside
+from firstloss.files import atomic_write
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ROOT / "docs" / "operations.jsonl"
@@ -32,10 +32,10 @@ def read_outcomes() -> dict[str, dict[str, Any]]:
 
 
 def keep_outcome(outcome: dict[str, Any]) -> None:
-    """Put `outcome` in the place of what was known of its operation."""
+    """Put `outcome` in place of what was known of its operation."""
     outcome |= {"torch": torch.__version__.partition("+")[0], "jax": version("jax")}
     found = read_outcomes() | {outcome["op"]: outcome}
-    with written_aside(OUTCOMES, "w") as file:
+    with atomic_write(OUTCOMES, "w") as file:
         for op in sorted(found):
             file.write(json.dumps(found[op], separators=(",", ":")) + "\n")
 

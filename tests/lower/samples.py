@@ -23,7 +23,7 @@ from firstloss.capture.recorder import DeferredTensor
 from firstloss.capture.step import StepTrace
 from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
-from firstloss.lower.functional import functional
+from firstloss.lower.functional_overloads import functional
 from firstloss.program.graph import Ref, Value
 from firstloss.program.program import Program
 from tests.op_db import op_db
@@ -137,7 +137,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
             for i, leaf in enumerate(flat):
                 if isinstance(leaf, torch.Tensor):
                     made = tracing.new_input(leaf, f"in{len(arrays)}")
-                    arrays[made._store.value] = real[i]
+                    arrays[made._storage.value] = real[i]
                     leaf = made.requires_grad_(leaf.requires_grad)
                 leaves.append(leaf)
             results = run(spec.unflatten(leaves))

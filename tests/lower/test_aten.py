@@ -56,7 +56,8 @@ NUMBERS = {
 }
 
 pytestmark = pytest.mark.skipif(
-    not kernels.known_to_xla(), reason="the handlers are not built (python setup.py build_ext --inplace), or not here"
+    not kernels.registered_with_xla(),
+    reason="the handlers are not built (python setup.py build_ext --inplace), or not here",
 )
 
 
@@ -179,7 +180,7 @@ def test_where_a_part_is_missing_xla_computes(missing, monkeypatch):
         monkeypatch.setattr(kernels, "_FUNCTIONS", (*kernels._FUNCTIONS, "aoti_torch_that_is_not_there"))
     else:
         monkeypatch.setattr(kernels.c_library, "EXTENSION_SUFFIXES", [".nowhere"])
-    monkeypatch.setattr(kernels, "known_to_xla", kernels.known_to_xla.__wrapped__)
+    monkeypatch.setattr(kernels, "registered_with_xla", kernels.registered_with_xla.__wrapped__)
     *_, x, weight = operands()
     assert "stablehlo.convolution" in lowered(x, weight).as_text()
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.lower.functional import functional
+from firstloss.lower.functional_overloads import functional
 from firstloss.lower.program import View, constant, read_view, write_view
 from tests import scale
 

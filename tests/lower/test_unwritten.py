@@ -37,13 +37,13 @@ def test_the_handlers_structures_are_those_of_xlas_header(tmp_path):
 
 def test_without_the_library_memory_is_cleared(monkeypatch):
     monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".nowhere"])
-    monkeypatch.setattr(unwritten, "known_to_xla", unwritten.known_to_xla.__wrapped__)
+    monkeypatch.setattr(unwritten, "registered_with_xla", unwritten.registered_with_xla.__wrapped__)
     (array,) = unwritten.arrays([((77, 53), np.dtype("float32"))])
     assert np.array_equal(array, np.zeros((77, 53)))
 
 
 def test_nothing_is_written():
-    if not unwritten.known_to_xla():
+    if not unwritten.registered_with_xla():
         pytest.skip("the handler is not built: python setup.py build_ext --inplace")
     text = compiled([((4096, 300), np.dtype("float32")), ((1 << 20,), np.dtype("int64"))])
     assert "custom-call" in text and "broadcast" not in text
@@ -68,7 +68,7 @@ def test_where_xla_takes_no_handler_memory_is_cleared(monkeypatch):
         raise RuntimeError("incompatible version")
 
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-    monkeypatch.setattr(unwritten, "known_to_xla", unwritten.known_to_xla.__wrapped__)
+    monkeypatch.setattr(unwritten, "registered_with_xla", unwritten.registered_with_xla.__wrapped__)
     (array,) = unwritten.arrays([((77, 55), np.dtype("float32"))])
     assert np.array_equal(array, np.zeros((77, 55)))
 

@@ -1,4 +1,4 @@
-"""Views: `as_strided` above all, which is told apart from its numbers."""
+"""Views: `as_strided` above all, which is distinguished from its numbers."""
 
 import math
 

@@ -24,16 +24,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def backend(folder, by_kernels):
+def backend(folder, by_kernels, float64):
     """All of these tests share one folder: many of their steps are the same, and compiled once."""
     return fl.backend("XLA", artifact_dir=folder)
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Run:
@@ -204,7 +197,7 @@ NUMBERS = {
 @pytest.mark.parametrize("name, number", [(name, number) for name, numbers in NUMBERS.items() for number in numbers])
 @pytest.mark.parametrize("schedule", CYCLING)
 def test_a_number_set_by_hand_beside_a_scheduler_that_moves_it(schedule, name, number, backend):
-    """A tuple of which the scheduler moves one number has others that nobody reads anew unless told to."""
+    """A tuple of which the scheduler moves one number has others that nobody reads again unless told to."""
 
     def between(n, run):
         if n == 0:

@@ -12,16 +12,14 @@ from torch import nn
 import firstloss as fl
 from tests.small_training import on_both, training_step
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+from ..compiled_steps import compilations
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+]
 
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def problem():
@@ -45,10 +43,6 @@ def train_eagerly(make, prepare=lambda optimizer: None):
     return [p.detach() for p in model.parameters()]
 
 
-def compiled_steps(step):
-    return step._cache.compilations()
-
-
 def train_traced(make, backend, prepare=lambda optimizer: None, compiles=1):
     model, xs, ys = problem()
     compiled = fl.compile(model, backend)
@@ -65,7 +59,7 @@ def train_traced(make, backend, prepare=lambda optimizer: None, compiles=1):
 
     for x, y in zip(xs, ys, strict=True):
         step(x, y)
-    assert compiled_steps(step) == compiles
+    assert compilations(step) == compiles
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -10,21 +10,15 @@ from torch import nn
 
 import firstloss as fl
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+from ..compiled_steps import compilations
+
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+]
 
 theirs = torch.optim.lr_scheduler
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def compiled_steps(step):
-    return step._cache.compilations()
 
 
 def train(backend, make, change):
@@ -51,7 +45,7 @@ def train(backend, make, change):
 
 def check(backend, make, change, compiles=1):
     ours, step = train(backend, make, change)
-    assert compiled_steps(step) == compiles
+    assert compilations(step) == compiles
     for a, b in zip(ours, train(fl.backend("CPU"), make, change)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 

@@ -14,6 +14,8 @@ from torch import nn
 
 import firstloss as fl
 
+from ..compiled_steps import compilations
+
 pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
 
 ours, theirs = fl.optim.lr_scheduler, torch.optim.lr_scheduler
@@ -160,10 +162,6 @@ PYTORCH = {
 }
 
 
-def compiled_steps(step):
-    return step._cache.compilations()
-
-
 def rates(optimizer, schedule, steps=STEPS):
     found = []
     for _ in range(steps):
@@ -230,7 +228,7 @@ def test_traced_every_schedule_is_a_function_of_the_step(backend):
     model = nn.ParameterList([o.param_groups[0]["params"][0] for o in optimizers.values()])
     fl.compile(model, backend)
     used = [step() for _ in range(12)]
-    assert compiled_steps(step) == 1
+    assert compilations(step) == 1
     for name, (_, formula) in FORMULAS.items():
         expected = [formula(t) for t in range(13)]
         assert [float(u[name]) for u in used] == pytest.approx(expected[:-1], **EXACT), name
@@ -267,7 +265,7 @@ def train(backend, optimizer_of, schedules_of, steps, resume=None, eager=False):
 
     generator = torch.Generator().manual_seed(1 if resume is None else 2)
     losses = [float(step(torch.randn(5, 4, generator=generator))) for _ in range(steps)]
-    assert eager or compiled_steps(step) == 1
+    assert eager or compilations(step) == 1
     state = (model.state_dict(), optimizer.state_dict(), [schedule.state_dict() for schedule in schedules])
     return losses, torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, state)
 

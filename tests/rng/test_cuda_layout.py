@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.rng.cuda_layout import Device, Launch, advance, launches, place, words
+from firstloss.rng.cuda_layout import GpuProperties, KernelLaunch, advance, launches, place, words
 
-V100 = Device(80, 2048)
-SMALL = Device(2, 1024)
+V100 = GpuProperties(80, 2048)
+SMALL = GpuProperties(2, 1024)
 
 
-def kernel(numel: int, device: Device, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+def kernel(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
     """The launch as its threads run it: element -> (subsequence, offset, lane), and the blocks each thread takes."""
     grid = min(device.multi_processor_count * (device.max_threads_per_multi_processor // 256), (numel + 255) // 256)
     stride = 256 * grid
@@ -39,7 +39,7 @@ def test_the_layout_is_the_kernels(numel, dtype):
     assert advance(numel, SMALL, 40, dtype) == 40 + 4 * calls
 
 
-def by_lane(numel: int, device: Device, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+def by_lane(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
     """`kernel`, as pull request 194828 launches it."""
     resident = device.multi_processor_count * (device.max_threads_per_multi_processor // 256)
     threads = 256 * min(resident, -(-numel // (256 * lanes)))
@@ -63,7 +63,7 @@ def test_the_layout_of_the_pull_request(numel, dtype):
 @given(st.integers(1, 1 << 40), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(1, 200))
 def test_both_layouts_move_the_generator_alike(numel, dtype, processors):
     """So a fill can be recorded before it is known which of the two this PyTorch has."""
-    device = Device(processors, 2048)
+    device = GpuProperties(processors, 2048)
     assert advance(numel, device, 16, dtype) == advance(numel, device, 16, dtype, by_lane=True)
 
 
@@ -89,7 +89,7 @@ def test_what_32_bits_do_not_index_is_launched_in_parts(dtype, size, bytes):
     if len(found) > 1:
         offset += 4 * -(-numel // (found[0].threads * found[0].lanes))
     for part in found:
-        assert part == Launch(part.begin, part.numel, offset, 80 * 8 * 256, 2 if size == 8 else 4)
+        assert part == KernelLaunch(part.begin, part.numel, offset, 80 * 8 * 256, 2 if size == 8 else 4)
         offset += 4 * -(-part.numel // (part.threads * part.lanes))
         for element in (part.begin, part.begin + part.numel - 1):
             alone = place(element - part.begin, part.numel, V100, part.offset, dtype)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstloss.rng import Position, Stream
-from firstloss.rng.state import build, parse
+from firstloss.rng.mt19937 import build_state, parse_state
 
 
 def state(generator: torch.Generator) -> np.ndarray:
@@ -28,16 +28,16 @@ def draw(generator: torch.Generator, words: int) -> torch.Tensor:
 def test_the_layout_of_the_state():
     generator = seeded(1234)
     torch.empty(3).normal_(generator=generator)
-    record = parse(state(generator))
+    record = parse_state(state(generator))
     assert (record["seed"], record["left"], record["next"], record["has_normal"]) == (1234, 617, 8, 1)
     assert record["normal"] != 0
     # The words before the first twist are those of the reference seeding.
-    words = parse(state(seeded(1234)))["words"]
+    words = parse_state(state(seeded(1234)))["words"]
     expected = [1234]
     for i in range(1, 624):
         expected.append((1812433253 * (expected[-1] ^ expected[-1] >> 30) + i) & 0xFFFFFFFF)
     assert words.tolist() == expected
-    assert np.array_equal(build(record), state(generator))
+    assert np.array_equal(build_state(record), state(generator))
 
 
 @pytest.mark.parametrize("drawn_before", [0, 1, 3, 100, 623, 624, 625, 5000])
@@ -85,7 +85,7 @@ def test_the_cached_normal_is_exact_on_many_positions():
     expected = []
     for _ in range(20_000):
         torch.empty(1).normal_(generator=generator)
-        expected.append(float(parse(state(generator))["normal"]))
+        expected.append(float(parse_state(state(generator))["normal"]))
         torch.empty(1).normal_(generator=generator)
     assert [stream._second_normal(4 * i) for i in range(20_000)] == expected
 

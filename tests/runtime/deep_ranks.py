@@ -1,4 +1,4 @@
-"""One of several processes that train a deep model, save it, and go on from what as many or others have saved:
+"""One of several processes that train a deep model, save it, and resume from what as many or others have saved:
 python deep_ranks.py FOLDER PORT RANK COUNT DEVICES FROM BEGIN SAVE_AT; with port 0 one process that has all devices,
 and the reference.
 

@@ -14,7 +14,7 @@ import torch
 import firstloss as fl
 from benchmarks.gpu.llama import CONFIGS, Llama
 from firstloss.gpu import probe, weights
-from firstloss.runtime import jax_there
+from firstloss.runtime import lazy_jax
 from firstloss.runtime.device import on_gpu
 from firstloss.runtime.step import first_loss
 from tests.gpu.emulated import HostLauncher
@@ -22,20 +22,20 @@ from tests.gpu.emulated import HostLauncher
 
 def elsewhere():
     """Have every module ask whether it is on a CPU in vain."""
-    asked = jax_there.on_cpu
+    asked = lazy_jax.on_cpu
     for module in list(sys.modules.values()):
         if getattr(module, "on_cpu", None) is asked:
             module.on_cpu = lambda: False
 
 
 backend = fl.backend("XLA", artifact_dir=tempfile.mkdtemp(), first_loss=sys.argv[1])
-import firstloss.runtime.step.parts  # noqa: E402 - and with it what would be imported later
+import firstloss.runtime.step.segmentation  # noqa: E402 - and with it what would be imported later
 
 elsewhere()
 HERE = torch.device("cpu", 0)
 on_gpu.device = lambda: HERE
 make = functools.partial(
-    weights.make, launcher=HostLauncher(), cpu_bits=lambda _, name, dtype: probe.cpu_kind_is_known(name, dtype)
+    weights.make, launcher=HostLauncher(), cpu_bits=lambda _, name, dtype: probe.cpu_type_is_supported(name, dtype)
 )
 counts = []
 

@@ -11,9 +11,9 @@ os.environ.update(RANK=rank, WORLD_SIZE=count, MASTER_ADDR="localhost", MASTER_P
 import firstloss as fl  # noqa: E402
 
 if what == "other version" and rank == "1":
-    from firstloss.runtime.mesh import join
+    from firstloss.runtime.mesh import initialize
 
-    join.versions = lambda version: "firstloss 9, jax 9"
+    initialize.versions = lambda version: "firstloss 9, jax 9"
 print("joined", fl.distributed.initialize(timeout=3 if what == "late" else 120, heartbeat=2), flush=True)
 if what == "dies":
     if rank == "1":

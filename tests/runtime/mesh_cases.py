@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
-from firstloss.runtime.mesh import placement as mesh_placement  # noqa: E402
+from firstloss.runtime.mesh import sharded_weights as mesh_placement  # noqa: E402
 from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
 from tests.runtime import test_first_loss  # noqa: E402
 
@@ -88,7 +88,7 @@ class Run:
 
 
 def array_of(tensor):
-    return tensor._store.resident.array()
+    return tensor._storage.resident.array()
 
 
 def bytes_of(tensor):
@@ -394,10 +394,10 @@ def test_saving_gathers_nothing(tmp_path, monkeypatch):
     run = Run(tmp_path, {"fsdp": 8})
     run.train(0, 1)
     read = []
-    from firstloss.runtime import jaxlib
+    from firstloss.runtime import jax_support
 
-    to_host = jaxlib.to_host
-    monkeypatch.setattr(jaxlib, "to_host", lambda array: (read.append(array.shape), to_host(array))[1])
+    to_host = jax_support.to_host
+    monkeypatch.setattr(jax_support, "to_host", lambda array: (read.append(array.shape), to_host(array))[1])
     fl.save(run.model.state_dict(), tmp_path / "it")
     assert (125, 64) in read and (1000, 64) not in read
     back = fl.load(tmp_path / "it")

@@ -15,12 +15,12 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
-from firstloss.runtime.mesh.edges import Edges  # noqa: E402
-from tests import scale  # noqa: E402
+from firstloss.runtime.mesh.segment_shardings import Edges  # noqa: E402
+from tests import compiled_steps, scale  # noqa: E402
 
 
 def array_of(tensor):
-    return tensor._store.resident.array()
+    return tensor._storage.resident.array()
 
 
 class Block(nn.Module):
@@ -109,8 +109,12 @@ class DeepRun:
         return [self.step(tokens)[0].item() for tokens in batches]
 
     @property
-    def executable(self):
-        return self.step._cache.latest.executable
+    def calls(self):
+        return compiled_steps.segment_calls(compiled_steps.latest(self.step))
+
+    @property
+    def executables(self):
+        return compiled_steps.segment_executables(compiled_steps.latest(self.step))
 
 
 @pytest.fixture
@@ -153,19 +157,19 @@ def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatc
     run = DeepRun(tmp_path, *DEEP[name])
     losses = run.train(STEPS)
     assert losses == pytest.approx(deep_losses, rel=OVER_20)
-    calls, functions = run.executable._calls, run.executable.executables
+    calls, functions = run.calls, run.executables
     assert len(calls) > len(functions) and len(functions) <= 8
     where = {n: array_of(t).sharding for n, t in run.model.named_parameters()}
     for parameter in run.model.parameters():
         moments = [array_of(s) for s in run.optimizer.state[parameter].values() if s.shape == parameter.shape]
         assert [m.sharding for m in moments] == [array_of(parameter).sharding] * 2
-    apart = sent(run.executable._compiled._futures[call.function].result() for call in calls)
+    apart = sent(functions[call.function] for call in calls)
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole = DeepRun(tmp_path, *DEEP[name])
     whole.train(2)
     assert where == {n: array_of(t).sharding for n, t in whole.model.named_parameters()}
-    assert len(whole.executable._calls) == 1
-    together = sent(whole.executable.executables)
+    assert len(whole.calls) == 1
+    together = sent(whole.executables.values())
     # The embedding, to which the head is tied, is gathered by two segments: 1.3% of what so small a model sends.
     assert sum(apart.values()) <= 1.02 * sum(together.values()), (apart, together)
 
@@ -191,7 +195,7 @@ def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, mon
         monkeypatch.setattr(Deep.__init__, "__defaults__", (layers,))
         run = DeepRun(tmp_path, {"fsdp": 8})
         run.train(1)
-        return len({call.function for call in run.executable._calls})
+        return len({call.function for call in run.calls})
 
     assert functions(10) == functions(5)
 

@@ -15,8 +15,8 @@ import torch  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
-from firstloss.runtime.mesh.edges import Edges  # noqa: E402
-from tests import tiny_llama  # noqa: E402
+from firstloss.runtime.mesh.segment_shardings import Edges  # noqa: E402
+from tests import compiled_steps, tiny_llama  # noqa: E402
 from tests.runtime.mesh_deep_cases import Deep, array_of, training_step  # noqa: E402
 
 MESHES = {
@@ -72,15 +72,14 @@ class Training:
         self.tokens = torch.randint(0, self.vocabulary, (32, 16), generator=torch.Generator().manual_seed(7))
 
     def run(self):
-        """Two steps; their compiled functions by number, and how often each is called."""
+        """Two steps; their compiled functions by number, and how many results each gives."""
         for _ in range(2):
             assert self.step(self.tokens)[0].isfinite()
         for parameter in self.model.parameters():
             array_of(parameter).block_until_ready()
-        executable = self.step._cache.latest.executable
-        executable.compile_all()
-        functions = {call.function for call in executable._calls}
-        return {n: executable._compiled._futures[n].result() for n in functions}, executable
+        compiled = compiled_steps.latest(self.step)
+        compiled.executable.compile_all()
+        return compiled_steps.segment_executables(compiled), compiled_steps.segment_result_counts(compiled)
 
     def arrays(self):
         """What lies on the first device, by name."""
@@ -137,10 +136,9 @@ def run(request, tmp_path_factory):
             patch.setattr(Edges, "gathers", lambda edges, segment: None)
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
-        functions, executable = training.run()
+        functions, gives = training.run()
         elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
         abstract = elsewhere.step.plan(elsewhere.tokens)
-    gives = {number: len(function.result_order) for number, function in executable._functions.items()}
     return plan, training.arrays(), functions, gives, abstract, (model, name)
 
 

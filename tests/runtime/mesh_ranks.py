@@ -77,7 +77,7 @@ if MESH:
     for name, state in fl.load(f"{folder}/it").items():
         other.parts()[name].load_state_dict(state)
     found["resumed"] = other.train(3, 5)
-    array = run.model.up.weight._store.resident.array()
+    array = run.model.up.weight._storage.resident.array()
     found["shards"] = [list(shard.data.shape) for shard in array.addressable_shards]
     try:
         run.model.up.weight.detach().clone()

@@ -54,7 +54,7 @@ def test_any_box_of_any_parts(case, tmp_path_factory, request):
         write(str(folder / str(number)), parts[number::2])
     loaded = Tensors([TensorFile(str(folder / str(number))) for number in range(2)]).get("w")
     begin, size = tuple(a for a, _ in ends), tuple(b - a for a, b in ends)
-    assert torch.equal(loaded._store.value.box(begin, size), tensor[tuple(slice(a, b) for a, b in ends)])
+    assert torch.equal(loaded._storage.value.box(begin, size), tensor[tuple(slice(a, b) for a, b in ends)])
     assert torch.equal(loaded.clone(), tensor)
 
 
@@ -64,7 +64,7 @@ def test_a_box_reads_only_the_pieces_that_it_lies_in(small_pieces, tmp_path, mon
     file, read = TensorFile(str(tmp_path / "x")), []
     original = TensorFile._read_into
     monkeypatch.setattr(TensorFile, "_read_into", lambda *args: (read.append(args[2].nbytes), original(*args))[1])
-    value = Tensors([file]).get("w")._store.value
+    value = Tensors([file]).get("w")._storage.value
     assert torch.equal(value.box((7, 2), (3, 5)), tensor[7:10, 2:7])
     assert read == [64, 64, 64]
 
@@ -75,7 +75,7 @@ def test_damage_is_found_where_it_is_read(small_pieces, tmp_path):
     raw = bytearray((tmp_path / "x").read_bytes())
     raw[-1] ^= 4
     (tmp_path / "x").write_bytes(raw)
-    value = Tensors([TensorFile(str(tmp_path / "x"))]).get("w")._store.value
+    value = Tensors([TensorFile(str(tmp_path / "x"))]).get("w")._storage.value
     assert torch.equal(value.box((0, 0), (99, 16)), tensor[:99])
     with pytest.raises(CheckpointError, match="x: w is damaged"):
         value.box((99, 0), (1, 1))

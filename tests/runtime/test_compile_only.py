@@ -66,8 +66,8 @@ def test_compiled_once_for_a_run_to_come(mesh, tmp_path):
     assert len(losses) == 1 and losses[0].shape == () and not closures
     with pytest.raises(BackendError, match="compile_only"):
         float(losses[0])
-    cells = [p._store.resident for p in model.parameters()]
-    assert not any(cell._pending._begun for cell in cells) and not placement._under_way
+    cells = [p._storage.resident for p in model.parameters()]
+    assert not any(cell._pending._begun for cell in cells) and not placement._in_progress
     kept = files(folder)
     assert kept
     losses, _ = train([torch.ones(4, 8)] * 3, closures, artifact_dir=tmp_path, compile_dir=folder, mesh=mesh)

@@ -68,7 +68,7 @@ def _none_left():
 
 
 def replace_all():
-    """As PyTorch's own tests do: other dicts in the place of those that hold the hooks."""
+    """As PyTorch's own tests do: other dicts in place of those that hold the hooks."""
     for where, name, table in tables():
         where[name] = type(table)()
     modules._global_is_full_backward_hook = None

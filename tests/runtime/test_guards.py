@@ -37,7 +37,7 @@ def run(case, backend):
     scale, bound = 1.0, torch.zeros(2)
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphChangeWarning)  # test_changes.py tests what is said
+        warnings.simplefilter("ignore", GraphChangeWarning)  # test_retracing.py tests what is said
         found = case(backend)
     return [torch.as_tensor(v).detach().cpu().clone() for v in found]
 
@@ -957,7 +957,7 @@ def test_a_method_of_two_objects(tmp_path):
     compare(case, tmp_path)
 
 
-# -- tensors from outside: views, and names bound anew -----------------------------------------------------------------
+# -- tensors from outside: views, and names rebound -----------------------------------------------------------------
 
 VIEWS = {
     "offset": lambda base: base[1:5],
@@ -975,7 +975,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("edited", ["never", "by the user", "bound anew"])
+@pytest.mark.parametrize("edited", ["never", "by the user", "rebound"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_from_outside_is_read(tmp_path, name, edited):
     def case(backend):
@@ -990,7 +990,7 @@ def test_a_view_from_outside_is_read(tmp_path, name, edited):
         for i in range(STEPS):
             if i >= CHANGE and edited == "by the user":
                 base.add_(1)
-            if i >= CHANGE and edited == "bound anew":
+            if i >= CHANGE and edited == "rebound":
                 held.view = VIEWS[name](torch.arange(8.0) + i)
             kept.append(step(torch.ones((), dtype=held.view.dtype)))
         return [*kept, base, held.view]
@@ -1229,7 +1229,7 @@ def test_kept_states_stay_what_they_were(tmp_path, name, user):
     compare(case, tmp_path)
 
 
-# -- names bound to aliases of weights, bound anew in the step ---------------------------------------------------------
+# -- names bound to aliases of weights, rebound in the step ---------------------------------------------------------
 
 ALIASES = {
     "detached": lambda w: w.detach(),

@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import changes, parts
+from firstloss.runtime.step import retracing, segmentation
 
 from .. import scale
 
@@ -155,14 +155,14 @@ KINDS = {"whole": (Net, 6), "segments": (Deep, 8)}
 def kind(request, monkeypatch):
     """A kind of step; it must have been compiled as its name says."""
     pieces = []
-    real = parts.cut
+    real = segmentation.cut
 
     def cut(*args, **options):
         found = real(*args, **options)
         pieces.append(1 if found is None else len(found.segments))
         return found
 
-    monkeypatch.setattr(parts, "cut", cut)
+    monkeypatch.setattr(segmentation, "cut", cut)
     if request.param == "segments":
         monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
     yield request.param
@@ -172,7 +172,7 @@ def kind(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_checks_in_between(monkeypatch):
     """A step is traced again now and then, by the clock; each call here is to run the same lines."""
-    monkeypatch.setattr(changes, "_CHECKING", 1e-9)
+    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
 
 
 def sampled(lines, count):

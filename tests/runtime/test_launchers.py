@@ -3,7 +3,7 @@
 import pytest
 
 from firstloss.errors import BackendError
-from firstloss.runtime.mesh.launchers import Launch, first_node, launch_of
+from firstloss.runtime.mesh.launchers import LaunchedProcess, first_node, launch_of
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4099", "SLURM_STEP_NODELIST": "gpu[03-06,9]"}
@@ -15,11 +15,11 @@ KUBERNETES = {
 }
 CASES = {
     "none": ({"HOME": "/"}, None),
-    "torchrun": ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launch("torchrun", "node7:29501", 8, 3)),
-    "a launcher with torchrun's names": (TORCHRUN, Launch("torchrun", "node7:29500", 8, 3)),
-    "torchrun within SLURM": ({**SLURM, **TORCHRUN}, Launch("torchrun", "node7:29500", 8, 3)),
-    "SLURM": (SLURM, Launch("SLURM", "gpu03:61443", 16, 5)),
-    "Kubernetes": (KUBERNETES, Launch("the Kubernetes Job", "train-0.train:1234", 2, 0)),
+    "torchrun": ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, LaunchedProcess("torchrun", "node7:29501", 8, 3)),
+    "a launcher with torchrun's names": (TORCHRUN, LaunchedProcess("torchrun", "node7:29500", 8, 3)),
+    "torchrun within SLURM": ({**SLURM, **TORCHRUN}, LaunchedProcess("torchrun", "node7:29500", 8, 3)),
+    "SLURM": (SLURM, LaunchedProcess("SLURM", "gpu03:61443", 16, 5)),
+    "Kubernetes": (KUBERNETES, LaunchedProcess("the Kubernetes Job", "train-0.train:1234", 2, 0)),
     "an indexed Job of one": ({"JOB_COMPLETION_INDEX": "0"}, None),
     "one process": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, None),
 }

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.runtime import jaxlib
+from firstloss.runtime import jax_support
 
 DTYPES = [
     torch.float32,
@@ -24,22 +24,22 @@ DTYPES = [
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 200)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_there_and_back(dtype, shape, shared, monkeypatch):
-    monkeypatch.setattr(jaxlib, "on_cpu", lambda: shared)
+    monkeypatch.setattr(jax_support, "on_cpu", lambda: shared)
     torch.manual_seed(0)
     tensor = (torch.rand(shape) * 100).to(dtype)
-    array = jaxlib.to_device(tensor)
+    array = jax_support.to_device(tensor)
     assert array.shape == shape
-    back = jaxlib.to_host(array)
+    back = jax_support.to_host(array)
     assert back.dtype == dtype and torch.equal(back, tensor)
 
 
 def test_a_transposed_tensor_keeps_its_logical_order():
     tensor = torch.arange(60_000.0).reshape(200, 300).t()
-    assert torch.equal(jaxlib.to_host(jaxlib.to_device(tensor)), tensor)
+    assert torch.equal(jax_support.to_host(jax_support.to_device(tensor)), tensor)
 
 
 def test_memory_of_the_device_can_be_written_and_donated():
-    array, memory = jaxlib.empty((1000, 1000), torch.float32)
+    array, memory = jax_support.empty((1000, 1000), torch.float32)
     memory.fill_(2.0)
     address = array.unsafe_buffer_pointer()
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(array)
@@ -63,9 +63,9 @@ def test_weights_are_updated_in_place(tmp_path):
         return loss
 
     float(step(torch.ones(4, 512)))
-    before = model.weight._store.resident.array().unsafe_buffer_pointer()
+    before = model.weight._storage.resident.array().unsafe_buffer_pointer()
     float(step(torch.ones(4, 512)))
-    assert model.weight._store.resident.array().unsafe_buffer_pointer() == before
+    assert model.weight._storage.resident.array().unsafe_buffer_pointer() == before
 
 
 @pytest.mark.own_compile_cache
@@ -80,7 +80,7 @@ def test_a_second_start_finds_the_compiled_step(tmp_path):
 
 def test_a_dtype_that_xla_lacks_is_refused():
     with pytest.raises(NotImplementedError, match="no counterpart"):
-        jaxlib.to_device(torch.zeros(2, dtype=torch.complex32))
+        jax_support.to_device(torch.zeros(2, dtype=torch.complex32))
 
 
 def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):
@@ -88,7 +88,7 @@ def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):
     with backend.device:
         model = torch.nn.Linear(512, 512)
     fl.compile(model, backend)
-    cell = model.weight._store.resident
+    cell = model.weight._storage.resident
     with torch.no_grad():
         model.weight.fill_(2.0)
         address = cell.host().data_ptr()

@@ -29,9 +29,9 @@ def behind(backend, *shape):
 
 def test_what_is_behind_waits_until_it_is_begun(backend):
     state = behind(backend, 300, 200)
-    assert not making() and not state._store.resident._pending.done()
-    placement.begin_behind()
-    assert torch.equal(torch.Tensor(state._store.resident.read()), torch.zeros(300, 200))
+    assert not making() and not state._storage.resident._pending.done()
+    placement.start_waiting_materializations()
+    assert torch.equal(torch.Tensor(state._storage.resident.read()), torch.zeros(300, 200))
 
 
 def test_who_reads_it_begins_it(backend):
@@ -40,16 +40,16 @@ def test_who_reads_it_begins_it(backend):
 
 def test_what_nobody_holds_any_more_is_not_made(backend):
     state = behind(backend, 300, 200)
-    pending = state._store.resident._pending
+    pending = state._storage.resident._pending
     begun = []
     pending.begin = lambda: begun.append(True)
     del state
     gc.collect()
-    waiting = len(placement._after_first_loss)
+    waiting = len(placement._pending_after_first_loss)
     del pending
     gc.collect()
-    placement.begin_behind()
-    assert waiting and not begun and not placement._after_first_loss
+    placement.start_waiting_materializations()
+    assert waiting and not begun and not placement._pending_after_first_loss
 
 
 def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):

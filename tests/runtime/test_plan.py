@@ -12,7 +12,8 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError, TraceError
 from firstloss.init import shardings
-from firstloss.lower.estimate import Sent, local_bytes
+from firstloss.lower.estimate import local_bytes
+from firstloss.lower.work import Sent
 
 AXES = ("dp", "fsdp", "tp")
 meshes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 1024), min_size=1)  # JAX counts up to 2**31

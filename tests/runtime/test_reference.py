@@ -8,7 +8,7 @@
 | randn stand-ins, or a map of initialisers | test_the_constructor_is_the_specification |
 | data-dependent branches: obscure, or frozen | test_a_value_read..., test_a_counter... |
 | a traced tensor as a scalar is a random value | test_tensors_as_scalars |
-| state made inside `step()` begins anew each time | test_state_that_step_makes_under_a_condition_is_carried |
+| state made inside `step()` starts over each time | test_state_that_step_makes_under_a_condition_is_carried |
 | no ordinary `lr_scheduler`, mixed precision only, train before eval | test_what_had_to_be_otherwise |
 | weights may be edited after a checkpoint only | test_weights_are_edited_between_executions |
 """

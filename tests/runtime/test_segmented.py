@@ -12,6 +12,8 @@ from firstloss.lower.repeats import Repeats
 from firstloss.program.graph import Value
 from firstloss.runtime.step.arguments import Arguments
 
+from .. import compiled_steps
+
 # Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
 # The backward pass of a batch norm subtracts nearly equal sums, which makes ten times as much of it.
 CLOSE = 2e-6
@@ -135,7 +137,7 @@ def train(case, folder, steps=3):
     torch.manual_seed(1)
     results = [run(batches()) for _ in range(steps)]
     torch.set_rng_state(generator_state)
-    executable = run._cache.latest
+    executable = compiled_steps.latest(run)
     state = {**model.state_dict(), **{f"{n}.{k}": v for n, s in enumerate(optim.state.values()) for k, v in s.items()}}
     return executable, results, state
 
@@ -153,11 +155,11 @@ IN_SWEEP = ("sgd", "adamw")
 def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole, results, state = train(case, tmp_path)
-    assert len(whole.executable._calls) == 1
+    assert len(compiled_steps.segment_calls(whole)) == 1
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     apart, results_apart, state_apart = train(case, tmp_path)
-    assert len(apart.executable._calls) > len(apart.executable.executables) + 4
+    assert len(compiled_steps.segment_calls(apart)) > len(compiled_steps.segment_executables(apart)) + 4
     bound = CLOSE_NORMED if case == "stages" else CLOSE
     flat, flat_apart = (torch.utils._pytree.tree_leaves(r) for r in (results, results_apart))
     assert len(flat) == len(flat_apart) >= 3
@@ -225,10 +227,10 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
 
 
 def test_an_order_of_calls_in_which_everything_is_there_when_needed():
-    from firstloss.lower.lists import calls_apart
+    from firstloss.lower.foreach_split import split_foreach_calls
 
     program = Captured(12).program
-    calls = calls_apart(program.nodes)
+    calls = split_foreach_calls(program.nodes)
     there = set(program.inputs.values())
     made = {value for call in calls for value in call.outputs}
     for call in calls:

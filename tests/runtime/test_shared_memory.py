@@ -19,6 +19,8 @@ from firstloss.lower import segments
 from firstloss.runtime.step.segmented import SegmentedStep
 from tests.tiny_llama import llama
 
+from .. import compiled_steps
+
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 NUMPYS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.int16, torch.int64: np.int64}
@@ -746,18 +748,18 @@ def test_memory_is_the_devices_again_when_nobody_holds_it(backend):
     for hold in (lambda t: t.numpy(), torch.from_dlpack, lambda t: np.asarray(t)[1:], lambda t: pickle.dumps(t)):
         held = hold(run.model.big.detach())
         run.step(run.x)
-        assert run.model.big._store.resident.lent == (type(held) is not bytes)
+        assert run.model.big._storage.resident.lent == (type(held) is not bytes)
         del held
         gc.collect()
         run.step(run.x)
         run.step(run.x)
-        assert not run.model.big._store.resident.lent
-        assert run.model.big._store.resident.current is not None  # what the next step takes, without a question
+        assert not run.model.big._storage.resident.lent
+        assert run.model.big._storage.resident.current is not None  # what the next step takes, without a question
     address = run.model.big.data_ptr()
     for _ in range(3):
         run.step(run.x)
         assert run.model.big.data_ptr() == address == run.model.big.data.data_ptr()
-        assert not run.model.small._store.resident.lent
+        assert not run.model.small._storage.resident.lent
 
 
 class Deep(nn.Module):
@@ -793,7 +795,7 @@ def test_a_step_in_segments(backend, monkeypatch, lasting):
         return run, seen
 
     (run, ours), (_, theirs) = program(backend), program(None)
-    assert isinstance(run.step._cache.latest.executable, SegmentedStep)
+    assert isinstance(compiled_steps.latest(run.step).executable, SegmentedStep)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close(a, b, f"value {i}")
 

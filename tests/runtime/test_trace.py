@@ -7,6 +7,8 @@ from torch import nn
 
 import firstloss as fl
 
+from .. import compiled_steps
+
 
 def line_of(function, text):
     """The place, as "file:line", of the line of `function` that contains `text`."""
@@ -118,7 +120,7 @@ def test_an_ordinary_scheduler_needs_no_second_trace(backend, model):
         schedule.step()
         lr *= 0.5
     assert isinstance(optimizer.param_groups[0]["lr"], float)
-    assert len(step._cache.kinds) == 1
+    assert compiled_steps.kinds(step) == 1
 
 
 def test_a_changed_hyperparameter_is_traced_anew(backend, model):

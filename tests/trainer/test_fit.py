@@ -94,7 +94,7 @@ def test_gradients_are_clipped_in_mixed_precision(dtype, clip, backend, tmp_path
 def test_objects_and_callables_train_the_same(backend, tmp_path):
     runs = []
     for name in ("callables", "objects", "mixed"):
-        fresh = fl.backend(backend.name, artifact_dir=backend.artifact_dir)  # its dropout begins anew
+        fresh = fl.backend(backend.name, artifact_dir=backend.artifact_dir)  # its dropout starts over
         torch.manual_seed(0)
         model = Net() if name != "callables" else Net
         optimizer = adamw(model) if name == "objects" else adamw

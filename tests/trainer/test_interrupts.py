@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from firstloss.runtime.mesh.processes import processes
 from firstloss.trainer import Callback, ValidationLoop
 from firstloss.trainer.interrupts import Interrupts
 from firstloss.trainer.loggers import ProgressLogger
@@ -87,7 +88,7 @@ def test_validation_ends_after_its_batch(tmp_path, capfd):
 
 
 def test_the_second_signal_is_obeyed_at_once():
-    with pytest.raises(KeyboardInterrupt), Interrupts("saving") as held:
+    with pytest.raises(KeyboardInterrupt), Interrupts("saving", processes(), lambda: 3) as held:
         signal.raise_signal(signal.SIGINT)
         assert held.received is signal.SIGINT
         signal.raise_signal(signal.SIGINT)
@@ -122,7 +123,7 @@ def test_a_child_forked_meanwhile_can_be_terminated():
         while True:
             time.sleep(0.01)
 
-    with Interrupts("saving"):
+    with Interrupts("saving", processes(), lambda: 3):
         child = fork.Process(target=work)
         child.start()
         ready.wait()  # Python forgets a signal that comes while it forks

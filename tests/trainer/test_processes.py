@@ -69,7 +69,7 @@ def test_two_processes_write_one_run_and_end_together(tmp_path):
     assert outs[0][1].count("first loss") == 1 and outs[1][1].count("first loss") == 0
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
     assert best["value"] == min(line["val_loss"] for line in lines if "val_loss" in line)
-    # A signal to one of them: both go on from step 4, and save and end at the next step that is logged.
+    # A signal to one of them: both resume from step 4, and save and end at the next step that is logged.
     found, status, outs = run(tmp_path, 1000)
     assert status == [-signal.SIGTERM] * 2, outs[1][1][-4000:]
     assert found == [{"stopped": 10, "saved": [10]}] * 2

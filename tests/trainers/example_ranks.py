@@ -1,6 +1,6 @@
 """One rank of the examples with transformers and accelerate: as they are, and without their line of Firstloss.
 
-The source with the contents of its deferred block in the place of the block is the script that people have already.
+The source with the contents of its deferred block in place of the block is the script that people have already.
 What the scripts train is compared on each rank, bit for bit.
 """
 

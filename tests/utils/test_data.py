@@ -249,7 +249,7 @@ def test_a_restarted_loader_goes_on_as_if_it_had_never_stopped(stop, ahead, own)
         got.append(batch)
         if step == stop:
             if ahead:
-                executor._reader.look_ahead()
+                executor._reader.read_ahead()
             state = loader.state_dict()
     assert resumed(state, 12 - stop, make) == rows(got[stop:]) or stop == 0
     assert state["batch"] == stop % 4 or stop in (4, 8)
@@ -290,7 +290,7 @@ def test_a_loader_with_a_position_of_its_own_is_not_read_from_its_beginning():
     executor = DataExecutor(loader, num_steps=4)
     for step, _ in enumerate(executor, 1):
         if step == 3:
-            executor._reader.look_ahead()
+            executor._reader.read_ahead()
             state = loader.state_dict()
     again = DataLoader(Stateful)
     again.load_state_dict(state)

@@ -44,14 +44,14 @@ def test_workers(own, name, count, tmp_path):
 
 
 def test_workers_for_each_device(monkeypatch):
-    from firstloss.utils.data import workers
+    from firstloss.utils.data import loader
 
     config = fl.distributed.ClusterConfig(num_csx=4, num_workers_per_csx=2)
     backend = type("Backend", (), {"cluster_config": config, "is_xla": False})()
-    monkeypatch.setattr(workers, "current_backend", lambda raise_exception: backend)
+    monkeypatch.setattr(loader, "current_backend", lambda raise_exception: backend)
     for count, expected in ((1, 8), (3, 3), (8, 1)):
-        monkeypatch.setattr(workers, "processes", lambda backend, count=count: type("P", (), {"count": count}))
-        assert workers.workers_wanted() == expected
+        monkeypatch.setattr(loader, "processes", lambda backend, count=count: type("P", (), {"count": count}))
+        assert loader.num_workers_setting() == expected
 
 
 def test_a_loader_that_can_have_no_workers(tmp_path):

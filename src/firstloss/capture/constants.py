@@ -1,15 +1,14 @@
-"""Constants: tensors whose content is known when they meet the recorder."""
+"""Constants: real tensors that an operation on deferred tensors reads."""
 
 from __future__ import annotations
 
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, version_of
-from ..program.graph import Ref, Value
+from ..program.graph import Geometry, Ref, Value, geometry_of
 from ..program.source import here
 from . import session
-from .exported_memory import store_at
-from .geometry import Geometry, geometry_of
+from .exported_memory import storage_at
 from .mapped_file import in_file
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 
@@ -75,17 +74,17 @@ def owned_by_torch(tensor: Tensor) -> bool:
 def storage_of(tensor: Tensor) -> DeferredStorage:
     """The DeferredStorage that a tensor looks at; for a real one, a new one that holds it as it is now."""
     if type(tensor) is DeferredTensor:
-        return tensor._store
+        return tensor._storage
     if session.trace is not None:
         if tensor.is_conj() or tensor.is_neg():
-            session.trace.note_outside(tensor)
+            session.trace.record_external(tensor)
             return Hooks.mirror_of(tensor)
-        found = store_at(tensor)
+        found = storage_at(tensor)
         if found is not None:  # memory of a weight, by way of numpy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
-            session.trace.note_outside(tensor)
-            session.trace.met_in_memory.add(found[0])
+            session.trace.record_external(tensor)
+            session.trace.aliased_storages.add(found[0])
             return found[0]
         return session.trace.adopt_real(tensor)
     return DeferredStorage(constant(tensor))
@@ -93,7 +92,7 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
 
 def outer_geometry(tensor: Tensor) -> Geometry:
     """How a real tensor from outside a step looks at what `storage_of` gives."""
-    found = store_at(tensor)
+    found = storage_at(tensor)
     return geometry_of(tensor) if found is None else found[1]
 
 

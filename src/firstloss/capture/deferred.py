@@ -13,18 +13,18 @@ import torch
 from .. import timeline
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
+from ..gc_pause import paused
 from ..program.source import here, is_machinery, raised_at
-from ..uncollected import uncollected
-from . import first_use, loaders, numbers_in_memory, patches, session
-from . import regions as _regions  # noqa: F401 - for its patches
-from . import rematerialize as _rematerialize  # noqa: F401 - likewise
+from . import activation_checkpointing as _rematerialize  # noqa: F401 - likewise
+from . import checkpoint_loaders, direct_memory_access, first_use, patches, session
+from . import control_flow as _regions  # noqa: F401 - for its patches
 from . import running_averages as _running_averages  # noqa: F401 - likewise
-from . import storages as _storages  # noqa: F401 - likewise
-from . import truncated as _truncated  # noqa: F401 - likewise
+from . import trunc_normal as _truncated  # noqa: F401 - likewise
+from . import untyped_storage as _storages  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
-from .states import state_of
+from .tensor_states import state_of
 
 T = TypeVar("T")
 
@@ -79,9 +79,9 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
 @contextmanager
 def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
-    first_use.close_door()
+    first_use.disable_first_use()
     try:
-        with timeline.span("capture"), uncollected(), loaders.in_this_thread(), CaptureMode():
+        with timeline.span("capture"), paused(), checkpoint_loaders.in_this_thread(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
@@ -90,13 +90,13 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     finally:
         session.leave()
         patches.teach_dynamo()
-        loaders.teach()
+        checkpoint_loaders.teach()
         if not session.depth and session.trace is None:
-            first_use.open_door()
+            first_use.enable_first_use()
 
 
 def _explain_no_cuda(error: Exception) -> None:
-    """An error of ours in the place of torch's, where a constructor asks for a GPU that this machine does not have."""
+    """An error of ours in place of torch's, where a constructor asks for a GPU that this machine does not have."""
     found = traceback.extract_tb(error.__traceback__)
     if not found or not found[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
         return
@@ -110,8 +110,8 @@ def _explain_no_cuda(error: Exception) -> None:
 
 
 def _explain_memory(error: Exception) -> None:
-    """An error of ours in the place of torch's, where a function in C wants the memory of a deferred tensor."""
-    if isinstance(error, CaptureError) or not numbers_in_memory.is_unallocated(error):
+    """An error of ours in place of torch's, where a function in C wants the memory of a deferred tensor."""
+    if isinstance(error, CaptureError) or not direct_memory_access.is_unallocated(error):
         return
     raise CaptureError(
         f"{raised_at(error)}: this line calls a function that reads or writes the memory of a tensor without telling "
@@ -263,4 +263,4 @@ def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
         False once all has been materialized.
     """
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
-    return any(type(t) is DeferredTensor and state_of(t._store).pending for t in tensors)
+    return any(type(t) is DeferredTensor and state_of(t._storage).pending for t in tensors)

@@ -1,4 +1,4 @@
-"""Deferred tensors and torch.distributed: a collective has nothing to move, since every rank has the same recipe.
+"""Deferred tensors and torch.distributed: collectives move nothing, since every rank has the same recipe.
 
 `distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but
 a recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own
@@ -60,7 +60,7 @@ def _below(package: str) -> bool:
 _ADDRESSES_ARE_NAMES = frozenset({"accelerate.accelerator"})
 
 
-def asks_for_a_name() -> bool:
+def wants_address_as_id() -> bool:
     """Whether who has called our caller asks for an address to know a tensor by it, and reads nothing there."""
     return getframe(2).f_globals.get("__name__") in _ADDRESSES_ARE_NAMES
 
@@ -93,7 +93,7 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
     _prepared = True
     for kind in ("Shard", "_StridedShard"):
         put(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
-    put(f"{_MODULE}.mesh_broadcast", partial(_to_nobody, is_deferred))
+    put(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
     from torch.distributed.tensor import DTensor
 
     for install in _installers:
@@ -111,5 +111,5 @@ def _split_only(
     return original(self, tensor, mesh, dim, None if is_deferred(tensor) else src_data_rank)
 
 
-def _to_nobody(is_deferred: Callable, original: Callable, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _skip_if_deferred(is_deferred: Callable, original: Callable, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return None if is_deferred(tensor) else original(tensor, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Initialising a DTensor whose shards are deferred: with what one process would draw, not with a draw a rank.
+"""Initialize DTensors whose shards are deferred as a single process would, not with separate draws on each rank.
 
 `fully_shard(model); model.init_weights()` fills DTensors, and PyTorch has each rank draw its shard by itself: other
 numbers on every mesh, and on a CPU mesh the same ones on every rank. Where the shard is deferred, the operation is
@@ -60,11 +60,11 @@ def install(dtensor: Any) -> None:
     """Teach the DTensor class; called once, when it has been imported."""
     handlers = operation_handlers(dtensor)
     for op in _FILLS:
-        handlers[op] = _or_else(handlers, op, _fill)
+        handlers[op] = _deferred_handler(handlers, op, _fill)
     for op in _LIKE:
-        handlers[op] = _or_else(handlers, op, _like)
+        handlers[op] = _deferred_handler(handlers, op, _like)
     for op in _EYE:
-        handlers[op] = _or_else(handlers, op, _eye, target="out")
+        handlers[op] = _deferred_handler(handlers, op, _eye, target="out")
     for name in (*_INITIALISERS, *_PADDING):
         put(name)
 
@@ -82,20 +82,20 @@ def _eye(op: Any, args: tuple, kwargs: dict) -> Any:
     return fill_as_one_process(kwargs["out"], lambda whole: op(*args, **{**kwargs, "out": whole}))
 
 
-def _or_else(handlers: dict, op: Any, handle: Callable, target: str | None = None) -> Callable:
+def _deferred_handler(handlers: dict, op: Any, handle: Callable, target: str | None = None) -> Callable:
     """What to do for `op`: `handle` it where the shard is deferred, else what PyTorch does."""
 
     def handler(op_call: Any, args: tuple, kwargs: dict) -> Any:
         if shard_is_deferred(args[0] if target is None else kwargs[target]):
             return handle(op_call, args, kwargs)
-        with _aside(handlers, op, handler):
+        with _without_handler(handlers, op, handler):
             return op_call(*args, **kwargs)
 
     return handler
 
 
 @contextmanager
-def _aside(handlers: dict, op: Any, handler: Callable) -> Iterator[None]:
+def _without_handler(handlers: dict, op: Any, handler: Callable) -> Iterator[None]:
     handlers.pop(op, None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Values that are in a file, and are read when somebody needs them."""
+"""Values that are in a file and are read when they are first needed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class FileValue(Value):
 
 def is_in_file(tensor: DeferredTensor) -> bool:
     """Whether the content of `tensor` is still in a file, as it was loaded."""
-    return is_pending(tensor) and type(tensor._store.value) is FileValue
+    return is_pending(tensor) and type(tensor._storage.value) is FileValue
 
 
 def file_tensor(value: FileValue) -> DeferredTensor:

@@ -1,4 +1,4 @@
-"""Deferred tensors that are used for real, outside of every capture: somebody has forgotten to materialize.
+"""First use of a deferred tensor outside of a capture: its module is materialized, with a warning.
 
 A forward pass, a collective, an optimizer's step or a state dict that is written needs values. All of the module that
 the tensor belongs to is made then, once and with a warning, rather than what each operation happens to need, again and
@@ -6,10 +6,10 @@ again. What only initialises (fills, copies, arithmetic among deferred tensors) 
 reads a value (`item()`, `print`, `numpy()`) gets that one.
 
 Autograd notes its tensors before an operation arrives at the dispatcher, and would send gradients to what they were, so
-they are turned into ordinary ones before that: between a capture and its materialization PyTorch's functions are called
-through `_front_door`, which calls a function once more when it turns out to need values. Where an operation comes by
-another way (from C++), the tensors are *made*: their values are there, and they stay as they are until an operation
-without gradients, as an optimizer's step, can turn them into ordinary ones.
+they are turned into ordinary ones before that. Between a capture and its materialization PyTorch's functions run
+through `_first_use_mode`, which calls a function a second time when it turns out to need values. Where an operation
+arrives in another way (from C++), the tensors are *made*: their values are computed, and they remain deferred tensors
+until an operation without gradients, such as an optimizer's step, can turn them into ordinary ones.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from ..compat.torch_names import (
 from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
-from .call import Call
+from .direct_memory_access import is_unallocated
+from .evaluation import call_with_content, run_now_for_metadata
 from .file_value import is_in_file
-from .numbers_in_memory import is_unallocated
-from .states import state_of
+from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
-from .values import call_with_content, run_to_find_out
+from .tensor_states import state_of
 
 _COLLECTIVES = distributed.COLLECTIVES
 
 
-def needs_values(call: Call) -> bool:
+def needs_values(call: OpCall) -> bool:
     """Whether a call, outside of every capture, is more than initialisation."""
     if not call.deferred or call.traits.view or call.on_meta or all(map(is_in_file, call.deferred)):
         return False
-    if any(t._store.is_made for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
+    if any(t._storage.is_made for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
         return True
     written = call.written()
     if any(type(t) is not DeferredTensor for t in written):
@@ -64,19 +64,19 @@ def _in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-def _is_tracked(call: Call) -> bool:
+def _is_tracked(call: OpCall) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in call.deferred)
 
 
-def run(call: Call) -> Any:
+def run(call: OpCall) -> Any:
     """What `call` returns, all of the modules that its tensors belong to having been made."""
     if getattr(_own, "door", False):
-        raise _NeedsValues([t._store for t in call.deferred], str(call.op))
+        raise _NeedsValues([t._storage for t in call.deferred], str(call.op))
     held = _is_tracked(call) or _in_backward()
-    whole = _materialize_modules([t._store for t in call.deferred], str(call.op), keep=held)
+    whole = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=held)
     if held:
         Hooks.make(whole)
-        return run_to_find_out(call) if call.written() else call_with_content(call)
+        return run_now_for_metadata(call) if call.written() else call_with_content(call)
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return call_with_content(call)
@@ -85,16 +85,16 @@ def run(call: Call) -> Any:
 def materialize(tensor: Any) -> torch.Tensor:
     """`tensor` made real, in place, with the module that it belongs to: somebody wants the memory itself."""
     if not is_in_file(tensor):
-        _materialize_modules([tensor._store], "its memory", keep=False)
+        _materialize_modules([tensor._storage], "its memory", keep=False)
     return Hooks.materialize(tensor)
 
 
 class _NeedsValues(Exception):
-    """A function that was called through the front door needs what `stores` hold."""
+    """A function that was called through the front door needs what `storages` hold."""
 
-    def __init__(self, stores: list[DeferredStorage], what: str) -> None:
+    def __init__(self, storages: list[DeferredStorage], what: str) -> None:
         super().__init__(what)
-        self.stores = stores
+        self.storages = storages
         self.what = what
 
 
@@ -102,7 +102,7 @@ _own = threading.local()  # `door`: whether this thread has come through the fro
 _CLOSED = DeferredTensor.__torch_function__
 
 
-def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
     """`func(*args, **kwargs)`; if it needs values, they are there before autograd sees the tensors."""
     with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
@@ -124,8 +124,8 @@ def _front_door(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict
         finally:
             _own.door = False
         torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
-        _materialize_modules(needed.stores, needed.what, keep=False)
-        return _front_door(cls, func, types, args, kwargs)
+        _materialize_modules(needed.storages, needed.what, keep=False)
+        return _first_use_mode(cls, func, types, args, kwargs)
 
 
 def _called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -153,29 +153,29 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
             yield from _deferred_in(arg)
 
 
-def open_door() -> None:
+def enable_first_use() -> None:
     """A capture has ended: what it has made may be used."""
-    DeferredTensor.__torch_function__ = classmethod(_front_door)
+    DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
-def close_door() -> None:
+def disable_first_use() -> None:
     """Nobody expects deferred tensors to be used: they are made, or in a capture. What comes now is seen by `run`."""
     DeferredTensor.__torch_function__ = _CLOSED
 
 
-def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
-    """Make the modules that `stores` belong to, with a warning; returns what is to be made in all.
+def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
+    """Make the modules that `storages` belong to, with a warning; returns what is to be made in all.
 
     Args:
         what: what needs the values.
         keep: leave the tensors deferred.
     """
-    pending = [store for store in dict.fromkeys(stores) if state_of(store).pending]
+    pending = [storage for storage in dict.fromkeys(storages) if state_of(storage).pending]
     whole = list(pending)
     for module in _modules_of(pending):
         named = list(_tensors_below(module))
-        mine = list(dict.fromkeys(t._store for t in named if is_pending(t)))
-        nbytes = sum(store.value.nbytes for store in mine)
+        mine = list(dict.fromkeys(t._storage for t in named if is_pending(t)))
+        nbytes = sum(storage.value.nbytes for storage in mine)
         where, line = here(), script_line()
         within = "" if where == line else f" (in {where})"
         warn(
@@ -188,7 +188,7 @@ def _materialize_modules(stores: list[DeferredStorage], what: str, keep: bool) -
         whole.extend(mine)
     whole = list(dict.fromkeys(whole))
     if not keep:
-        Hooks.materialize_stores(whole)
+        Hooks.materialize_storages(whole)
     return whole
 
 
@@ -204,18 +204,18 @@ def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
 _looked: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
 
 
-def _modules_of(stores: list[DeferredStorage]) -> list[torch.nn.Module]:
-    """The outermost modules that hold what is in `stores`, or what it is computed from."""
+def _modules_of(storages: list[DeferredStorage]) -> list[torch.nn.Module]:
+    """The outermost modules that hold what is in `storages`, or what it is computed from."""
     global _looked
     begin = time.monotonic()
-    is_weight = any(is_parameter(t) for store in stores for t in store.alive())
-    if not stores or not is_weight and begin < _looked[0] + 10 * _looked[1]:
+    is_weight = any(is_parameter(t) for storage in storages for t in storage.alive())
+    if not storages or not is_weight and begin < _looked[0] + 10 * _looked[1]:
         return []  # a tensor by itself: one search for each would take long
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     children = {id(child) for module in modules for child in _children(module)}
-    wanted = sources(stores)
+    wanted = sources(storages)
     roots = [module for module in modules if id(module) not in children and _is_whole(module)]
-    found = [module for module in roots if any(t._store.value in wanted for t in _tensors_below(module))]
+    found = [module for module in roots if any(t._storage.value in wanted for t in _tensors_below(module))]
     if not found:
         _looked = time.monotonic(), time.monotonic() - begin
     return found
@@ -230,9 +230,9 @@ def _children(module: torch.nn.Module) -> Iterable[Any]:
     return [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
 
 
-def sources(stores: list[DeferredStorage]) -> set[Any]:
-    """The Values of `stores`, and those that they are computed from."""
-    found, todo = set(), [store.value for store in stores]
+def sources(storages: list[DeferredStorage]) -> set[Any]:
+    """The Values of `storages`, and those that they are computed from."""
+    found, todo = set(), [storage.value for storage in storages]
     while todo:
         value = todo.pop()
         if value not in found:

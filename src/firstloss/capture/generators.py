@@ -1,4 +1,4 @@
-"""Random streams during capture: who draws where.
+"""Random streams during capture: which generator each operation draws from, and where.
 
 While a constructor is captured nothing is drawn, yet every random operation has to know its position in the stream
 of its generator, and user code may reseed, save and restore generators at will (`torch.manual_seed`, `fork_rng`,

@@ -73,7 +73,7 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
         about = os.stat(mapping.path)
     except OSError:
         return None
-    if about.st_ino != mapping.inode:  # another file stands in its place
+    if about.st_ino != mapping.inode:  # another file takes its place
         return None
     place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
     label = f"bytes from {place.offset:,} on in {place.path}"
@@ -81,7 +81,7 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
     return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
 
 
-def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
+def deferred_file_tensor(tensor: torch.Tensor) -> DeferredTensor | None:
     """What stands for a real tensor of a mapped file, when a parameter is made of it in a capture; None for any other.
 
     Parameters made of one tensor share it, as they would its memory; of tensors that overlap otherwise they are real.
@@ -89,10 +89,10 @@ def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
     if not is_mapped(tensor):
         return None
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
-    for other, store in session.left_in_files.values():
+    for other, storage in session.deferred_file_tensors.values():
         first, last = other.data_ptr(), other.data_ptr() + other.numel() * other.itemsize
         if (first, last, other.dtype) == (begin, end, tensor.dtype):
-            return DeferredTensor.wrap(store, tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
+            return DeferredTensor.wrap(storage, tuple(tensor.shape), tensor.stride(), 0, tensor.dtype)
         if first < end and begin < last:
             return None
     value = in_file(tensor)
@@ -102,7 +102,7 @@ def left_in_file(tensor: torch.Tensor) -> DeferredTensor | None:
     with torch.no_grad():
         shown = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
         made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (shown,), {})
-    session.left_in_files[begin] = tensor, made._store
+    session.deferred_file_tensors[begin] = tensor, made._storage
     return made
 
 

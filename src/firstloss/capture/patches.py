@@ -1,7 +1,7 @@
-"""What PyTorch's Python does without telling the dispatcher, taught about deferred tensors.
+"""Patches of PyTorch's Python functions that do not call the dispatcher, so that they handle deferred tensors.
 
 The replacements do nothing but call the original where no deferred tensor and no open context is concerned; when they
-are in place says the table of `compat/patches.py`. (`Tensor.data` is in `other_storage.py`.)
+are in place says the table of `compat/patches.py`. (`Tensor.data` is in `storage_swap.py`.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import uncollected
+from .. import gc_pause
 from ..compat.patches import put, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
@@ -25,14 +25,14 @@ from ..compat.torch_names import (
     swap_tensor_impl,
 )
 from ..errors import CaptureError, TraceError
+from ..program.graph import geometry_of
 from ..program.source import here
 from . import session
+from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
-from .geometry import geometry_of
-from .lost_history import is_returned
-from .mapped_file import left_in_file
-from .other_storage import is_state, reseat
+from .mapped_file import deferred_file_tensor
+from .storage_swap import is_state, reseat
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
 
@@ -45,7 +45,7 @@ def _make_subclass(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if len(args) > 1 and type(args[1]) is DeferredTensor:
         args = (args[0], to_host(args[1]), *args[2:])
     elif session.depth and session.trace is None and args[0] is torch.nn.Parameter and len(args) > 1 and not kwargs:
-        left = left_in_file(args[1])
+        left = deferred_file_tensor(args[1])
         if left is not None:
             return torch.nn.Parameter(left, *args[2:])
     return original(*args, **kwargs)
@@ -114,19 +114,19 @@ def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @replaces("gc.enable")
 def enable(original: Any) -> None:
     """As `gc.enable`, once the step has been traced."""
-    uncollected.want(True)
+    gc_pause.want(True)
 
 
 @replaces("gc.disable")
 def disable(original: Any) -> None:
     """As `gc.disable`, likewise."""
-    uncollected.want(False)
+    gc_pause.want(False)
 
 
 @replaces("gc.isenabled")
 def isenabled(original: Any) -> bool:
     """As `gc.isenabled`, as if there were no trace."""
-    return uncollected.is_wanted()
+    return gc_pause.is_wanted()
 
 
 @replaces("torch.nn.parameter.UninitializedTensorMixin.materialize")
@@ -140,7 +140,7 @@ def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype:
     data: Any = torch.empty(
         shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
     )
-    reseat(self, data._store, geometry_of(data))
+    reseat(self, data._storage, geometry_of(data))
 
 
 @replaces("torch.utils.swap_tensors")
@@ -171,7 +171,7 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
     swap_tensor_impl(t1, t2)
     for tensor in (t1, t2):
         if type(tensor) is DeferredTensor:
-            tensor._store.add(tensor)
+            tensor._storage.add(tensor)
 
 
 def _refuse_gradient(gradients: Any) -> None:
@@ -276,7 +276,7 @@ def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _is_alone(tensor: Any) -> bool:
     """Whether it may keep its storage where eager PyTorch gives it one of its own: nobody shares it."""
-    return tensor._ref().whole and len(tensor._store.alive()) == 1
+    return tensor._ref().whole and len(tensor._storage.alive()) == 1
 
 
 @replaces("torch.nn.Module.to_empty")

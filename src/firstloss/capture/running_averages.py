@@ -1,4 +1,4 @@
-"""PyTorch's running averages by a count, without reading the count: it is a tensor, and in a traced step has no value.
+"""Running averages by `num_batches_tracked`, without reading that tensor, which has no value in a traced step.
 
 `BatchNorm(momentum=None)` weighs a batch with one over the number of batches, which it fetches as a Python number.
 `AveragedModel.update_parameters` asks whether anything has been averaged yet. While a step is traced, tensors decide.

@@ -1,4 +1,4 @@
-"""What is under way in this thread: open `deferred` contexts, and at most one step trace.
+"""The captures in progress in this thread: open `deferred` contexts, and at most one step trace.
 
 `trace`, `depth` and `constants` are each thread's own, though they are read as this module's. PyTorch's generators are
 the process's: threads that capture side by side draw from them in turns, as eager PyTorch's threads do.
@@ -23,18 +23,18 @@ from .generators import Generators
 Storage = Any  # a DeferredStorage, of which nothing is asked here: `tensor.py` knows the session
 
 
-class NewMemory(Protocol):
-    """What deferred tensors need of the weights that a step gives other memory (`new_memory.py`): see there."""
+class SupportsDataAssignment(Protocol):
+    """What deferred tensors need of the weights that a step gives other memory (`data_assignment.py`): see there."""
 
     def assign(self, weight: torch.Tensor, other: Any) -> None: ...
 
-    def now_of(self, store: Storage) -> Storage: ...
+    def now_of(self, storage: Storage) -> Storage: ...
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn: ...
 
 
-class NewLayouts(Protocol):
-    """What deferred tensors need of the tensors that a step gives another shape or storage (`new_layout.py`)."""
+class SupportsLayoutChange(Protocol):
+    """What deferred tensors need of the tensors that a step gives another shape or storage (`layout_changes.py`)."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
 
@@ -50,13 +50,13 @@ class Tracing:
     made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
 
     mirrors: list[torch.Tensor]  # keeps the mirrors of memory from outside, at which real tensors look
-    met_in_memory: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
+    aliased_storages: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
 
-    new_memory: NewMemory
-    new_layouts: NewLayouts
-    why_not: str | None  # no compiled step can do what the step did, if so
+    new_memory: SupportsDataAssignment
+    new_layouts: SupportsLayoutChange
+    retrace_reason: str | None  # no compiled step can do what the step did, if so
 
-    def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
+    def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
         raise NotImplementedError
 
     def has_input_at(self, address: int) -> bool:
@@ -64,15 +64,15 @@ class Tracing:
 
     def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None: ...
 
-    def adopt(self, store: Storage) -> None: ...
+    def adopt(self, storage: Storage) -> None: ...
 
-    def is_from_outside(self, store: Storage) -> bool:
+    def is_external(self, storage: Storage) -> bool:
         raise NotImplementedError
 
     def views_of(self, tensor: torch.Tensor) -> int:
         raise NotImplementedError
 
-    def note_outside(self, tensor: torch.Tensor) -> None: ...
+    def record_external(self, tensor: torch.Tensor) -> None: ...
 
     def adopt_real(self, tensor: torch.Tensor) -> Storage:
         raise NotImplementedError
@@ -85,7 +85,7 @@ class Tracing:
 
     def refuse_read(self, op: OpOverload) -> None: ...
 
-    def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
+    def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...
@@ -104,7 +104,7 @@ class _ThreadLocal(threading.local):
         self.holder = object()  # of the patches that an open context needs
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
-        self.left_in_files: dict[int, tuple[torch.Tensor, Storage]] = {}
+        self.deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]] = {}
 
 
 _this_thread = _ThreadLocal()
@@ -114,7 +114,7 @@ class _Session(types.ModuleType):
     trace = property(lambda self: _this_thread.trace)
     depth = property(lambda self: _this_thread.depth)
     constants = property(lambda self: _this_thread.constants)
-    left_in_files = property(lambda self: _this_thread.left_in_files)
+    deferred_file_tensors = property(lambda self: _this_thread.deferred_file_tensors)
 
 
 sys.modules[__name__].__class__ = _Session
@@ -124,7 +124,7 @@ depth: int  # how many `deferred` contexts are open
 # Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
 constants: dict[int, tuple[torch.Tensor, int, Value]]
 # Tensors of mapped files that parameters were made of: by their address, the tensor and what stands for its memory.
-left_in_files: dict[int, tuple[torch.Tensor, Storage]]
+deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]]
 reseated = 0  # how often a tensor that lives on a backend was given other memory
 traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the one under way
 seedings = 0  # how often torch.manual_seed has been called
@@ -150,7 +150,7 @@ def leave() -> None:
     _this_thread.depth -= 1
     if not _this_thread.depth:
         _this_thread.constants.clear()
-        _this_thread.left_in_files.clear()
+        _this_thread.deferred_file_tensors.clear()
         generators.closed()
         generators.policy = "eager"
         generators.preserve = False

@@ -13,13 +13,12 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of, suggest_memory_format
 from ..errors import CaptureError
-from ..program.graph import span
+from ..program.graph import Geometry, geometry_of, span
 from ..program.source import here
 from . import session
-from .call import Call
-from .geometry import Geometry, geometry_of
-from .scalars import is_symbolic, stand_in
-from .taken_dtypes import dtypes_given
+from .kernel_dtypes import result_dtypes
+from .op_call import OpCall
+from .symbolic_scalars import is_symbolic, stand_in
 
 Tensor = torch.Tensor
 
@@ -136,7 +135,7 @@ _NUMBERS_OF_SHAPES = {
 _known: dict[tuple, Outcome] = {}
 
 
-def infer(call: Call) -> Outcome:
+def infer(call: OpCall) -> Outcome:
     """What `call` returns."""
     key = (torch.get_default_dtype(), session.trace is None, *call.key)
     try:
@@ -151,12 +150,12 @@ def infer(call: Call) -> Outcome:
     return known
 
 
-def _ask(call: Call) -> Outcome:
+def _ask(call: OpCall) -> Outcome:
     if schema_of(call.op).name.startswith("aten::_fused_") and not schema_of(call.op).returns:
         return Outcome([], None)  # they have no meta kernels
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
-    given = dtypes_given(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
+    given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
     if call.op in _UNTOLD and session.trace is not None:
         with DisableTorchDispatch():
             return Outcome(list(_UNTOLD[call.op](call.args)), None)
@@ -188,7 +187,7 @@ def _with_dtypes(geometry: list[Any], dtypes: list[torch.dtype | None] | None) -
     ]
 
 
-def _of_list(call: Call) -> list[Any]:
+def _of_list(call: OpCall) -> list[Any]:
     """An operation on each element of lists: those that are alike are asked for once, as a model's layers are."""
     lists = [arg for arg in call.args if type(arg) in (list, tuple)]
     count = max(map(len, lists), default=0)
@@ -198,7 +197,7 @@ def _of_list(call: Call) -> list[Any]:
     rows = [kinds.setdefault(tuple(map(_kind, row)), len(kinds)) for row in zip(*lists, strict=True)]
     first = [rows.index(kind) for kind in range(len(kinds))]
     args = tuple([arg[i] for i in first] if type(arg) in (list, tuple) else arg for arg in call.args)
-    geometry = _on_meta(Call(call.op, call.traits, args, {}))
+    geometry = _on_meta(OpCall(call.op, call.traits, args, {}))
     return [geometry[kind] for kind in rows] if geometry else []
 
 
@@ -206,7 +205,7 @@ def _kind(arg: Any) -> Any:
     return (*geometry_of(arg), arg.device) if isinstance(arg, Tensor) else (type(arg), arg)
 
 
-def _on_meta(call: Call) -> list[Any]:
+def _on_meta(call: OpCall) -> list[Any]:
     args = [as_meta(a) for a in call.args]
     kwargs = {k: as_meta(v) for k, v in call.kwargs.items()}
     has_device = any(a.name == "device" for a in schema_of(call.op).arguments)

@@ -27,19 +27,18 @@ from ..compat.torch_names import (
     storage_address,
 )
 from ..errors import TraceError, ValueReadError
-from ..program.graph import Draw, Node, Value, dense_count
+from ..gc_pause import pause
+from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
-from ..uncollected import pause
 from ..undo import Undo
-from . import dynamic, numbers_in_memory, recorder, session
-from .geometry import contiguous_stride, geometry_of, is_dense
-from .known import known as known_value
-from .new_layout import NewLayouts
-from .new_memory import NewMemory
+from . import data_dependent, direct_memory_access, recorder, session
+from .constant_folding import known as known_value
+from .data_assignment import DataAssignments
+from .layout_changes import LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
-from .values_read import ValueRead
+from .value_reads import ValueRead
 
 
 class KeyStream:
@@ -59,12 +58,12 @@ class StepTrace(recorder._Tracing):
     Attributes:
         inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
         closures: the calls of step closures, in order.
-        generator_left: what gives PyTorch's generator the state that the step has left it in.
+        set_final_generator_state: what gives PyTorch's generator the state that the step has left it in.
         made: the storages of what the step's operations have made.
         new_memory: the weights that the step gives other memory.
         new_layouts: the tensors that it gives another shape or storage.
         read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
-        why_not: why no compiled step can do what the step did, if so.
+        retrace_reason: why no compiled step can do what the step did, if so.
     """
 
     def __init__(self) -> None:
@@ -78,60 +77,60 @@ class StepTrace(recorder._Tracing):
         self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
         self.stream = KeyStream()
         self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
-        self.generator_left: Callable[[], Any] | None = None
+        self.set_final_generator_state: Callable[[], Any] | None = None
         self._seed = torch.initial_seed()
         self.changes: Any = None
         self.draws = 0
         self.closures: list[Any] = []
         self.read: dict[int, ValueRead] = {}
-        self.why_not: str | None = None
-        self.met_in_memory = weakref.WeakSet()
+        self.retrace_reason: str | None = None
+        self.aliased_storages = weakref.WeakSet()
         session.traces.add(self)
-        self.new_memory: NewMemory = NewMemory(self)
-        self.new_layouts: NewLayouts = NewLayouts(self)
+        self.new_memory: DataAssignments = DataAssignments(self)
+        self.new_layouts: LayoutChanges = LayoutChanges(self)
 
     # -- what the recorder asks for --
 
-    def adopt(self, store: DeferredStorage) -> None:
-        """`store` existed before the step: from here on it holds an input."""
-        if store.trace is not None and store.resident is None and store.trace is not self._outer:
+    def adopt(self, storage: DeferredStorage) -> None:
+        """`storage` existed before the step: from here on it holds an input."""
+        if storage.trace is not None and storage.resident is None and storage.trace is not self._outer:
             raise TraceError(
                 f"{here()}: the step reads a tensor that an earlier traced step made and did not return, so its value "
                 "was not kept. Return it from that step, or keep it in a module's buffer or the optimizer's state."
             )
-        self._before.append((store, store.value, store.trace))
-        old = store.value
+        self._before.append((storage, storage.value, storage.trace))
+        old = storage.value
         value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")
-        self.inputs[value] = store
-        store.value = value
-        store.trace = self
+        self.inputs[value] = storage
+        storage.value = value
+        storage.trace = self
 
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
-        """A real tensor from outside: an input that is read anew at each step. All views of one storage are views of
+        """A real tensor from outside: an input that is read again at each step. All views of one storage are views of
         one input."""
         key = storage_key(tensor)
         known = self._real.get(key)
         if known is None:
             base = whole_storage(tensor)
             value = Value(tuple(base.shape), base.stride(), base.dtype, base.device, label=f"in{len(self.inputs)}")
-            store = DeferredStorage(value)
-            store.trace = self
+            storage = DeferredStorage(value)
+            storage.trace = self
             self.inputs[value] = base
-            known = self._real[key] = (base, store)
-        self.note_outside(tensor)
+            known = self._real[key] = (base, storage)
+        self.record_external(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
             self._overlapping(tensor, known[0])
         return known[1]
 
-    def note_outside(self, tensor: torch.Tensor) -> None:
-        """The step looks at a real tensor from outside; another one that stands in its place is another input."""
+    def record_external(self, tensor: torch.Tensor) -> None:
+        """The step looks at a real tensor from outside; another one that takes its place is another input."""
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 
     def refuse_overlaps(self) -> None:
         """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
-        spans = [(begin, begin + _nbytes(base), base, store) for begin, (base, store) in sorted(self._real.items())]
-        for (_, end, base, store), (begin, _, other, other_store) in itertools.pairwise(spans):
-            if begin < end and any(s.value is not s.first for s in (store, other_store)):
+        spans = [(begin, begin + _nbytes(base), base, storage) for begin, (base, storage) in sorted(self._real.items())]
+        for (_, end, base, storage), (begin, _, other, other_storage) in itertools.pairwise(spans):
+            if begin < end and any(s.value is not s.first for s in (storage, other_storage)):
                 self._overlapping(base, other)
 
     def _overlapping(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
@@ -146,24 +145,24 @@ class StepTrace(recorder._Tracing):
         known = self._real.get(storage_key(tensor))
         return known is None or known[1].value is known[1].first
 
-    def outside_of(self, store: DeferredStorage) -> torch.Tensor | None:
-        """The real tensor from outside that `store` stands for, all of its storage."""
-        return next((base for base, known in self._real.values() if known is store), None)
+    def outside_of(self, storage: DeferredStorage) -> torch.Tensor | None:
+        """The real tensor from outside that `storage` stands for, all of its storage."""
+        return next((base for base, known in self._real.values() if known is storage), None)
 
     def views_of(self, tensor: torch.Tensor) -> int:
         """How many real tensors from outside show the memory of one of them."""
         known = self.outside.get(id(tensor))
         return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
 
-    def is_from_outside(self, store: DeferredStorage) -> bool:
-        """Whether `store`, which the step has taken up, was there before it, or stands for what was."""
-        return store.first in self.inputs or any(store is before for before, _, _ in self._before)
+    def is_external(self, storage: DeferredStorage) -> bool:
+        """Whether `storage`, which the step has taken up, was there before it, or stands for what was."""
+        return storage.first in self.inputs or any(storage is before for before, _, _ in self._before)
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor from outside lies in the storage of `tensor`."""
         return storage_key(tensor) in self._real
 
-    def known_as(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
+    def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
         """The input that the storage of a real tensor from outside is, if it is one: all of it, and what stands for
         it."""
         return self._real.get(storage_key(tensor))
@@ -175,11 +174,11 @@ class StepTrace(recorder._Tracing):
     def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """`other` looks at the storage of `tensor`, an input, as that does now, and is the input from here on."""
         key = storage_key(tensor)
-        _, store = self._real[key]
-        self._real[key] = other, store
-        self.inputs[store.first] = other
+        _, storage = self._real[key]
+        self._real[key] = other, storage
+        self.inputs[storage.first] = other
 
-    def laid_out_anew(self) -> bool:
+    def has_changed_layout(self) -> bool:
         """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
         `tensor.data = ...`): it is no input of this step any more."""
         for tensor, geometry, key in self.outside.values():
@@ -207,20 +206,20 @@ class StepTrace(recorder._Tracing):
         shape = tuple(tensor.shape)
         stride = tensor.stride() if is_dense(tensor) else contiguous_stride(shape)
         value = Value(shape, stride, tensor.dtype, torch.device("cpu"), label=label)
-        store = DeferredStorage(value)
-        store.trace = self
+        storage = DeferredStorage(value)
+        storage.trace = self
         self.inputs[value] = tensor
         if may_change:
-            self._arguments[value] = store
-        return DeferredTensor.wrap(store, shape, stride, 0, tensor.dtype)
+            self._arguments[value] = storage
+        return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Somebody asks for a value, or for what depends on one."""
-        raise ValueReadError(dynamic.message(op))
+        raise ValueReadError(data_dependent.message(op))
 
-    def may_stand_for_text(self, tensor: torch.Tensor) -> bool:
+    def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         """Whether a description of a tensor does for its text: it has no value yet, and nobody keeps the text."""
-        return known_value(tensor) is None and dynamic.is_shown()
+        return known_value(tensor) is None and data_dependent.is_shown()
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
         """A random operation, perhaps from a generator that it was given: the next key of the step's stream."""
@@ -228,13 +227,13 @@ class StepTrace(recorder._Tracing):
             raise TraceError(
                 f"{node.source}: the step draws from a generator of its own, which a compiled step has not, and which "
                 "would not move on. Draw before the step and pass the numbers as an argument; or leave `generator` "
-                "out, and the step draws anew each time, from the run's seed."
+                "out, and the step draws new numbers each time, from the run's seed."
             )
         position = self._position
         if position is None or torch.initial_seed() != self._seed:
             raise TraceError(
                 f"{node.source}: the step seeds or replaces the random generator while it is being traced. Seed once, "
-                "before the first step: every step then draws anew, reproducibly."
+                "before the first step: every step then draws new numbers, reproducibly."
             )
         after = Position(position.words + 1)
         node.draw = Draw(self.stream, position, after)  # type: ignore[arg-type]
@@ -253,7 +252,7 @@ class StepTrace(recorder._Tracing):
         with DisableTorchDispatch():
             named = None if state is None else recorder.generators.named(state)
         self._position = named[1] if named is not None and named[0] is self.stream else None
-        self.generator_left = leave if self._position is None else None
+        self.set_final_generator_state = leave if self._position is None else None
 
     # -- around the step --
 
@@ -279,25 +278,25 @@ class StepTrace(recorder._Tracing):
                 else:
                     yield
             except RuntimeError as error:
-                if not numbers_in_memory.is_unallocated(error):
+                if not direct_memory_access.is_unallocated(error):
                     raise
-                raise ValueReadError(numbers_in_memory.message(raised_at(error))) from error
+                raise ValueReadError(direct_memory_access.message(raised_at(error))) from error
 
     def _leave(self, before: Any) -> None:
         """Every DeferredStorage is as it was before the step. May be called twice."""
         recorder.set_trace(before)
         self.mirrors.clear()
         if self.changes is None:
-            self.changes = {value: store.value for value, store in self._stores() if store.value is not value}
-        for store, value, trace in reversed(self._before):
-            store.value = value
-            store.trace = trace
+            self.changes = {value: storage.value for value, storage in self._storages() if storage.value is not value}
+        for storage, value, trace in reversed(self._before):
+            storage.value = value
+            storage.trace = trace
 
-    def _stores(self) -> list[tuple[Value, DeferredStorage]]:
+    def _storages(self) -> list[tuple[Value, DeferredStorage]]:
         """The inputs that may be written to, in the order in which the step met them, wherever they live."""
-        real = {store.first: store for _, store in self._real.values()} | self._arguments
-        stores = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
-        return [(value, store) for value, store in stores if store is not None]
+        real = {storage.first: storage for _, storage in self._real.values()} | self._arguments
+        storages = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
+        return [(value, storage) for value, storage in storages if storage is not None]
 
 
 def _pop_modes(depth: int) -> None:
@@ -346,7 +345,7 @@ _MOST_BYTES = 1 << 28
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors whose storages begin at the same place: NumPy's memory may have several."""
     if type(tensor) is DeferredTensor:
-        return id(tensor._store)
+        return id(tensor._storage)
     storage = _storage_of(tensor)
     if storage is None:
         return id(tensor)
@@ -389,4 +388,4 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
     """Whether `tensor` was made by `trace` and has no value outside of it."""
-    return type(tensor) is DeferredTensor and tensor._store.trace is trace
+    return type(tensor) is DeferredTensor and tensor._storage.trace is trace

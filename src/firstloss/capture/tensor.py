@@ -1,4 +1,4 @@
-"""Deferred tensors: a geometry, and a DeferredStorage in the place of a storage.
+"""Deferred tensors: a geometry and a DeferredStorage.
 
 A DeferredStorage knows the `Value` that it holds now. Tensors that share memory in eager PyTorch share one here, so
 ties and views need nothing more.
@@ -24,12 +24,11 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
-from ..program.graph import Ref, Value
+from ..program.graph import Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
-from .exported_memory import note_memory
-from .geometry import geometry_of
-from .lazy_bits import lazy_bits
+from .conjugate_bits import lazy_bits
+from .exported_memory import record_exported_memory
 
 Tensor = torch.Tensor
 
@@ -44,10 +43,10 @@ class Hooks:
     to_backend: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
     mirror_of: Callable[[Tensor], DeferredStorage]  # what a real conjugated or negated view looks at, in a step
     make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
-    give_memory: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
+    allocate_real: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
     materialize: Callable[[Tensor], Tensor]  # makes it real, in place
     materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
-    materialize_stores: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place
+    materialize_storages: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place
     assert_later: Callable[..., None]  # checks a condition, with a message, whenever the step under way has run
 
     @classmethod
@@ -72,7 +71,7 @@ class DeferredStorage:
         self.resident: Any = None  # on a backend: its device buffer, which owns the value from then on
         self.trace: Any = None  # the step trace that has taken it up
         self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
-        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `lazy_views.py`
+        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
 
     @property
@@ -83,14 +82,16 @@ class DeferredStorage:
     @property
     def root(self) -> DeferredStorage:
         """What it mirrors, perhaps by way of other mirrors; itself, if it mirrors nothing."""
-        store = self
-        while store.mirrors is not None:
-            store = store.mirrors.of
-        return store
+        storage = self
+        while storage.mirrors is not None:
+            storage = storage.mirrors.of
+        return storage
 
     def alive(self) -> list[DeferredTensor]:
         """The tensors that share this storage and still exist, each once."""
-        found = {id(t): (t, ref) for ref in self.tensors if (t := ref()) is not None and _store_of(t) is self}
+        found = {
+            id(t): (t, ref) for ref in self.tensors if (t := ref()) is not None and _deferred_storage_of(t) is self
+        }
         self.tensors[:] = [ref for _, ref in found.values()]
         return [tensor for tensor, _ in found.values()]
 
@@ -123,8 +124,8 @@ class Mirror(NamedTuple):
     dtype: torch.dtype
 
 
-def _store_of(tensor: Any) -> DeferredStorage | None:
-    return tensor._store if type(tensor) is DeferredTensor else None
+def _deferred_storage_of(tensor: Any) -> DeferredStorage | None:
+    return tensor._storage if type(tensor) is DeferredTensor else None
 
 
 _requires_grad: Any = Tensor.requires_grad
@@ -137,30 +138,30 @@ def is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def make_views_real(weight: DeferredTensor) -> None:
+def materialize_views(weight: DeferredTensor) -> None:
     """Make a weight, which is to be frozen or to look elsewhere, and its views, if autograd knows of some.
 
-    Where a view has been edited PyTorch works out anew, when somebody asks, what it was computed from: of tensors
+    Where a view has been edited PyTorch recomputes, when somebody asks, what it was computed from: of tensors
     without memory by computing it again, which gives nothing where the weight wants no gradients by then.
     """
-    if session.trace is not None or on_backend(weight) or len(weight._store.tensors) < 2 or not weight.requires_grad:
+    if session.trace is not None or on_backend(weight) or len(weight._storage.tensors) < 2 or not weight.requires_grad:
         return
     with torch.enable_grad():
-        if any(not is_leaf(tensor) for tensor in weight._store.alive() if tensor is not weight):
-            Hooks.materialize_stores([weight._store])
+        if any(not is_leaf(tensor) for tensor in weight._storage.alive() if tensor is not weight):
+            Hooks.materialize_storages([weight._storage])
 
 
 class DeferredTensor(Tensor):
     """A tensor with shape, dtype, device and history, and no memory."""
 
-    _store: DeferredStorage
+    _storage: DeferredStorage
 
     def __new__(cls, data: Any = None, requires_grad: bool = True, **attributes: Any) -> Any:
         """A parameter of `data`: what `type(parameter)(data, requires_grad=...)` means to whoever rebuilds one.
 
         With `**parameter.__dict__`, as accelerate does, come our own attributes too, which belong to the other tensor.
         """
-        unknown = attributes.keys() - {"_store", PARAMETER_FLAG}
+        unknown = attributes.keys() - {"_storage", PARAMETER_FLAG}
         if unknown:
             raise TypeError(f"{here()}: a parameter takes no argument {sorted(unknown)[0]!r}")
         return torch.nn.Parameter(data, requires_grad)
@@ -169,8 +170,8 @@ class DeferredTensor(Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def wrap(store: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
-        """A new tensor that looks at `store`."""
+    def wrap(storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
+        """A new tensor that looks at `storage`."""
         if not patches.in_place():
             patches.enter(patches.DEFERRED, None)
         self = make_wrapper_subclass(
@@ -179,10 +180,10 @@ class DeferredTensor(Tensor):
             strides=stride,
             storage_offset=offset,
             dtype=dtype,
-            device=store.value.device,
+            device=storage.value.device,
         )
-        self._store = store
-        store.add(self)
+        self._storage = storage
+        storage.add(self)
         throw_on_mutable_data_ptr(self)  # C++ that goes past our methods to its memory gets an error, not null
         return self
 
@@ -193,7 +194,7 @@ class DeferredTensor(Tensor):
         return Hooks.dispatch(func, args, kwargs or {})
 
     def _ref(self) -> Ref:
-        return Ref(self._store.value, *geometry_of(self))
+        return Ref(self._storage.value, *geometry_of(self))
 
     def detach(self):
         """As `torch.Tensor.detach`."""
@@ -216,9 +217,9 @@ class DeferredTensor(Tensor):
 
     def __copy__(self):
         out: Any = DeferredTensor.wrap(
-            self._store, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
+            self._storage, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
         ).requires_grad_(self.requires_grad)
-        out.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_store"})
+        out.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_storage"})
         return out
 
     def __deepcopy__(self, memo):
@@ -235,19 +236,19 @@ class DeferredTensor(Tensor):
                 out = torch.nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             memo[id(self)] = out
             return out
-        store = self._store
-        key = ("firstloss.store", id(store))
+        storage = self._storage
+        key = ("firstloss.storage", id(storage))
         if key not in memo:
-            base = DeferredTensor.wrap(store, store.value.shape, store.value.stride, 0, store.value.dtype)
+            base = DeferredTensor.wrap(storage, storage.value.shape, storage.value.stride, 0, storage.value.dtype)
             with torch.no_grad():
                 memo[key] = base.clone()
         geometry = tuple(self.shape), self.stride(), self.storage_offset()
         if type(memo[key]) is DeferredTensor:
-            out = DeferredTensor.wrap(memo[key]._store, *geometry, self.dtype)
+            out = DeferredTensor.wrap(memo[key]._storage, *geometry, self.dtype)
         else:  # of a tensor on a backend, which is copied to the host
             out = torch.empty(0, dtype=self.dtype).set_(memo[key].untyped_storage(), geometry[2], *geometry[:2])
         memo[id(self)] = out
-        extra = {k: v for k, v in self.__dict__.items() if k != "_store"}
+        extra = {k: v for k, v in self.__dict__.items() if k != "_storage"}
         if extra:
             out.__dict__.update(copy.deepcopy(extra, memo))
         out.requires_grad_(self.requires_grad)
@@ -288,19 +289,19 @@ class DeferredTensor(Tensor):
     def requires_grad_(self, requires_grad=True):
         """As `torch.Tensor.requires_grad_`."""
         if not requires_grad:
-            make_views_real(self)
+            materialize_views(self)
         return Tensor.requires_grad_(self, requires_grad)
 
     def _freeze_or_not(self, requires_grad):
         if not requires_grad:
-            make_views_real(self)
+            materialize_views(self)
         _requires_grad.__set__(self, requires_grad)
 
     requires_grad = property(_requires_grad.__get__, _freeze_or_not)
 
     def register_hook(self, hook):
         """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
-        if not self.requires_grad and on_backend(self) and self._store.trace is None:
+        if not self.requires_grad and on_backend(self) and self._storage.trace is None:
             raise TraceError(
                 f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with "
                 "that: register the hook in the step, or on the weights that it is made of."
@@ -312,8 +313,8 @@ class DeferredTensor(Tensor):
 
         Who takes the address for a name gets a number that is nobody else's: all of a model would be made for it.
         """
-        if is_pending(self) and session.trace is None and distributed.asks_for_a_name():
-            return _number_of(self._store) + int(self.storage_offset()) * self.itemsize
+        if is_pending(self) and session.trace is None and distributed.wants_address_as_id():
+            return _number_of(self._storage) + int(self.storage_offset()) * self.itemsize
         return to_real(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
@@ -329,7 +330,7 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
         to_real(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
-            note_memory(self._store)  # it is elsewhere now
+            record_exported_memory(self._storage)  # it is elsewhere now
         return self
 
     def tolist(self):
@@ -341,11 +342,11 @@ class DeferredTensor(Tensor):
         if real is not self:
             if is_parameter(self):
                 real = torch.nn.Parameter(real.detach(), self.requires_grad)
-            real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_store", PARAMETER_FLAG)})
+            real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_storage", PARAMETER_FLAG)})
         return real.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
-        if session.trace is not None and session.trace.may_stand_for_text(self):
+        if session.trace is not None and session.trace.is_only_displayed(self):
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
         real = Hooks.value_of(self)  # an error if it has none yet
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
@@ -358,23 +359,23 @@ _numbers: weakref.WeakKeyDictionary[DeferredStorage, int] = weakref.WeakKeyDicti
 _lowest = 0
 
 
-def _number_of(store: DeferredStorage) -> int:
-    """Where the memory of `store` would begin, if it were in a memory below address 0, where no real tensor is."""
+def _number_of(storage: DeferredStorage) -> int:
+    """Where the memory of `storage` would begin, if it were in a memory below address 0, where no real tensor is."""
     global _lowest
-    if store not in _numbers:
-        _lowest -= store.value.nbytes + 1
-        _numbers[store] = _lowest
-    return _numbers[store]
+    if storage not in _numbers:
+        _lowest -= storage.value.nbytes + 1
+        _numbers[storage] = _lowest
+    return _numbers[storage]
 
 
 def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:
     """Whether a tensor lives on a backend: a device buffer has its content."""
-    return type(tensor) is DeferredTensor and tensor._store.resident is not None
+    return type(tensor) is DeferredTensor and tensor._storage.resident is not None
 
 
 def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
     """Whether a tensor is deferred and on no backend: to be real, it has to be materialized."""
-    return type(tensor) is DeferredTensor and tensor._store.resident is None
+    return type(tensor) is DeferredTensor and tensor._storage.resident is None
 
 
 def _is_mask(index: Any) -> bool:
@@ -410,7 +411,7 @@ def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = Fals
         return Hooks.value_of(tensor)
     if is_pending(tensor):
         return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
-    if writable and not tensor._store.resident.in_host_memory:
+    if writable and not tensor._storage.resident.in_host_memory:
         raise ElsewhereError(
             f"{here()}: the memory of this tensor is on another device, or in parts on a mesh, so nobody can be given "
             "it to write to. Take a copy: tensor.detach().clone(); and bring edits back with tensor.copy_(...)."
@@ -421,7 +422,7 @@ def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = Fals
 
 def _elsewhere(tensor: DeferredTensor) -> bool:
     """Whether it lives on a backend, in memory that is not this host's."""
-    return session.trace is None and on_backend(tensor) and not tensor._store.resident.in_host_memory
+    return session.trace is None and on_backend(tensor) and not tensor._storage.resident.in_host_memory
 
 
 def to_host(tensor: DeferredTensor, alone: bool = False) -> Tensor:

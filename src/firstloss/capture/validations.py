@@ -1,4 +1,4 @@
-"""Branches in torch's own Python that only validate: `if torch.any(var < 0): raise ValueError`.
+"""Data-dependent branches in PyTorch that only validate: `if torch.any(var < 0): raise ValueError`.
 
 A traced step has no value to branch on. It goes the way of a valid argument, and checks the condition whenever it has
 run, as it does for `torch._assert_async`.

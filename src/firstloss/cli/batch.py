@@ -1,4 +1,4 @@
-"""A batch by its shapes, as `--batch` says it."""
+"""Parse `--batch`: the shapes and dtypes of a batch."""
 
 from __future__ import annotations
 

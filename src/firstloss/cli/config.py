@@ -80,7 +80,7 @@ class ConfiguredTrainer(Trainer):
                 Zoo's arguments.
             checkpoint: when to save and what to keep.
             logging: how often to log.
-            callbacks: code of yours.
+            callbacks: your code.
             loggers: default a progress bar and JSON lines.
             seed: of torch, numpy and Python, before the loaders and the model are made.
         """

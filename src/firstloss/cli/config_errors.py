@@ -1,4 +1,4 @@
-"""What is wrong with a run's file, in a line: where, what, and the nearest name that exists."""
+"""Errors in a run's file, in one line: where, what, and the nearest existing name."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import heap
+from .. import malloc_settings
 from ..dependencies import require_extra
 from ..errors import FirstlossError
 from ..timeline import Timeline
@@ -27,7 +27,7 @@ EXAMPLE = "firstloss demo --out demo"
 
 TITLES = {"firstloss": "Firstloss", "pytorch": "plain PyTorch"}
 TOLERANCE = 1e-4
-"""How far a loss may lie from plain PyTorch's, relatively; XLA sums in another order than PyTorch."""
+"""How far a loss may differ from plain PyTorch's, relatively; XLA sums in another order than PyTorch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,9 @@ def _job(way: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str,
     command = [sys.executable, "-m", "firstloss.cli.demo_job", way, "--size", args.size, "--steps", str(args.steps)]
     command += ["--artifacts", os.path.join(scratch, way)]  # of its own: no compilation finds another's cache
     with open(os.path.join(scratch, f"{way}.log"), "w+", encoding="utf-8") as log:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", env=heap.environment())
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", env=malloc_settings.environment()
+        )
         try:
             assert child.stdout is not None
             for line in child.stdout:

@@ -1,8 +1,8 @@
 """The training job of `firstloss demo`: a Llama-style model on the source of Python's standard library, as bytes.
 
 `train` is the example to copy; the rest feeds it and tells the parent process what happened. The same job runs
-- `firstloss`: the constructor captured, the first loss computed as soon as the weights are there, and the step compiled
-  behind it;
+- `firstloss`: the constructor captured, the first loss computed as soon as the weights are available, and the step
+  compiled behind it;
 - `pytorch`: plain PyTorch, without Firstloss.
 Each in a process of its own, so that neither finds imports or caches that the other has warmed.
 """

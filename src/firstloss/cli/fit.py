@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..errors import ConfigError
-    from ..files import written_aside
+    from ..files import atomic_write
     from . import config
 
     described = config.read_model_zoo(args.config, args.overrides)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if trainer.processes.index == 0:
         os.makedirs(trainer.model_dir, exist_ok=True)
         del read["config"]
-        with written_aside(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
+        with atomic_write(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
             file.write(parser.dump(read, skip_unset=False))
     with target.ending_only_itself("the run"):
         trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path)

@@ -1,4 +1,4 @@
-"""`firstloss inspect TARGET`: what a constructor would make, without making it."""
+"""`firstloss inspect TARGET`: what a constructor would create, without creating it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[str, mesh.Part]:
+def _parts(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[str, mesh.RankShard]:
     specs = mesh.parse_cuts(cuts, axes)
     for pattern in specs:
         if not any(mesh.fnmatchcase(row.weight, pattern) for row in report.rows):
@@ -87,7 +87,7 @@ def _parts(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[s
     }
 
 
-def _summary(report: Any, parts: dict[str, mesh.Part], axes: mesh.Axes) -> list[str]:
+def _summary(report: Any, parts: dict[str, mesh.RankShard], axes: mesh.Axes) -> list[str]:
     ranks = math.prod(axes.values())
     held = sum(part.bytes for part in parts.values())
     whole = sum(part.bytes for part in parts.values() if not any(part.spec))

@@ -1,4 +1,4 @@
-"""A mesh of ranks for `inspect`: which part of each weight a rank would hold, by PyTorch's conventions.
+"""A mesh of ranks for `inspect`: the shard of each weight on a rank, by PyTorch's conventions.
 
 FSDP2 cuts the first dimension of every parameter in parts of equal size, the last ones smaller or empty, and leaves
 buffers whole. Tensor parallelism cuts before it: as the model's own plan says, where it has one (`model.tp_plan`, as
@@ -24,7 +24,7 @@ TENSOR = frozenset({"tp", "tensor", "model"})
 
 
 @dataclass(frozen=True)
-class Part:
+class RankShard:
     """What one rank holds of a weight, at most."""
 
     spec: Spec
@@ -78,7 +78,7 @@ def part_of(
     is_parameter: bool,
     plan: Mapping[str, str],
     cuts: Mapping[str, Spec],
-) -> Part:
+) -> RankShard:
     """What a rank holds of the weight `name`.
 
     Args:
@@ -102,7 +102,7 @@ def part_of(
                 spec[dim] += [axis for axis in axes if axis in TENSOR]
             spec[0] += [axis for axis in axes if axis not in TENSOR and axis not in REPLICAS]
     local = tuple(_largest(size, [axes[axis] for axis in entry]) for size, entry in zip(shape, spec, strict=True))
-    return Part(tuple(map(tuple, spec)), local, math.prod(local) * itemsize)
+    return RankShard(tuple(map(tuple, spec)), local, math.prod(local) * itemsize)
 
 
 def plan_of(model: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from .config_errors import named
 
 _NOT_HERE = {
     "sparsity": "trains sparse weights on Cerebras' hardware",
-    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run goes on from its checkpoint",
+    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run resumes from its checkpoint",
     "GlobalFlags": "sets flags of Cerebras' compiler",
     "ScopedTrainFlags": "sets flags of Cerebras' compiler",
     "ScopedValidateFlags": "sets flags of Cerebras' compiler",
@@ -42,7 +42,7 @@ KEYS = (
 )
 
 
-class Run(NamedTuple):
+class ModelZooRun(NamedTuple):
     """What a file describes: the Trainer, and for each of "fit", "validate" and "validate_all" its arguments."""
 
     trainer: Trainer
@@ -55,7 +55,7 @@ def is_one(content: Any) -> bool:
     return isinstance(trainer, Mapping) and "init" in trainer
 
 
-def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
+def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     """The run that a file describes.
 
     Args:
@@ -106,7 +106,7 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
                 is_loader = key.endswith(("dataloader", "dataloaders"))
                 given[key] = _loaders(f"{at}.{key}", value) if is_loader else value
             calls[call] = given
-    return Run(Trainer(**made), calls)
+    return ModelZooRun(Trainer(**made), calls)
 
 
 def schedulers(optimizer: Any, specs: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What commands print: rich tables and progress for people, one JSON object for programs."""
+"""Output of commands: rich tables and progress for people, one JSON object for programs."""
 
 from __future__ import annotations
 

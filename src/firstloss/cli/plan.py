@@ -1,4 +1,5 @@
-"""`firstloss plan TARGET`: what a training step takes on each device of a mesh of any size; nothing is made or run."""
+"""`firstloss plan TARGET`: memory, operations and communication of a training step on a mesh of any size, without
+running it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FirstlossError, PlanError, TargetError
-from ..uncollected import uncollected
+from ..gc_pause import paused
 from . import mesh, output, target
 from .batch import TensorSpec, parse_tensor, tensors_of
 from .quantities import link_rates, quantity
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with uncollected():  # nearly all that is imported and traced lives to the end
+    with paused():  # nearly all that is imported and traced lives to the end
         return _run(args)
 
 

@@ -1,18 +1,18 @@
-"""A plan as a picture: what fills a device's memory, and what takes its time."""
+"""A plan as a picture: a device's memory and time."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from ..files import written_aside
+from ..files import atomic_write
 from .output import size
 from .plan_table import MEMORY, label, part_sent, took
 
 if TYPE_CHECKING:
     from ..runtime.step.plan import Seconds, StepPlan
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
 _COLOURS = {
     "weights": "#0072B2",
     "state": "#56B4E9",
@@ -47,7 +47,7 @@ def draw(
     mesh = " x ".join(f"{axis}={count}" for axis, count in plan.axes.items())
     figure.suptitle(f"{title}, each of {plan.devices:,} devices ({mesh})", fontsize=13, fontweight="bold", color=_INK)
     # Text as text: a tenth of the size, and it can be searched.
-    with rc_context({"svg.fonttype": "none"}), written_aside(path) as file:
+    with rc_context({"svg.fonttype": "none"}), atomic_write(path) as file:
         canvas.figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})
 
 

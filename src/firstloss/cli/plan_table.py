@@ -11,7 +11,7 @@ from . import output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..runtime.step.plan import Part, Seconds, StepPlan
+    from ..runtime.step.plan import PlannedPart, Seconds, StepPlan
 
 MEMORY = {
     "weights": "weights",
@@ -108,12 +108,12 @@ _REDUCTIONS = ("reduce-scatter", "all-reduce")
 _OTHERS = ("all-to-all", "collective-permute")
 
 
-def part_sent(plan: StepPlan, part: Part, kinds: tuple[str, ...]) -> float:
+def part_sent(plan: StepPlan, part: PlannedPart, kinds: tuple[str, ...]) -> float:
     """Bytes that each device sends for one turn."""
     return sum(row["sent"] for row in plan.collectives(part) if row["kind"] in kinds)
 
 
-def label(part: Part) -> str:
+def label(part: PlannedPart) -> str:
     """A part's name, and which pass it belongs to."""
     return f"{part.name} ({'backward, update' if part.updates else 'forward'})"
 

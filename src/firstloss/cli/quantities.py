@@ -1,4 +1,4 @@
-"""Quantities on the command line: bytes, rates, rates of links."""
+"""Parse quantities: bytes, rates, rates of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's weights are sharded on a mesh: as `--cut` says, else as its own plan of tensor parallelism does."""
+"""Partition specs of a model's weights: from `--cut`, else from the model's own tensor-parallel plan."""
 
 from __future__ import annotations
 

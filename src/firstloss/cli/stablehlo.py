@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     import firstloss as fl
 
-    from ..files import written_aside
+    from ..files import atomic_write
 
     torch.manual_seed(args.seed)
     began = time.perf_counter()
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     program = fl.init_program(module)
     text = program.to_stablehlo(mesh, shardings)
     seconds = {"capture": captured - began, "lower": time.perf_counter() - captured}
-    with written_aside(args.out) as file:
+    with atomic_write(args.out) as file:
         file.write(text.encode())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they have been said

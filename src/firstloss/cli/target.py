@@ -1,4 +1,4 @@
-"""TARGET: what a command is told to construct, by the name of a callable or by a Hugging Face config.json."""
+"""TARGET: what a command constructs: a callable by its name, or a Hugging Face config.json."""
 
 from __future__ import annotations
 

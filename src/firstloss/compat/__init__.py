@@ -1,4 +1,4 @@
-"""What Firstloss uses of PyTorch, JAX and Python that they have not promised to keep: all of it, and nowhere else.
+"""Every private name and patch of PyTorch, JAX and Python that Firstloss depends on, as tables.
 
 `torch_names`, `jax_names` and `python_names` have a row for every private name; `patches` has one for every function of
 theirs that Firstloss replaces. docs/compatibility.md shows the rows. A name is looked up when the first module imports

@@ -1,4 +1,4 @@
-"""How this PyTorch's CPU kernels fill tensors with random numbers, where versions differ: found by trying.
+"""How this PyTorch's CPU kernels fill tensors with random numbers, where versions differ: found by running them.
 
 Since 2.12 a uniform that is rounded up to the end of its interval becomes the beginning, and the narrow dtypes are
 drawn as float32 is, and then rounded.

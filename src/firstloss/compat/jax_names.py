@@ -23,7 +23,7 @@ NAMES = {
     "global_state": Name(
         "jax._src.distributed.global_state",
         "Processes that join tell each other their versions",
-        "nothing; processes of other versions are not told apart when they join",
+        "nothing; processes of other versions are not distinguished when they join",
         otherwise=object,
     ),
     "xla_client": Name("jax._src.lib.xla_client", "Lists devices for the compiler", "running StableHLO files"),

@@ -175,7 +175,7 @@ def enter(when: str, holder: Any) -> None:
             names = [name for name, patch in PATCHES.items() if patch.when == when and name in _replacements]
             for name in names:
                 _check(name)
-            _let_pytorch_look()
+            _warm_device_constructors()
             for name in names:
                 _install(name, _replacements[name])
         holders.append(holder)
@@ -204,7 +204,7 @@ def put(name: str, replacement: Callable | None = None) -> None:
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
-    """Have `new` in the place of `name` until `undo` is through."""
+    """Have `new` in place of `name` until `undo` is through."""
     assert PATCHES[name].when == TRACE, name
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
@@ -228,7 +228,7 @@ def _owner(name: str) -> tuple[Any, str]:
 
 
 @functools.cache
-def _let_pytorch_look() -> None:
+def _warm_device_constructors() -> None:
     """The functions that `torch.device` as a context concerns are looked up when it is first used, and for good."""
     import torch
 

@@ -44,10 +44,10 @@ def trusted() -> bool:
             getattr(theirs, f"{kind}_")(first, second, generator=generator)
             if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
                 return False
-        return cursor.state().tobytes() == generator.get_state().numpy().tobytes() and _finishes_alike()
+        return cursor.state().tobytes() == generator.get_state().numpy().tobytes() and _epilogue_matches()
 
 
-def _finishes_alike() -> bool:
+def _epilogue_matches() -> bool:
     """Whether `native.finish` gives what PyTorch's operations do, for any numbers and for NaN."""
     options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the default device is
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]

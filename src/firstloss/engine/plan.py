@@ -1,4 +1,4 @@
-"""Plans: how to make any range of a Value's elements without making the rest.
+"""Plans: how to compute any range of a Value's elements without computing the rest.
 
 Most recipes are a random fill followed by a few edits. Such a recipe can be run on any range of its elements, drawing
 only the words for those elements, at their stream positions. A plan is the list of its steps. Recipes without a plan
@@ -12,8 +12,8 @@ import math
 from typing import NamedTuple
 
 from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
-from ..program.kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
-from ..rng import draws
+from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
+from ..rng import words_drawn
 
 # Recipes with more edits and copies than this are made whole.
 _MAX_STEPS = 64
@@ -41,7 +41,7 @@ class RangePlan(NamedTuple):
     steps: tuple[RangeStep, ...]
 
 
-class Planner:
+class RangePlanner:
     """Makes plans, and caches them. Thread-safe."""
 
     def __init__(self) -> None:
@@ -158,9 +158,9 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
     partial = is_contiguous(target.size, target.stride)
     if isinstance(does, Fill):
         if does.name in ("uniform", "normal"):
-            if node.draw is None or draws.granule(does.name, dtype_name(value)) is None:
+            if node.draw is None or words_drawn.granule(does.name, dtype_name(value)) is None:
                 return None
-            partial = partial and math.prod(target.size) >= draws.MIN_PIECE
+            partial = partial and math.prod(target.size) >= words_drawn.MIN_PIECE
         elif does.name != "constant":
             return None
         return RangeStep(does, node, (), partial)

@@ -1,4 +1,4 @@
-"""Readers: write what a Ref shows, or any part of it, into existing memory."""
+"""Readers: write a Ref, or any box of it, into existing memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Draw, Ref, Value, is_contiguous
-from ..program.kinds import Copy, Fill, Pointwise
-from ..rng import draws
+from ..program.node_kinds import Copy, Fill, Pointwise
+from ..rng import words_drawn
 from ..rng.stream import Position
-from .cuts import Box, cover, row_blocks
-from .edits import Finish, apply, split_finish
-from .plan import Planner, RangeStep, dtype_name, is_empty
+from .epilogue import Epilogue, apply, split_epilogue
+from .plan import RangePlanner, RangeStep, dtype_name, is_empty
 from .replay import make_whole
 from .sampler import StreamSampler, has_erfinv, is_native
+from .splits import Box, cover, row_blocks
 
 aten = torch.ops.aten
 
@@ -60,9 +60,11 @@ class Wholes:
 class Reader:
     """Makes Values and parts of them. Keeps its stream position between calls, so use one per thread."""
 
-    def __init__(self, whole: Callable[[Value], torch.Tensor] | None = None, planner: Planner | None = None) -> None:
+    def __init__(
+        self, whole: Callable[[Value], torch.Tensor] | None = None, planner: RangePlanner | None = None
+    ) -> None:
         """`whole` returns the buffer of a Value that has to be made whole; it is only read."""
-        self.planner = planner or Planner()
+        self.planner = planner or RangePlanner()
         self._whole = whole or Wholes()
         self._sampler = StreamSampler()
 
@@ -140,7 +142,7 @@ class Reader:
         if not is_contiguous(fill.target.size, fill.target.stride) or not 0 <= first < last <= count:
             return False
         # A kernel makes this many normals together, and the last ones of a ragged fill again.
-        group = draws.MIN_PIECE
+        group = words_drawn.MIN_PIECE
         if first % group or last % group or (count % group and last > count - group):
             return False
         self._seek(draw, _position(draw, fill, first))
@@ -238,10 +240,10 @@ class Reader:
         """Draw piece by piece, and apply the edits to each."""
         native = is_native(fill.name, into, *fill.pair)
         finishes = native and step.edits and into.dtype == torch.float32  # that kernel knows no other dtype
-        edits, finish = split_finish(step.edits) if finishes else (list(step.edits), None)
+        edits, finish = split_epilogue(step.edits) if finishes else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
-        unit = draws.granule(fill.name, dtype_name(fill.target))
+        unit = words_drawn.granule(fill.name, dtype_name(fill.target))
         assert unit is not None
         piece = _PIECE if not native else _EDITED_PIECE if step.edits and not by_erfinv else _NATIVE_PIECE
         pieces = cover(first, last, count, unit, piece) if count >= _SHORT else [(0, count)]
@@ -251,7 +253,7 @@ class Reader:
             part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
             self._seek(draw, _position(draw, fill, begin))
             if by_erfinv:
-                self._sampler.fill_erfinv(part, *fill.pair, finish or Finish())
+                self._sampler.fill_erfinv(part, *fill.pair, finish or Epilogue())
             elif finish is None:
                 self._sampler.fill(fill.name, part, *fill.pair)
                 if edits:
@@ -274,7 +276,7 @@ class Reader:
 
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
-    """Write what `ref` shows, or the part of it in `box`, into `out`; `run.py` does that for many, on all cores."""
+    """Write `ref`, or the part of it in `box`, into `out`; `cpu_engine.py` does that for many, on all cores."""
     with torch.no_grad(), DisableTorchDispatch():
         Reader().materialize(ref, box, out)
 
@@ -286,5 +288,5 @@ def flat(buffer: torch.Tensor, value: Value) -> torch.Tensor:
 
 def _position(draw: Draw, fill: Fill, element: int) -> Position:
     """The stream position of an element that begins a piece of a fill."""
-    words = draws.words_before(fill.name, dtype_name(fill.target), element)
+    words = words_drawn.words_before(fill.name, dtype_name(fill.target), element)
     return Position(draw.position.words + words, draw.position.spare)

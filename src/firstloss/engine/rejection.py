@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..rng import draws
+from ..rng import words_drawn
 from ..rng.stream import Position, Stream
 from .sampler import StreamSampler
 
@@ -183,7 +183,7 @@ class _Walk:
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
             stream, position = own._where[0].absolute(own._where[1])
-            before = draws.words_before("normal", _name(own._dtype), self._pieces[number][0])
+            before = words_drawn.words_before("normal", _name(own._dtype), self._pieces[number][0])
             words = position.words + self._before + before
             self._sampler.seek(stream, Position(words, position.spare))
         else:
@@ -212,14 +212,14 @@ class _Walk:
 
 def round_words(numel: int, dtype: torch.dtype) -> int:
     """32-bit words in `numel` >= 16 contiguous normals."""
-    drawn = draws.draw("normal", _name(dtype), numel)
+    drawn = words_drawn.draw("normal", _name(dtype), numel)
     assert drawn is not None
     return drawn.words
 
 
-def may_be_cut(numel: int, dtype: torch.dtype) -> bool:
+def can_be_split(numel: int, dtype: torch.dtype) -> bool:
     """Whether such a tensor can be drawn in pieces."""
-    return numel >= draws.MIN_PIECE and draws.granule("normal", _name(dtype)) is not None
+    return numel >= words_drawn.MIN_PIECE and words_drawn.granule("normal", _name(dtype)) is not None
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:

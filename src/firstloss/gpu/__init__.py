@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: weights made on them by kernels of our own, and steps replayed on them as CUDA graphs."""
+"""NVIDIA GPUs: kernels that initialize weights, and steps replayed as CUDA graphs."""

@@ -15,19 +15,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..rng import draws, jump
-from ..rng import state as torch_state
-from ..rng.mt19937 import N, Words, consistent, extend
+from ..rng import jump, words_drawn
+from ..rng.mt19937 import N, Words, consistent, extend, parse_state
 from ..rng.stream import Position, Stream
+from .fill_slices import Slice
 from .kernels import CHUNK, DTYPES, KINDS, SEGMENT, Launcher
-from .slices import Slice
 
 _CHUNKS = 1 << 13  # as many as the largest GPU has warps for
 _LEAST, _MOST = 14, 21  # bits of a chunk's length
 _GROUP = 16  # normals made together
 
 
-class Piece(NamedTuple):
+class CpuPiece(NamedTuple):
     """A part of one fill, and the memory that it goes to.
 
     Attributes:
@@ -49,24 +48,24 @@ class Piece(NamedTuple):
 def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such a fill: normals of few elements, and doubles, go through a math library."""
     if name == "normal":
-        return dtype in DTYPES and dtype != torch.float64 and numel >= draws.MIN_PIECE
+        return dtype in DTYPES and dtype != torch.float64 and numel >= words_drawn.MIN_PIECE
     return name == "uniform" and dtype in DTYPES
 
 
-def fill(pieces: Iterable[Piece], launcher: Launcher, bits: int | None = None) -> None:
+def fill(pieces: Iterable[CpuPiece], launcher: Launcher, bits: int | None = None) -> None:
     """Make all pieces.
 
     Args:
         bits: of a chunk's length; by default what keeps a GPU busy.
     """
-    table = Table(list(pieces), bits)
+    table = LaunchTables(list(pieces), bits)
     table.run(launcher)
 
 
-class Table:
+class LaunchTables:
     """Of all pieces: the windows to be made, the chunks to be drawn, and the segments that are written."""
 
-    def __init__(self, pieces: Sequence[Piece], bits: int | None = None) -> None:
+    def __init__(self, pieces: Sequence[CpuPiece], bits: int | None = None) -> None:
         streams: dict[Stream, list[np.void]] = {}
         for piece in pieces:
             for segment in _segments(piece):
@@ -152,13 +151,13 @@ def _residue(exponent: int) -> int:
 
 def window_at(stream: Stream, words: int) -> Words:
     """624 words of the stream, not tempered, the first of which is number `words`."""
-    record = torch_state.parse(stream.state_at(Position(words)))
+    record = parse_state(stream.state_at(Position(words)))
     block = consistent(record["words"].astype(np.uint32))
     drawn = N + 1 - int(record["left"])
     return extend(block, drawn)[drawn:]
 
 
-def _segments(piece: Piece) -> list[np.void]:
+def _segments(piece: CpuPiece) -> list[np.void]:
     """Where in the stream the wanted numbers are: side by side, but for a ragged end of normals."""
     low, high, row, column, width = piece.wanted
     made = np.zeros((), SEGMENT)
@@ -189,7 +188,7 @@ def _segments(piece: Piece) -> list[np.void]:
     if piece.name != "normal" or not ragged:
         add(piece.begin, 0, n, n)
     else:
-        # The last 16 are made anew, of words behind the ragged end's own, or of those that its block goes on with.
+        # The last 16 are drawn again, from words behind the ragged end's own, or of those that its block goes on with.
         add(piece.begin, 0, n - ragged, n - _GROUP)
         last = made_by = piece.begin + n
         if piece.dtype != torch.float32:

@@ -10,13 +10,13 @@ import torch
 
 from ..rng import cuda_layout
 from .cpu_stream import numbers_of
+from .fill_slices import Slice
 from .kernels import DTYPES, KINDS, LAUNCH, Launcher
-from .slices import Slice
 
 _TILE = 1024  # threads of PyTorch's that a unit stands for
 
 
-class Piece(NamedTuple):
+class CudaPiece(NamedTuple):
     """A part of one fill, and the memory that it goes to."""
 
     seed: int
@@ -34,7 +34,9 @@ def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and name in ("uniform", "normal")
 
 
-def table(pieces: Iterable[Piece], device: cuda_layout.Device, by_lane: bool = False) -> tuple[np.ndarray, int]:
+def table(
+    pieces: Iterable[CudaPiece], device: cuda_layout.GpuProperties, by_lane: bool = False
+) -> tuple[np.ndarray, int]:
     """The launches, as `struct launch`, and how many units they are."""
     rows = []
     units = 0
@@ -60,7 +62,9 @@ def table(pieces: Iterable[Piece], device: cuda_layout.Device, by_lane: bool = F
     return np.array(rows, LAUNCH), units
 
 
-def fill(pieces: Iterable[Piece], launcher: Launcher, device: cuda_layout.Device, by_lane: bool = False) -> None:
+def fill(
+    pieces: Iterable[CudaPiece], launcher: Launcher, device: cuda_layout.GpuProperties, by_lane: bool = False
+) -> None:
     """Make all pieces."""
     launches, units = table(pieces, device, by_lane)
     if units:

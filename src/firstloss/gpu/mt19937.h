@@ -30,7 +30,7 @@ FN uint32_t wrapped(uint32_t i) {
     return i >= (uint32_t)N ? i - (uint32_t)N : i;
 }
 
-/* The next 32 words, in the place of the oldest, which are at `at`. */
+/* The next 32 words, in place of the oldest, which are at `at`. */
 FN uint32_t more(uint32_t *ring, uint32_t at) {
     PER_LANE(uint32_t, fresh);
     LANES(lane) {

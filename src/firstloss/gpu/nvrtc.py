@@ -1,4 +1,4 @@
-"""Compile CUDA C++ at run time by NVRTC, which PyTorch's builds for CUDA bring along. No GPU is needed for it."""
+"""Compile CUDA C++ at run time with NVRTC, which PyTorch's CUDA builds include. No GPU is needed."""
 
 from __future__ import annotations
 

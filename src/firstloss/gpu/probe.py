@@ -1,4 +1,4 @@
-"""What kernels of ours may take the place of PyTorch's: tried out, on this device and with this PyTorch.
+"""Which of our kernels give the bits of PyTorch's: checked on this device, with this PyTorch.
 
 Layouts, math functions and precisions are PyTorch's to change. So no kernel is used before its numbers have been
 compared with PyTorch's own, bit for bit, on the device: a few hundred thousand of each kind. What differs is made by
@@ -17,11 +17,11 @@ import torch
 from .. import timeline
 from ..compat.cpu_fills import rounds_single
 from ..compat.torch_names import DisableTorchDispatch
-from ..rng import cuda_layout, draws
+from ..rng import cuda_layout, words_drawn
 from ..rng.stream import Stream
 from . import cpu_stream, cuda_stream
+from .fill_slices import Slice
 from .kernels import CudaLauncher, Launcher
-from .slices import Slice
 
 _SEED = 20_261_122
 # (numel, its two numbers as uniform's, as normal's): ragged ends, an interval whose end uniforms are rounded up to.
@@ -52,7 +52,7 @@ def uniform_bits(dtype: torch.dtype) -> int:
 
 
 @cache
-def cpu_kind_is_known(name: str, dtype: torch.dtype) -> bool:
+def cpu_type_is_supported(name: str, dtype: torch.dtype) -> bool:
     """Whether this PyTorch's CPU makes such fills as the kernels do, as far as can be told without them."""
     if name == "uniform":
         return uniform_bits(dtype) > 0
@@ -71,12 +71,12 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
         pair = of_uniform if name == "uniform" else of_normal
         expected = torch.empty(numel, dtype=dtype, **_PLAIN)
         getattr(expected, f"{name}_")(*pair, generator=generator)
-        drawn = draws.draw(name, str(dtype).removeprefix("torch."), numel)
+        drawn = words_drawn.draw(name, str(dtype).removeprefix("torch."), numel)
         assert drawn is not None
         for wanted in (Slice(0, numel), Slice(numel // 3, numel // 2)):
             found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
             bits = uniform_bits(dtype)
-            pieces.append(cpu_stream.Piece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
+            pieces.append(cpu_stream.CpuPiece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
             pairs.append((expected[wanted.low : wanted.high], found))
         begin += drawn.words
     cpu_stream.fill(pieces, launcher, 13)
@@ -86,18 +86,18 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
 @cache
 def cpu_bits(device: int, name: str, dtype: torch.dtype) -> bool:
     """Whether such fills with the CPU's bits may be made on this GPU."""
-    if not cpu_stream.can_make(name, 1 << 20, dtype) or not cpu_kind_is_known(name, dtype):
+    if not cpu_stream.can_make(name, 1 << 20, dtype) or not cpu_type_is_supported(name, dtype):
         return False
     return _tried(lambda: _drawn_on_the_cpu(name, dtype, CudaLauncher(device)), f"the CPU's {dtype} {name} on a GPU")
 
 
-def geometry(device: int) -> cuda_layout.Device:
+def geometry(device: int) -> cuda_layout.GpuProperties:
     """What of a GPU decides how it fills."""
     found = torch.cuda.get_device_properties(device)
-    return cuda_layout.Device(found.multi_processor_count, found.max_threads_per_multi_processor)
+    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
-def cuda_trials(of: cuda_layout.Device) -> tuple[int, ...]:
+def cuda_trials(of: cuda_layout.GpuProperties) -> tuple[int, ...]:
     """Sizes of fills to try: less than a block, one number of each thread, more than one, all four, and many turns."""
     resident = 256 * of.multi_processor_count * (of.max_threads_per_multi_processor // 256)
     return (1, 1000, resident // 3, resident, resident + 1, 4 * resident + 77, 9 * resident + 5)
@@ -131,7 +131,7 @@ def _drawn_on_the_gpu(name: str, dtype: torch.dtype, device: int, by_lane: bool)
             return False
         for wanted in {Slice(0, numel), Slice(numel // 3, max(numel // 2, numel // 3 + 1))}:
             found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
-            pieces.append(cuda_stream.Piece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
+            pieces.append(cuda_stream.CudaPiece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
             pairs.append((expected[wanted.low : wanted.high], found))
     cuda_stream.fill(pieces, launcher, of, by_lane)
     return all(_same(expected, found) for expected, found in pairs)

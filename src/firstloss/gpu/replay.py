@@ -1,11 +1,11 @@
-"""A step's Program run again by PyTorch's own kernels, in the memory of its weights, and recorded as a CUDA graph.
+"""Replay a step's Program with PyTorch's kernels, in the memory of its weights, captured as a CUDA graph.
 
 Node after node the kernels of eager PyTorch are called that the step's Python called, with the same arguments, in the
 same order: so the bits are eager PyTorch's. In-place operations write to the weights themselves, so nothing is copied.
 Once recorded, one call launches all of them, and no Python runs between kernels.
 
 What a graph cannot have is found beforehand, in the Program (`Plan.obstacles`): numbers that are read from the device,
-tensors on another device, random numbers that are drawn twice, memory that is read after it has been written anew.
+tensors on another device, random numbers that are drawn twice, memory that is read after it has been overwritten.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
 from ..errors import MaterializeError
 from ..program.graph import Node, Ref, Value
-from ..program.kinds import is_unwritten
+from ..program.node_kinds import is_unwritten
 from ..program.operations import barrier
 from ..program.program import Program
-from .lists import schedule
+from .foreach_chunks import schedule
 
 _LIST_BYTES = 1 << 29  # of a list of weights, what is worked on at a time
 _REHEARSED_BYTES = 1 << 26  # of weights and state, at most, that a rehearsal writes to copies of
@@ -86,10 +86,10 @@ class Plan:
         gone: set[Value] = set()
         for node in self.nodes:
             if any(value in gone for value in node.reads()):
-                return [f"{node.op} at {node.source} reads what has been written anew by then"]
+                return [f"{node.op} at {node.source} reads what has been overwritten by then"]
             gone.update(ref.value for ref in node.writes)
         if any(ref.value in gone for ref in self.outputs.values()):
-            return ["the step returns what it has written anew by then"]
+            return ["the step returns what it has overwritten by then"]
         return []
 
     def _draws(self, device: torch.device) -> list[str]:
@@ -130,7 +130,7 @@ def _has_ref(argument: Any) -> bool:
 
 
 class _Kernels(Replay):
-    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers go on from step to step."""
+    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers continue from step to step."""
 
     def free(self, values: Iterable[Value]) -> None:
         """Nobody reads these any more."""

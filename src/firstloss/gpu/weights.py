@@ -1,4 +1,4 @@
-"""Weights made on a GPU: all recipes that are a fill, or a slice of one, by one launch of a kernel for each stream."""
+"""Initialize weights on a GPU: one kernel launch per random stream, for all recipes that are slices of fills."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..program.graph import Value
 from ..rng.counter_stream import CounterStream
 from ..rng.philox_stream import PhiloxStream
 from . import cpu_stream, cuda_stream, probe
+from .fill_slices import FillRecipe, recipe_of
 from .kernels import CudaLauncher, Launcher
-from .slices import Recipe, recipe_of
 
 
 def _empty(device: torch.device, value: Value) -> torch.Tensor:
@@ -40,9 +40,9 @@ def make(
     """
     index = device.index or 0
     allocate = allocate or partial(_empty, device)
-    of_cpu: list[cpu_stream.Piece] = []
-    of_cuda: dict[str, list[cuda_stream.Piece]] = {}
-    made: dict[Value, tuple[torch.Tensor, Recipe]] = {}
+    of_cpu: list[cpu_stream.CpuPiece] = []
+    of_cuda: dict[str, list[cuda_stream.CudaPiece]] = {}
+    made: dict[Value, tuple[torch.Tensor, FillRecipe]] = {}
     with torch.no_grad(), DisableTorchDispatch():
         for value in values:
             recipe = recipe_of(value)
@@ -60,7 +60,7 @@ def make(
                 if layout is not None:
                     out = allocate(value)
                     given = draw.stream.seed, draw.position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted
-                    of_cuda.setdefault(layout, []).append(cuda_stream.Piece(*given, out.data_ptr()))
+                    of_cuda.setdefault(layout, []).append(cuda_stream.CudaPiece(*given, out.data_ptr()))
                     made[value] = out, recipe
             elif not isinstance(draw.stream, CounterStream):
                 if not cpu_stream.can_make(name, numel, dtype) or not cpu_bits(index, name, dtype):
@@ -68,7 +68,7 @@ def make(
                 stream, position = draw.stream.absolute(draw.position)
                 out = allocate(value)
                 of_cpu.append(
-                    cpu_stream.Piece(
+                    cpu_stream.CpuPiece(
                         stream, position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted,
                         out.data_ptr(), probe.uniform_bits(dtype),
                     )

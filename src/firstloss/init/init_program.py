@@ -1,4 +1,4 @@
-"""`firstloss.init_program`: what was captured of a module, weight by weight, and how to make it on devices."""
+"""`firstloss.init_program`: the Program captured of a module, and its weights on devices."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             continue
         recipe = first.get(id(tensor))
         if recipe is None:
-            store = tensor._store
-            dead = 0 if id(store) in counted else store.fills - _ends_in_a_fill(store.value)
-            counted.add(id(store))
+            storage = tensor._storage
+            dead = 0 if id(storage) in counted else storage.fills - _ends_in_a_fill(storage.value)
+            counted.add(id(storage))
             recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead, mark=mark_of(tensor))
         elif kind == "attribute":  # a list kept beside the weights, as an LSTM's: not a name of its own
             continue
@@ -171,7 +171,7 @@ def _ends_in_a_fill(value: Value) -> bool:
         if node.overwrites:
             return True
         written = [ref.value for ref, out in zip(node.writes, node.outputs, strict=False) if out is value]
-        if not written:  # made anew, by an operation that writes to something else
+        if not written:  # recreated, by an operation that writes to something else
             return False
         node = (value := written[0]).node
     return False

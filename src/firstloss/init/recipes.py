@@ -1,4 +1,4 @@
-"""Recipes: how each weight of a module is made, to be looked at."""
+"""Recipes of a module, and a report of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..program.graph import Node, Ref, slice_for
 from ..program.program import Program
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
-from .shardings import Mark
-from .words import in_words
+from .recipe_text import in_words
+from .shardings import ShardingMark
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Recipe:
     kind: str
     dead_fills: int
     aliases: list[str] = field(default_factory=list)  # its other names
-    mark: Mark | None = None  # what `mark_sharding` or `shard` said of it
+    mark: ShardingMark | None = None  # what `mark_sharding` or `shard` said of it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One line of a report: a weight that is not a second name of another."""
 
     weight: str
@@ -94,7 +94,7 @@ class Row:
 class Report:
     """What a constructor would make, as plain data; `str()` of it is a table."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[ReportRow]) -> None:
         self.rows = rows
 
     @property
@@ -174,7 +174,7 @@ class Recipes:
             draws = recipe.draws
             at = _place(draws[0]) if draws else None
             rows.append(
-                Row(
+                ReportRow(
                     weight=name,
                     kind=recipe.kind,
                     shape=recipe.shape,

@@ -26,7 +26,7 @@ _ATTRIBUTE = "_firstloss_sharding"
 DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "dp_replicate", "replica", "batch"})
 
 
-class Mark(NamedTuple):
+class ShardingMark(NamedTuple):
     """What `mark_sharding` leaves on a tensor."""
 
     mesh: Any
@@ -35,7 +35,7 @@ class Mark(NamedTuple):
     name: str = "a weight"
 
 
-class Placed(NamedTuple):
+class WeightSharding(NamedTuple):
     """The sharding of one weight.
 
     spec: for each dimension the axes that cut it. Every one divides: `jax.Array`s have equal shards only.
@@ -71,11 +71,11 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
         raise ShardingError(f"{_at(source)}{tensor!r:.80} is no tensor. Give the weight itself, as model.head.weight")
     name = f"a weight of shape {list(tensor.shape)}"
     checked(name, tuple(tensor.shape), spec, axes_of(mesh), source)
-    setattr(tensor, _ATTRIBUTE, Mark(mesh, tuple(spec), source, name))
+    setattr(tensor, _ATTRIBUTE, ShardingMark(mesh, tuple(spec), source, name))
     return tensor
 
 
-def mark_alike(tensor: torch.Tensor, mark: Mark) -> None:
+def copy_sharding_mark(tensor: torch.Tensor, mark: ShardingMark) -> None:
     """Have `tensor`, of the shape of the weight that bears `mark`, sharded as that is."""
     setattr(tensor, _ATTRIBUTE, mark)
 
@@ -110,11 +110,11 @@ def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
     for name, spec in matched.items():
         checked(name, tuple(tensors[name].shape), spec, axes, source)
     for name in reversed(matched):  # of tied names the first one's spec holds
-        setattr(tensors[name], _ATTRIBUTE, Mark(mesh, tuple(matched[name]), source, name))
+        setattr(tensors[name], _ATTRIBUTE, ShardingMark(mesh, tuple(matched[name]), source, name))
     return module
 
 
-def mark_of(tensor: torch.Tensor) -> Mark | None:
+def mark_of(tensor: torch.Tensor) -> ShardingMark | None:
     """What `mark_sharding` or `shard` said of a tensor."""
     return getattr(tensor, _ATTRIBUTE, None)
 
@@ -195,7 +195,7 @@ def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: So
     return (*out, *[()] * (len(shape) - len(out)))
 
 
-def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> Placed:
+def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> WeightSharding:
     """`spec` made to divide `shape`.
 
     Axes that do not divide their dimension go to the largest other one that they divide, so that shards are as small
@@ -221,7 +221,7 @@ def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> Placed:
             out[to].append(axis)
         what = "the weight is whole along it" if to is None else f"it cuts dimension {to} instead"
         moved.append(f"axis {axis!r} of size {axes[axis]} does not divide dimension {dim} of {shape[dim]}: {what}")
-    return Placed(tuple(tuple(entry) for entry in out), "; ".join(moved))
+    return WeightSharding(tuple(tuple(entry) for entry in out), "; ".join(moved))
 
 
 def by_default(shape: tuple[int, ...], axes: Axes) -> Spec:

@@ -1,4 +1,4 @@
-"""PyTorch's own kernels in a compiled step on a CPU, where they are faster than what XLA has.
+"""PyTorch's own kernels as custom calls in a compiled step on a CPU, where they are faster than XLA's.
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
 layout of a weight than PyTorch's; PyTorch brings oneDNN. A custom call (`_aten.c`) gives an operation's arrays to
@@ -46,7 +46,7 @@ _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 @contextlib.contextmanager
 def within(allowed: bool = True) -> Iterator[None]:
     """What is lowered in it may call PyTorch's kernels, if they are there."""
-    token = _within.set(allowed and bool(torch.backends.mkldnn.enabled) and known_to_xla())
+    token = _within.set(allowed and bool(torch.backends.mkldnn.enabled) and registered_with_xla())
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def usable() -> bool:
 
 
 @functools.cache
-def known_to_xla() -> bool:
+def registered_with_xla() -> bool:
     """Whether XLA has the custom calls; it is told of them the first time."""
     entry = (ctypes.c_void_p, (ctypes.c_void_p,))
     set_up = (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int))

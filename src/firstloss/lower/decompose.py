@@ -1,4 +1,4 @@
-"""Operations that have no rule, through what PyTorch says they are made of.
+"""Operations without a rule, through PyTorch's decompositions.
 
 Three sources: an operation's own composite kernel (`torch.library`'s "CompositeImplicitAutograd"); the table that
 `torch._decomp.register_decomposition` fills; and, of the operations that torch itself makes with `custom_op` (cross
@@ -24,7 +24,7 @@ from .dtypes import to_torch
 # Operations that libraries make of their own, and that read values to be fast on one device: their rules.
 OF_LIBRARIES: dict[str, Callable] = {}
 
-_under_way: list[OpOverload] = []
+_in_progress: list[OpOverload] = []
 
 
 def decomposition(op: OpOverload) -> Callable | None:
@@ -51,16 +51,16 @@ def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | 
         return None
 
     def rule(*args: Any, rng_key: Any = None, **kwargs: Any) -> list[Any]:
-        if op in _under_way:
+        if op in _in_progress:
             raise LoweringError(f"the decomposition of {op} calls {op} again")
-        _under_way.append(op)
+        _in_progress.append(op)
         try:
             program, arrays = _capture(op, function, args, kwargs)
             return list(lower(program, arrays, rng_key).values())
         except LoweringError as error:
             raise LoweringError(f"{error} (in the decomposition of {op})") from error
         finally:
-            _under_way.pop()
+            _in_progress.pop()
 
     return rule
 
@@ -77,7 +77,7 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
             if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
                 like = torch.empty(leaf.shape, dtype=to_torch(leaf.dtype), device="meta")
                 made = tracing.new_input(like, f"in{len(arrays)}")
-                arrays[made._store.value] = leaf
+                arrays[made._storage.value] = leaf
                 leaf = made
             leaves.append(leaf)
         args, kwargs = spec.unflatten(leaves)

@@ -1,4 +1,4 @@
-"""What one device of a mesh computes, sends and holds while it runs a segment: by arithmetic, nothing is compiled.
+"""Estimate what one device of a mesh computes, sends and holds while it runs a segment, without compiling it.
 
 The segment's operations are gone through one by one, as XLA's partitioner does. Each runs over an iteration space (of a
 matrix product: rows, columns and what is summed over), each dimension of which is cut as an operand's is. Where two
@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..program.graph import Value
 from .jaxprs import interpret, jaxpr_of
-from .program import Call
-from .scratch import RESHAPING, Kernel, Memory
+from .program import LoweredCall
+from .scratch_memory import RESHAPING, Memory
 from .segments import Segment
-from .sharding import Axes, Placed, Spec, within
+from .sharding import ArraySharding, Axes, Spec, within
 from .sharding_rules import ShardingRule, rule_of_equation
-
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+from .work import Sent, Work
 
 # Of these an element costs nothing.
 _FREE = RESHAPING | frozenset(
@@ -41,74 +39,12 @@ _ALONG = {
 }
 
 
-class Sent(NamedTuple):
-    """One collective operation.
-
-    Attributes:
-        kind: one of `KINDS`.
-        axes: of the mesh, along which devices take part.
-        bytes: of the array on each device where it is whole along these axes: after an all-gather, before a
-            reduce-scatter.
-        of: the Value that is sent.
-        source: the line that wants it.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    of: Value | None = None
-    source: str = ""
-
-    def on_link(self, sizes: Axes) -> float:
-        """Bytes that each device sends, in the ring algorithms."""
-        ways = math.prod(sizes[axis] for axis in self.axes)
-        if self.kind == "collective-permute":
-            return float(self.bytes)
-        return self.bytes * (ways - 1) / ways * (2 if self.kind == "all-reduce" else 1)
-
-
-@dataclass
-class Work:
-    """What one device does for one run of a segment.
-
-    Attributes:
-        matmul_flops: floating-point operations of matrix products and convolutions, two for a multiplication and an
-            addition.
-        other_flops: those of all else, one an element.
-        sent: the collectives, in order.
-        scratch: the most bytes of memory at a time for what is neither an input nor an output.
-        kernels: what it computes in one go each, and what of memory that reads and writes.
-    """
-
-    matmul_flops: float = 0.0
-    other_flops: float = 0.0
-    sent: list[Sent] = field(default_factory=list)
-    scratch: int = 0
-    kernels: list[Kernel] = field(default_factory=list)
-
-    @property
-    def flops(self) -> float:
-        """All of them."""
-        return self.matmul_flops + self.other_flops
-
-    @property
-    def memory_bytes(self) -> int:
-        """What it reads and writes in memory, but for what collectives do."""
-        return sum(kernel.bytes for kernel in self.kernels)
-
-    def seconds(self, flop_rate: float, memory_rate: float = math.inf) -> float:
-        """How long it computes at least: each kernel by what it computes or by what it reads and writes, whichever
-        takes longer."""
-        by_kernels = sum(max(one.flops / flop_rate, one.bytes / memory_rate) for one in self.kernels)
-        return max(self.flops / flop_rate, by_kernels)
-
-
 Jaxprs = dict[Hashable, Any]
 
 
 def work_of(
     segment: Segment,
-    known: Mapping[Value, Placed],
+    known: Mapping[Value, ArraySharding],
     axes: Axes,
     *,
     reused: Container[Value] = (),
@@ -148,7 +84,7 @@ class _Array(NamedTuple):
         along: for each dimension of `base`, its own that has all of it.
     """
 
-    place: Placed
+    place: ArraySharding
     node: int
     root: Hashable
     parts: tuple[str, ...] = ()
@@ -161,7 +97,7 @@ class _Device:
     """One device, and a segment."""
 
     def __init__(
-        self, segment: Segment, known: Mapping[Value, Placed], axes: Axes, scatters: bool, jaxprs: Jaxprs
+        self, segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes, scatters: bool, jaxprs: Jaxprs
     ) -> None:
         self._segment = segment
         self._scatters = scatters
@@ -172,7 +108,7 @@ class _Device:
         self._work = Work()
         self._memory = Memory()
         self._gathered: dict[Hashable, int] = {}
-        self._call: Call | None = None
+        self._call: LoweredCall | None = None
 
     def work(self, reused: Container[Value]) -> Work:
         """Go through the segment."""
@@ -187,7 +123,7 @@ class _Device:
             jaxpr = self._jaxprs.get(kind)
             if jaxpr is None:
                 jaxpr = self._jaxprs[kind] = jaxpr_of(call)
-            key = self._array((), 4, Placed(()), "iota", ())
+            key = self._array((), 4, ArraySharding(()), "iota", ())
             for value, made in zip(
                 call.outputs, interpret(jaxpr, [key, *operands], self._literal, self._apply), strict=True
             ):
@@ -204,7 +140,7 @@ class _Device:
         self,
         shape: Sequence[int],
         itemsize: int,
-        place: Placed,
+        place: ArraySharding,
         primitive: str,
         reads: tuple[int, ...],
         root: Any = None,
@@ -218,11 +154,11 @@ class _Device:
         return made
 
     def _constant(self, value: Value) -> _Array:
-        return self._array(value.shape, value.dtype.itemsize, Placed(((),) * len(value.shape)), "iota", ())
+        return self._array(value.shape, value.dtype.itemsize, ArraySharding(((),) * len(value.shape)), "iota", ())
 
     def _literal(self, aval: Any) -> _Array:
         shape = tuple(getattr(aval, "shape", ()))
-        return self._array(shape, _itemsize(aval), Placed(((),) * len(shape)), "iota", ())
+        return self._array(shape, _itemsize(aval), ArraySharding(((),) * len(shape)), "iota", ())
 
     # -- operations --
 
@@ -257,7 +193,7 @@ class _Device:
         of_batch = any(operand.place.of_batch for operand in operands)
         results = []
         for var, dims in zip(eqn.outvars, rule.results, strict=True):
-            place = Placed(tuple(cuts.get(number, ()) for number in dims), of_batch)
+            place = ArraySharding(tuple(cuts.get(number, ()) for number in dims), of_batch)
             shape, itemsize = tuple(getattr(var.aval, "shape", ())), _itemsize(var.aval)
             root = operands[0].root if name in RESHAPING else None
             reads = tuple(operand.node for operand in operands)
@@ -350,7 +286,7 @@ class _Device:
         places = enumerate(zip(table.place.spec, spec, strict=True))
         masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in places)
         mine = self._moved(table, eqn.invars[0].aval, masked)
-        return [mine._replace(place=Placed(spec, table.place.of_batch)), *operands[1:]], axes
+        return [mine._replace(place=ArraySharding(spec, table.place.of_batch)), *operands[1:]], axes
 
     def _count(
         self,
@@ -418,13 +354,15 @@ class _Device:
             wanted = tuple(() if to is None else spec[to] for to in array.along)
             shape = tuple(1 if to is None else aval.shape[to] for to in array.along)
             moved = self._moved(base, _Shape(shape, aval.dtype), wanted)
-            again = self._array(aval.shape, _itemsize(aval), Placed(spec, array.place.of_batch), "iota", (moved.node,))
+            again = self._array(
+                aval.shape, _itemsize(aval), ArraySharding(spec, array.place.of_batch), "iota", (moved.node,)
+            )
             return again._replace(base=moved, along=array.along)
         lost = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
         elsewhere = tuple(a for a in lost if any(a in new for new in spec))
         axes = tuple(a for a in lost if a not in elsewhere)
         shape, itemsize = tuple(aval.shape), _itemsize(aval)
-        moved = array._replace(place=Placed(spec, array.place.of_batch))
+        moved = array._replace(place=ArraySharding(spec, array.place.of_batch))
         if not lost:
             return moved
         nbytes = local_bytes(shape, itemsize, spec, self._axes)
@@ -446,7 +384,7 @@ class _Device:
             of_result = tuple(cuts.get(number, ()) for number in rule.results[0])
             nbytes = local_bytes(aval.shape, _itemsize(aval), of_result, self._axes)
             self._send("collective-permute", lost, nbytes, array.root)
-            return array._replace(place=Placed(spec, array.place.of_batch))
+            return array._replace(place=ArraySharding(spec, array.place.of_batch))
         return array
 
     def _exchange(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> None:
@@ -515,7 +453,7 @@ class _Device:
             node = self._memory.add("sent", received, (array.node,), (*scattered, *left))
             if in_parts:
                 node = self._memory.add("dynamic_slice", nbytes, (node,))
-            array = array._replace(parts=(), place=Placed(spec, array.place.of_batch), node=node)
+            array = array._replace(parts=(), place=ArraySharding(spec, array.place.of_batch), node=node)
         if value in self._known:
             aval = jax_shape(shape, itemsize)
             array = self._moved(array, aval, self._known[value].spec)

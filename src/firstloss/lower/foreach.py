@@ -14,7 +14,7 @@ import jax
 import torch
 from jax import lax
 
-from . import pointwise, rearrange, reductions, special  # noqa: F401 (special: rules that are looked up by name)
+from . import pointwise, rearrange, reductions, special_functions  # noqa: F401 (special: rules that are looked up by name)
 from .dtypes import cast, operands, opmath
 from .registry import RULES, rule
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..program.graph import Value
-from .program import Call
+from .program import LoweredCall
 from .segments import Segment
-from .sharding import Axes, Placed, Spec, rule_of_call, within
+from .sharding import ArraySharding, Axes, Spec, rule_of_call, within
 
 
 class Gather(NamedTuple):
@@ -45,16 +45,16 @@ class Gathers(NamedTuple):
         after: the other calls, each with those of its operands that are to be the gathered ones.
     """
 
-    before: tuple[Call, ...]
+    before: tuple[LoweredCall, ...]
     gathers: tuple[Gather, ...]
-    after: tuple[tuple[Call, frozenset[Value]], ...]
+    after: tuple[tuple[LoweredCall, frozenset[Value]], ...]
 
 
-def gathers_of(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> Gathers:
+def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> Gathers:
     """What a segment gathers, given the shardings of its inputs and outputs."""
     placed = within(segment, known, axes)
-    before: list[Call] = []
-    after: list[tuple[Call, frozenset[Value]]] = []
+    before: list[LoweredCall] = []
+    after: list[tuple[LoweredCall, frozenset[Value]]] = []
     later: set[Value] = {value for value in segment.inputs if isinstance(value, Value) and placed[value].of_batch}
     found: dict[Value, Gather] = {}
     for call in segment.calls:
@@ -69,7 +69,7 @@ def gathers_of(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> G
     return Gathers(tuple(before), tuple(found.values()), tuple(after))
 
 
-def _of_call(call: Call, placed: Mapping[Value, Placed]) -> list[Gather]:
+def _of_call(call: LoweredCall, placed: Mapping[Value, ArraySharding]) -> list[Gather]:
     """The operands that are not of the batch, and are cut over axes that cut another dimension of what is of the batch
     and has this dimension, too: the weights of products, but not a table that is looked up."""
     rule = rule_of_call(call)

@@ -1,4 +1,4 @@
-"""Reading and writing at places that tensors name.
+"""Reading and writing at indices that are tensors.
 
 Eager PyTorch raises on a place out of range. A compiled program cannot: such a read gives NaN (the smallest integer,
 for integers), so that it shows, and such a write writes that in the first place instead. (Booleans have nothing of the

@@ -209,7 +209,7 @@ def _pixel(x, length: int, align_corners: bool):
     return (x + 1) / 2 * (length - 1) if align_corners else ((x + 1) * length - 1) / 2
 
 
-def _kept_inside(x, length: int, padding_mode: int, align_corners: bool):
+def _clamped_inside(x, length: int, padding_mode: int, align_corners: bool):
     if padding_mode == _REFLECTION:
         x = _reflected(x, 0, length - 1) if align_corners else _reflected(x, -0.5, length - 0.5)
     return x if padding_mode == _ZEROS else _clipped(x, length)
@@ -238,7 +238,7 @@ def _grid_sample(image, grid, interpolation_mode, padding_mode, align_corners):
     x = [_pixel(grid[..., -1 - d], n, align_corners) for d, n in enumerate(lengths)]
     if interpolation_mode == _BICUBIC:
         return _bicubic_sample(image, x, padding_mode, align_corners)
-    x = [_kept_inside(p, n, padding_mode, align_corners) for p, n in zip(x, lengths, strict=True)]
+    x = [_clamped_inside(p, n, padding_mode, align_corners) for p, n in zip(x, lengths, strict=True)]
     if interpolation_mode == _NEAREST:
         return _values_at(image, [lax.round(p, lax.RoundingMethod.TO_NEAREST_EVEN) for p in x])
     low = [lax.floor(p) for p in x]
@@ -267,7 +267,9 @@ def _bicubic_sample(image, x, padding_mode, align_corners):
     total = 0
     for i, j in itertools.product(range(4), repeat=2):
         places = [low[0] + (i - 1), low[1] + (j - 1)]
-        places = [_kept_inside(p, n, padding_mode, align_corners) for p, n in zip(places, image.shape[2:], strict=True)]
+        places = [
+            _clamped_inside(p, n, padding_mode, align_corners) for p, n in zip(places, image.shape[2:], strict=True)
+        ]
         total = total + _values_at(image, places) * lax.expand_dims(by_dim[0][i] * by_dim[1][j], [1])
     return total
 

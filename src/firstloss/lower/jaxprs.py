@@ -1,4 +1,4 @@
-"""Jaxprs of a Program's calls, and how to go through one with something else in the place of its arrays."""
+"""Jaxprs of a Program's calls, and an interpreter of jaxprs for abstract values of any kind."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 import jax.extend.core as jex
 
 from .dtypes import to_jax
-from .program import Call
+from .program import LoweredCall
 
 T = TypeVar("T")
 
 
-def jaxpr_of(call: Call) -> jex.Jaxpr:
+def jaxpr_of(call: LoweredCall) -> jex.Jaxpr:
     """What a call computes; its first input is the step's random key."""
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
     with jax.enable_x64(True):

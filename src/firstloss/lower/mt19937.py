@@ -1,4 +1,4 @@
-"""PyTorch's CPU random words, made on the device in lanes.
+"""PyTorch's CPU random words (MT19937), computed on the device in lanes.
 
 A lane is a window of 624 words (`rng/mt19937.py`) and draws what follows it. The next 624 words of a lane need three
 steps, since a word depends on the one 227 before it; each step is one vector operation over all lanes. Integers only:

@@ -25,7 +25,7 @@ from .mt19937 import u32, uniform_bits, wide
 f32 = np.float32
 
 
-class Kernel(NamedTuple):
+class FillKernel(NamedTuple):
     """How a fill is made.
 
     words_each: words that an element takes.
@@ -40,11 +40,11 @@ class Kernel(NamedTuple):
 
 BLOCK = 16  # normals made together, of as many words
 _SINGLE = (torch.float32, torch.float16, torch.bfloat16)
-# Integers that `random_()` without bounds stays below: all that a floating dtype can tell apart, with both ends.
+# Integers that `random_()` without bounds stays below: all that a floating dtype can distinguish, with both ends.
 _WHOLE = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
 
 
-def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Kernel | None:
+def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> FillKernel | None:
     """The kernel of a fill, or None where there is none; the same one each time, so that what is made of it is shared.
 
     Args:
@@ -56,7 +56,7 @@ def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Kerne
 
 
 @lru_cache(maxsize=1024)
-def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], ...]) -> Kernel | None:
+def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], ...]) -> FillKernel | None:
     arguments = {key: value for key, _, value in given}
     if name == "uniform":
         return _uniform(dtype, float(arguments["low"]), float(arguments["high"]))
@@ -69,7 +69,7 @@ def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], .
         def bernoulli(words: Any) -> Any:
             return cast((wide(words) & _BITS_53) < bound, to_jax(dtype))
 
-        return Kernel(2, 1, bernoulli)
+        return FillKernel(2, 1, bernoulli)
     if name == "random":
         return _random(dtype, arguments.get("low"), arguments.get("high"))
     return None
@@ -78,7 +78,7 @@ def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], .
 _BITS_53 = np.uint64((1 << 53) - 1)
 
 
-def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
+def _uniform(dtype: torch.dtype, low: float, high: float) -> FillKernel | None:
     if dtype not in _SINGLE or not rounds_single("uniform", dtype):
         return None
     begin, end = f32(low), f32(high)
@@ -105,10 +105,10 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> Kernel | None:
         # Rounded up to the end that is left out.
         return jnp.where(x == end.astype(narrow), begin.astype(narrow), x) if without_end else x
 
-    return Kernel(1, 1, uniform)
+    return FillKernel(1, 1, uniform)
 
 
-def _random(dtype: torch.dtype, low: int | None, high: int | None) -> Kernel | None:
+def _random(dtype: torch.dtype, low: int | None, high: int | None) -> FillKernel | None:
     if low is None and high is None:
         if dtype in _WHOLE:
             each, count, low = (2 if dtype == torch.float64 else 1), _WHOLE[dtype] + 1, 0
@@ -131,14 +131,14 @@ def _random(dtype: torch.dtype, low: int | None, high: int | None) -> Kernel | N
         bits = wide(words) % np.uint64(count)
         return cast(bits.astype(np.int64) + np.int64(low), to_jax(dtype))
 
-    return Kernel(each, 1, random)
+    return FillKernel(each, 1, random)
 
 
-def _normal(mean: float, std: float, dtype: np.dtype) -> Kernel:
+def _normal(mean: float, std: float, dtype: np.dtype) -> FillKernel:
     def normal(words: Any) -> Any:
         return _normals(mean, std, dtype, words)
 
-    return Kernel(1, BLOCK, normal)
+    return FillKernel(1, BLOCK, normal)
 
 
 def _normals(mean: float, std: float, dtype: np.dtype, words: Any) -> Any:

@@ -34,7 +34,7 @@ def _over(plane: np.ndarray, x):
 def _once(places):
     """The same, by a reduction: XLA on a CPU does none twice.
 
-    What is only compared and selected it takes for cheap, and would work it out anew in the backward pass, for every
+    What is only compared and selected it takes for cheap, and would recompute it in the backward pass, for every
     offset in a window once.
     """
     return lax.reduce_max(lax.concatenate([places[None], lax.full_like(places, 0)[None]], 0), (0,))

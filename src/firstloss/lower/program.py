@@ -24,13 +24,13 @@ from ..program.program import Program
 from . import aten, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
-from .functional import functional
+from .functional_overloads import functional
 from .registry import OF_PROGRAMS
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
 
-class Slot(NamedTuple):
+class ArrayParameter(NamedTuple):
     """In a node's template, the place of its array number `place`, read through a view (None: as it is)."""
 
     place: int
@@ -60,7 +60,7 @@ class Template(NamedTuple):
     keyed: bool
 
 
-class Call(NamedTuple):
+class LoweredCall(NamedTuple):
     """A node, ready to be lowered: what is called, and on which Values.
 
     Calls that are equal in `kind` lower to the same code.
@@ -93,7 +93,7 @@ class Call(NamedTuple):
             raise LoweringError(f"{self.node.source}: {self.node.op} cannot be lowered: {error}") from error
 
 
-def call_of(node: Node) -> Call:
+def call_of(node: Node) -> LoweredCall:
     """`node` as a Call."""
     inputs: list[Value] = []
     template = template_of(node, inputs)
@@ -101,7 +101,7 @@ def call_of(node: Node) -> Call:
     if template.keyed:
         assert node.draw is not None
         draw = node.draw.position.words
-    return Call(template, tuple(inputs), node.outputs, draw, node)
+    return LoweredCall(template, tuple(inputs), node.outputs, draw, node)
 
 
 def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | None = None) -> dict[str, jax.Array]:
@@ -120,7 +120,7 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
     return out
 
 
-def run_calls(calls: Iterable[Call], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
+def run_calls(calls: Iterable[LoweredCall], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
     """Run `calls` in order: inputs are taken from `arrays`, outputs put there. `key_of` gives a draw's random key."""
     for call in calls:
         operands = [_array(arrays, value) for value in call.inputs]
@@ -167,12 +167,12 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
     """What is the same in all nodes like `node`; the Values that it reads are added to `inputs`, in their order."""
     index: dict[Value, int] = {}
 
-    def slot(ref: Ref) -> Slot:
+    def slot(ref: Ref) -> ArrayParameter:
         i = index.get(ref.value)
         if i is None:
             i = index[ref.value] = len(inputs)
             inputs.append(ref.value)
-        return Slot(i, view_of(ref))
+        return ArrayParameter(i, view_of(ref))
 
     def walk(arg: Any) -> Any:
         if type(arg) is Ref:
@@ -224,7 +224,7 @@ def function_of(
 
     def call(*arrays: Any) -> tuple:
         def fill(arg: Any) -> Any:
-            if type(arg) is Slot:
+            if type(arg) is ArrayParameter:
                 array = arrays[arg.place]
                 return array if arg.view is None else read_view(array, arg.view)
             if type(arg) is _NumberArgument:
@@ -262,7 +262,7 @@ def function_of(
 
 
 def forget_functions() -> None:
-    """Lower nodes anew from here on: a rule has changed."""
+    """Lower nodes again from here on: a rule has changed."""
     function_of.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Joining, repeating, padding and masking: new arrays made of the elements of others."""
+"""Joining, repeating, padding and masking: new arrays from the elements of others."""
 
 from __future__ import annotations
 

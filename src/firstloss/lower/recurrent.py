@@ -38,7 +38,7 @@ def _checked_mode(mode, batch_sizes):
     if mode != _LSTM or batch_sizes:
         raise NotImplementedError(
             "Only an LSTM over padded sequences has a lowering. Pass padded tensors instead of a PackedSequence, and "
-            "mask what lies beyond each length."
+            "mask what is beyond each length."
         )
 
 

@@ -96,7 +96,7 @@ def count_nonzero(self, dim=None):
 # --- Where the extreme is: the first of equals, NaN before any number -------------------------------------------------
 
 
-def _place_of_extreme(find, self, dim, keepdim):
+def _index_of_extreme(find, self, dim, keepdim):
     x = cast(self, np.dtype(np.int8)) if self.dtype == bool else self
     if dim is None:
         place = find(lax.reshape(x, (x.size,)), 0, np.int64)
@@ -109,12 +109,12 @@ def _place_of_extreme(find, self, dim, keepdim):
 
 @rule(aten.argmax.default)
 def argmax(self, dim=None, keepdim=False):
-    return _place_of_extreme(lax.argmax, self, dim, keepdim)
+    return _index_of_extreme(lax.argmax, self, dim, keepdim)
 
 
 @rule(aten.argmin.default)
 def argmin(self, dim=None, keepdim=False):
-    return _place_of_extreme(lax.argmin, self, dim, keepdim)
+    return _index_of_extreme(lax.argmin, self, dim, keepdim)
 
 
 @rule(aten.max.dim)

@@ -40,6 +40,12 @@ def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
     return enter
 
 
+def register(overload: OpOverload, function: Callable) -> None:
+    """Enter a function from a table of rules, named after its overload."""
+    function.__name__ = function.__qualname__ = str(overload)
+    rule(overload)(function)
+
+
 def _present(overload: OpOverload | str) -> OpOverload | None:
     if isinstance(overload, OpOverload):
         return overload

@@ -3,9 +3,10 @@
 from . import (  # noqa: F401
     activations,
     attention,
-    control,
+    control_flow,
     convolution,
     distances,
+    elementary,
     embeddings,
     factories,
     fft,
@@ -23,7 +24,7 @@ from . import (  # noqa: F401
     recurrent,
     reductions,
     sorting,
-    special,
+    special_functions,
     views,
 )
 from .registry import RULES

@@ -1,4 +1,4 @@
-"""Cut a Program where it repeats, so that layers that are alike are lowered and compiled once.
+"""Cut a Program where it repeats, so that identical layers are lowered and compiled once.
 
 The calls of a deep model's step repeat layer after layer, in the forward pass and again in the backward pass. They are
 cut into segments at the layers' ends; segments that compute the same from other arrays share one function. What is
@@ -17,8 +17,8 @@ import torch
 
 from ..program.graph import Ref, Value
 from ..program.program import Program
-from .lists import calls_apart
-from .program import Call, View, call_of, view_of
+from .foreach_split import split_foreach_calls
+from .program import LoweredCall, View, call_of, view_of
 from .repeats import Repeats, find_runs
 
 # A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
@@ -56,7 +56,7 @@ class Segment(NamedTuple):
     """
 
     function: int
-    calls: tuple[Call, ...]
+    calls: tuple[LoweredCall, ...]
     inputs: tuple[Value | int, ...]
     outputs: tuple[Value, ...]
     signature: Hashable
@@ -72,7 +72,7 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     """
     if len(program.nodes) < _SAVED:
         return None
-    calls = calls_apart(program.nodes)
+    calls = split_foreach_calls(program.nodes)
     looks = _looks(program, apart)
     for look in looks.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)
@@ -101,28 +101,28 @@ def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
     return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
 
 
-def _looks(program: Program, apart: Iterable[str]) -> dict[str, Call]:
+def _looks(program: Program, apart: Iterable[str]) -> dict[str, LoweredCall]:
     """For outputs that are no whole Values, and those that are to have one of their own, the calls that make these."""
     own = set(apart)
     return {name: _view_call(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
 
 
-def _outputs(program: Program, looks: Mapping[str, Call]) -> dict[str, Value]:
+def _outputs(program: Program, looks: Mapping[str, LoweredCall]) -> dict[str, Value]:
     return {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
 
 
-def _view_call(ref: Ref) -> Call:
+def _view_call(ref: Ref) -> LoweredCall:
     """A call that makes a Value of its own of what `ref` sees."""
     value = ref.value
     view = View(value.shape, value.stride, value.dtype, ref.size, ref.stride, ref.offset, ref.dtype)
-    return Call(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
+    return LoweredCall(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
 
 
-def _avals(call: Call) -> tuple:
+def _avals(call: LoweredCall) -> tuple:
     return tuple((value.shape, value.dtype) for value in call.inputs)
 
 
-def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> list[int]:
+def _bounds(run: Repeats, calls: Sequence[LoweredCall], last_use: dict[Value, int]) -> list[int]:
     """Where to cut a run: every so many periods, at the place in the period that the fewest bytes are carried across.
 
     A run can be cut anywhere in its period. Where one layer ends and the next begins there is least to carry.
@@ -159,7 +159,7 @@ def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> 
     return list(cuts(min(costs, key=lambda phase: (costs[phase], length - cuts(phase)[-1] + cuts(phase)[0]))))
 
 
-def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[Value]) -> list[Segment]:
+def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results: set[Value]) -> list[Segment]:
     """The pieces as segments; those that are alike get the same function number and the same outputs."""
     maker = {value: n for n, piece in enumerate(pieces) for call in piece for value in call.outputs}
     given = {*inputs, *maker}
@@ -188,7 +188,7 @@ def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[V
     return segments
 
 
-def _signature(piece: Sequence[Call], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
+def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
     """What the piece computes from arrays given to it, and which these are, in the order of their first use."""
     names: dict[Any, tuple] = {}
     outside: list[Value | int] = []

@@ -1,4 +1,4 @@
-"""The shardings of what a Program computes, found from those of its inputs.
+"""Propagate shardings through a Program, from those of its inputs.
 
 XLA's partitioner finds shardings for all of a function at once. Where a Program is cut into segments, those of the
 arrays that cross a cut have to be said before; they are found here, operation by operation: a result's dimension is
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..program.graph import Value
 from .jaxprs import jaxpr_of
-from .program import Call, Template, View
+from .program import LoweredCall, Template, View
 from .segments import Segment
 from .sharding_rules import ShardingRule, rule_of
 
@@ -23,7 +23,7 @@ Axes = Mapping[str, int]  # sizes of a mesh's axes
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it
 
 
-class Placed(NamedTuple):
+class ArraySharding(NamedTuple):
     """How an array is sharded, and whether the batch is among what it is computed from.
 
     Where a weight and an activation are both cut over one axis (FSDP), their product is sharded as the activation is,
@@ -35,8 +35,8 @@ class Placed(NamedTuple):
 
 
 def propagate(
-    segments: Sequence[Segment], given: Mapping[Value, Placed], wanted: Mapping[Value, Spec], axes: Axes
-) -> dict[Value, Placed]:
+    segments: Sequence[Segment], given: Mapping[Value, ArraySharding], wanted: Mapping[Value, Spec], axes: Axes
+) -> dict[Value, ArraySharding]:
     """How to cut each array that crosses from one of `segments` to another, or leaves them.
 
     Forward, from the inputs to what is computed of them; then back from what is `wanted` and from the other operands
@@ -49,7 +49,7 @@ def propagate(
     """
     like = {segment.function: segment for segment in reversed(segments)}
     look = functools.cache(lambda number, ins, outs, back: _propagate_through(like[number], ins, outs, back, axes))
-    found: dict[Value, Placed] = {**given, **{value: Placed(spec) for value, spec in wanted.items()}}
+    found: dict[Value, ArraySharding] = {**given, **{value: ArraySharding(spec) for value, spec in wanted.items()}}
     for back in (False, True, False, True):
         for segment in reversed(segments) if back else segments:
             ins = tuple(_known(found, value) for value in segment.inputs)
@@ -57,11 +57,11 @@ def propagate(
             crossing = (*segment.inputs, *segment.outputs)
             for value, placed in zip(crossing, look(segment.function, ins, outs, back), strict=True):
                 if isinstance(value, Value) and value not in given:
-                    found[value] = Placed(wanted[value], placed.of_batch) if value in wanted else placed
+                    found[value] = ArraySharding(wanted[value], placed.of_batch) if value in wanted else placed
     return found
 
 
-def within(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> dict[Value, Placed]:
+def within(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> dict[Value, ArraySharding]:
     """The shardings of all that a segment's calls read and make, given those of its inputs and outputs."""
     found = dict(known)
     for call in segment.calls:
@@ -71,15 +71,15 @@ def within(segment: Segment, known: Mapping[Value, Placed], axes: Axes) -> dict[
     return {**found, **known}
 
 
-def _known(found: Mapping[Value, Placed], value: Value | int) -> Placed:
+def _known(found: Mapping[Value, ArraySharding], value: Value | int) -> ArraySharding:
     if isinstance(value, int):  # the number of a draw
-        return Placed(())
-    return found.get(value) or Placed(((),) * len(value.shape))
+        return ArraySharding(())
+    return found.get(value) or ArraySharding(((),) * len(value.shape))
 
 
 def _propagate_through(
-    segment: Segment, ins: Sequence[Placed], outs: Sequence[Placed], back: bool, axes: Axes
-) -> tuple[Placed, ...]:
+    segment: Segment, ins: Sequence[ArraySharding], outs: Sequence[ArraySharding], back: bool, axes: Axes
+) -> tuple[ArraySharding, ...]:
     """The shardings of a segment's inputs and outputs: cut further than now, if what is inside says so."""
     crossing = (*segment.inputs, *segment.outputs)
     found = {v: placed for v, placed in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
@@ -90,7 +90,7 @@ def _propagate_through(
     return tuple(_known(found, value) for value in crossing)
 
 
-def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
+def _forward(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> None:
     operands = [_known(found, value) for value in call.inputs]
     rule = rule_of_call(call)
     # What is of the batch is asked first, then what is larger.
@@ -102,10 +102,10 @@ def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
         for number, cut in asked:
             if number in dims:
                 spec = _cut(spec, dims.index(number), cut, value.shape, axes)
-        found[value] = Placed(spec, of_batch)
+        found[value] = ArraySharding(spec, of_batch)
 
 
-def _back(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
+def _back(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> None:
     rule = rule_of_call(call)
     asked: dict[int, tuple[str, ...]] = {}
     known = (*zip(call.outputs, rule.results, strict=True), *zip(call.inputs, rule.operands, strict=True))
@@ -139,7 +139,7 @@ _rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
 _MOST = 8192
 
 
-def rule_of_call(call: Call) -> ShardingRule:
+def rule_of_call(call: LoweredCall) -> ShardingRule:
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
     found = _rules.get((call.kind, shapes))
     if found is None:

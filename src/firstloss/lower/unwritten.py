@@ -1,4 +1,4 @@
-"""Arrays on CPU devices whose memory nobody has written.
+"""Uninitialized arrays on CPU devices, as `torch.empty` makes them.
 
 `jax.lax.empty` is such an array on a GPU or a TPU; on a CPU it is zeros, written at the speed of memory: for a weight
 that is about to be drawn, as long again as drawing it. A custom call whose handler does nothing leaves its results as
@@ -25,7 +25,7 @@ _NAME = "firstloss_unwritten"
 
 
 @functools.cache
-def known_to_xla() -> bool:
+def registered_with_xla() -> bool:
     """Whether XLA has the custom call; it is told of it the first time."""
     library = c_library.load(__file__, "_unwritten", {"firstloss_unwritten": (ctypes.c_void_p, (ctypes.c_void_p,))})
     if library is None:
@@ -85,6 +85,6 @@ def _sharded_maker(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) 
 
 def results(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
     """What nobody writes, in a function that is compiled for one CPU device or for each of several."""
-    if not known_to_xla():
+    if not registered_with_xla():
         return [lax.empty(shape, dtype) for shape, dtype in kinds]
     return list(jax.ffi.ffi_call(_NAME, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds])())

@@ -420,7 +420,7 @@ def select_scatter(self, src, dim, index):
     return slice_scatter(self, lax.expand_dims(src, [d]), d, index, index + 1)
 
 
-def _diagonal_places(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple:
+def _diagonal_indices(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple:
     """An index that picks the diagonal of two dimensions moved to the end."""
     count = max(0, min(shape[dim1] + min(offset, 0), shape[dim2] - max(offset, 0)))
     along = np.arange(count)
@@ -431,7 +431,7 @@ def _diagonal_places(shape: Sequence[int], offset: int, dim1: int, dim2: int) ->
 def diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
     dim1, dim2 = axis(dim1, self.ndim), axis(dim2, self.ndim)
     last = jnp.moveaxis(self, (dim1, dim2), (-2, -1))
-    written = last.at[_diagonal_places(self.shape, offset, dim1, dim2)].set(cast(src, self.dtype))
+    written = last.at[_diagonal_indices(self.shape, offset, dim1, dim2)].set(cast(src, self.dtype))
     return jnp.moveaxis(written, (-2, -1), (dim1, dim2))
 
 

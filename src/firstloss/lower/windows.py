@@ -1,4 +1,4 @@
-"""Where the windows of poolings and convolutions lie, and what all of them have at one place, as a strided slice."""
+"""The windows of poolings and convolutions, and the elements at one offset in all of them, as a strided slice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Metrics that are accumulated on the device, over a run: their state is the buffers of a module.
+"""Metrics that are accumulated on the device: their state is the buffers of a module.
 
 In a traced step `metric(labels=..., predictions=...)` adds to the state; `metric.compute()` and `float(metric)` read it
-whenever one likes, and `metric.reset()` begins anew. The names and arguments are those of `cerebras.pytorch.metrics`.
+whenever one likes, and `metric.reset()` starts over. The names and arguments are those of `cerebras.pytorch.metrics`.
 `torchmetrics` works in a traced step as well, where its updates ask for no values (`validate_args=False`).
 """
 

@@ -1,4 +1,4 @@
-"""Metrics of a confusion matrix: which class was predicted how often for which."""
+"""Metrics computed from a confusion matrix."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _OfConfusion(Metric):
         self.confusion_matrix.add_(confusion_matrix(labels, predictions, self.num_classes, weights))
         self._dtype = dtype
 
-    def _mean_of_those_there(self, part: Tensor, whole: Tensor) -> Tensor:
+    def _mean_of_present(self, part: Tensor, whole: Tensor) -> Tensor:
         """The mean ratio over the classes that a label or a prediction has; 0 if there are none."""
         mask = self._mask()
         return ratio(ratio(part * mask, whole * mask).sum(), (whole * mask != 0).float().sum())
@@ -124,19 +124,7 @@ class FBetaScoreMetric(_OfConfusion):
         return self._in_dtype(score if self.average_type == "micro" else score.sum() / mask.sum())
 
 
-class MeanIOUMetric(_OfConfusion):
-    """The mean over the classes of intersection over union: right / (labelled so + predicted so - right). Classes that
-    neither a label nor a prediction has do not count.
-
-    Args:
-        num_classes: labels are from 0 to one less; at least 2.
-        ignore_classes: classes that are not counted.
-        name: under which it is reported; by default that of its class.
-
-    Raises:
-        MetricError: for arguments that make no sense.
-    """
-
+class _MeanOverClasses(_OfConfusion):
     def __init__(self, num_classes: int, ignore_classes: Sequence[int] | None = None, name: str | None = None) -> None:
         super().__init__(num_classes, ignore_classes, name)
 
@@ -152,13 +140,27 @@ class MeanIOUMetric(_OfConfusion):
         """
         self._add(labels, predictions, weights, dtype)
 
+
+class MeanIOUMetric(_MeanOverClasses):
+    """The mean over the classes of intersection over union: right / (labelled so + predicted so - right). Classes that
+    neither a label nor a prediction has do not count.
+
+    Args:
+        num_classes: labels are from 0 to one less; at least 2.
+        ignore_classes: classes that are not counted.
+        name: under which it is reported; by default that of its class.
+
+    Raises:
+        MetricError: for arguments that make no sense.
+    """
+
     def compute(self) -> Tensor:
         matrix = self.confusion_matrix
         right = matrix.diagonal()
-        return self._in_dtype(self._mean_of_those_there(right, matrix.sum(0) + matrix.sum(1) - right))
+        return self._in_dtype(self._mean_of_present(right, matrix.sum(0) + matrix.sum(1) - right))
 
 
-class DiceCoefficientMetric(_OfConfusion):
+class DiceCoefficientMetric(_MeanOverClasses):
     """The mean over the classes of 2 right / (labelled so + predicted so). Classes that neither a label nor a
     prediction has do not count.
 
@@ -171,15 +173,6 @@ class DiceCoefficientMetric(_OfConfusion):
         MetricError: for arguments that make no sense.
     """
 
-    def __init__(self, num_classes: int, ignore_classes: Sequence[int] | None = None, name: str | None = None) -> None:
-        super().__init__(num_classes, ignore_classes, name)
-
-    def update(
-        self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Add predictions; arguments as of `MeanIOUMetric`."""
-        self._add(labels, predictions, weights, dtype)
-
     def compute(self) -> Tensor:
         matrix = self.confusion_matrix
-        return self._in_dtype(self._mean_of_those_there(2 * matrix.diagonal(), matrix.sum(0) + matrix.sum(1)))
+        return self._in_dtype(self._mean_of_present(2 * matrix.diagonal(), matrix.sum(0) + matrix.sum(1)))

@@ -52,7 +52,7 @@ class Metric(torch.nn.Module):
                 setattr(cls, name, around(own))
 
     def reset(self) -> None:
-        """Begin anew: register the state, as it is before the first update."""
+        """Start over: register the state, as it is before the first update."""
         raise NotImplementedError(f"{type(self).__name__} has to define reset()")
 
     def update(self, *args: Any, **kwargs: Any) -> None:

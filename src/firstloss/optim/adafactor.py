@@ -1,4 +1,4 @@
-"""PyTorch's Adafactor without reading values: what it decides in Python, on numbers that it fetches, here tensors do.
+"""PyTorch's Adafactor without reading values: tensor operations replace its data-dependent Python.
 
 `torch.optim.Adafactor` (Shazeer and Stern, 2018) limits the rate, the root mean square of a weight and that of an
 update by `min` and `max` of Python numbers, for which it waits for every weight. In a traced step there are none.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..capture.scalars import is_symbolic, tensor_of
+from ..capture.symbolic_scalars import is_symbolic, tensor_of
 from ..compat.names import lookup
 from ..compat.patches import swap
 from ..undo import Undo

@@ -1,4 +1,4 @@
-"""Schedules made of schedules. The parts are formulas only: they set nothing, and their own steps stand still."""
+"""Composed schedules. Their parts are formulas only: they set nothing, and their own steps do not advance."""
 
 from __future__ import annotations
 

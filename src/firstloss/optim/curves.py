@@ -246,7 +246,7 @@ class CosineDecayLR(Schedule):
 
 
 class CosineAnnealingLR(Schedule):
-    """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, for ever: SGDR without the restarts (Loshchilov and
+    """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, forever: SGDR without the restarts (Loshchilov and
     Hutter, 2017).
 
     Args:

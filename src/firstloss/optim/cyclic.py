@@ -1,4 +1,4 @@
-"""Schedules that rise and fall: Smith's cyclical rates and the 1cycle policy."""
+"""Cyclical learning rates and the 1cycle policy (Smith)."""
 
 from __future__ import annotations
 

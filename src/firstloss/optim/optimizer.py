@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.new_state import FirstStepDiffers, find_new_state
-from ..capture.realize import materialize_tensor
+from ..capture.materialize_tensors import materialize_tensor
+from ..capture.new_optimizer_state import FirstStepDiffers, find_new_state
 from ..capture.recorder import DeferredTensor
 from ..errors import OptimizerError
 from .adafactor import without_reads

@@ -1,7 +1,7 @@
 """A schedule: a number in an optimizer's parameter groups, as a function of a step tensor.
 
 The step (`last_epoch`, int64) and the number of now (float64) are tensors. In a traced step both are state like the
-weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is compiled anew. In eager PyTorch
+weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is recompiled. In eager PyTorch
 the groups hold plain Python numbers, as they do under `torch.optim.lr_scheduler`.
 """
 
@@ -75,7 +75,7 @@ class Schedule:
         self._value = torch.zeros((), dtype=torch.float64, device="cpu")
         self._in_tensors = False
         if not any(True for _ in self._groups()):
-            raise ScheduleError(self._nothing_to_set())
+            raise ScheduleError(self._no_target())
         if not isinstance(self.param_group_key, str):
             key, place = self.param_group_key
             lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 0 for group in self._groups()}
@@ -205,7 +205,7 @@ class Schedule:
         others = schedules_of(self.optimizer)
         if not others:
             self.optimizer.register_state_dict_post_hook(_as_numbers)
-            self.optimizer.register_load_state_dict_post_hook(_put_again)
+            self.optimizer.register_load_state_dict_post_hook(_reapply)
         others.append(self)
 
     def _check_alone(self) -> None:
@@ -219,7 +219,7 @@ class Schedule:
                     "parameter group. Compose them, with SequentialLR or ChainedLR; or detach() the one that has ended."
                 )
 
-    def _nothing_to_set(self) -> str:
+    def _no_target(self) -> str:
         keys = sorted({key for group in self.optimizer.param_groups for key in group if key != "params"})
         tags = sorted({str(t) for group in self.optimizer.param_groups for t in _as_tags(group.get("tags") or (None,))})
         return (
@@ -250,7 +250,7 @@ def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return {**state_dict, "param_groups": groups}
 
 
-def _put_again(optimizer: torch.optim.Optimizer) -> None:
+def _reapply(optimizer: torch.optim.Optimizer) -> None:
     """What is loaded into the groups is overwritten: a schedule's number is a function of its step."""
     for schedule in schedules_of(optimizer):
         schedule._put()

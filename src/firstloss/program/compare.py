@@ -1,4 +1,4 @@
-"""Whether two Programs compute the same, and where they part."""
+"""Compare two Programs: whether they compute the same, and where they first differ."""
 
 from __future__ import annotations
 

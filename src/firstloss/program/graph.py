@@ -189,7 +189,7 @@ class Draw(NamedTuple):
 class Node:
     """One ATen operation.
 
-    `args` and `kwargs` are the operation's own, with a `Ref` in the place of each tensor. `outputs` are the Values
+    `args` and `kwargs` are the operation's own, with a `Ref` in place of each tensor. `outputs` are the Values
     made: first those of the arguments that it writes to (in `writes`, each with the Ref that was written through),
     then those of newly made tensors.
     """
@@ -268,3 +268,30 @@ def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[N
         nodes[node.index] = node
         todo.extend(node.reads())
     return [nodes[i] for i in sorted(nodes)]
+
+
+# How a tensor looks at its storage: size, stride, offset, dtype.
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """How `tensor` looks at its storage."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+
+
+def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of `size`."""
+    stride, step = [], 1
+    for n in reversed(size):
+        stride.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(stride))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of the dimensions."""
+    if tensor.layout != torch.strided:
+        return False
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    shape = tuple([tensor.shape[d] for d in order if tensor.shape[d] != 1])
+    return tuple([tensor.stride(d) for d in order if tensor.shape[d] != 1]) == contiguous_stride(shape)

@@ -1,4 +1,4 @@
-"""The operations of our own that a Program may have, and what they refer to."""
+"""Operations of our own that a Program may contain."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
 
 
 _TRUNC_NORMAL = "torch.nn.init._no_grad_trunc_normal_"
-# `torch.nn.init.trunc_normal_`, whose loop reads values: see `capture/truncated.py`.
+# `torch.nn.init.trunc_normal_`, whose loop reads values: see `capture/trunc_normal.py`.
 _LIBRARY.define(
     "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
     " -> Tensor(a!)",
     tags=_SEEDED,
 )
 _LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: original(_TRUNC_NORMAL)(*args, **kwargs), "CPU")
-# Does nothing, and is not looked through by a compiler: see `capture/rematerialize.py`.
+# Does nothing, and is not looked through by a compiler: see `capture/activation_checkpointing.py`.
 _LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
 _LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
-# Control flow, by its number in FLOWS: see `capture/regions.py`.
+# Control flow, by its number in FLOWS: see `capture/control_flow.py`.
 _LIBRARY.define("region(Tensor[] operands, int number) -> Tensor[]")
 _LIBRARY.define("region_that_draws(Tensor[] operands, int number) -> Tensor[]", tags=_SEEDED)
 _LIBRARY.impl("region", _shapes, "Meta")

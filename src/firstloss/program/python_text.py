@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..rng.stream import Stream
     from .graph import Node, Ref, Value
 
-_HEAD = "import torch\nfrom firstloss.engine.printed import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
+_HEAD = (
+    "import torch\nfrom firstloss.engine.text_runtime import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
+)
 _PLAIN = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
 
 

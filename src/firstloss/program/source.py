@@ -1,4 +1,4 @@
-"""Where in the user's code an operation comes from."""
+"""The line of the user's code that an operation comes from."""
 
 from __future__ import annotations
 

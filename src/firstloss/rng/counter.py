@@ -1,4 +1,4 @@
-"""The counter policy: random numbers that depend on (seed, draw, index) and on nothing else.
+"""The counter policy: random numbers as a function of (seed, draw, index).
 
 A draw is one random operation; `draw` is its number. It is the same whatever is made before it, on any mesh and by any
 engine, and any slice of it costs what its length costs. It is another stream than eager PyTorch's.

@@ -1,4 +1,4 @@
-"""The stream of the counter policy: draws lie side by side in it, each with room for all the words it might want.
+"""The stream of the counter policy: each draw has a range of its own, large enough for all the words it may take.
 
 Draw k begins at word k 2^48, and its word w (see `counter`) is at k 2^48 + w. So a position says which draw and which
 element, and a fill that is cut into pieces counts words as in any other stream.
@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstloss.rng import philox
-from firstloss.rng import state as torch_state
-from firstloss.rng.mt19937 import N, Words
+from firstloss.rng.mt19937 import N, Words, build_state
 from firstloss.rng.stream import Position, Stream
 
 ROOM = 1 << 48  # words of a draw
@@ -42,7 +41,7 @@ class CounterStream(Stream):
         record["words"] = blocks.reshape(-1)
         record["left"], record["next"] = 1, 0  # as after seeding: all its words are before the first draw
         record["has_normal"], record["normal"] = False, 0.0
-        return torch_state.build(record)
+        return build_state(record)
 
     def words_at(self, begin: int, count: int) -> Words:
         """The `count` words from position `begin` on: uint32, shape (count,)."""

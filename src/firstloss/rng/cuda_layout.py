@@ -1,4 +1,4 @@
-"""Where the elements of a fill come from in PyTorch's CUDA random stream.
+"""Which words of PyTorch's CUDA random stream each element of a fill is made from.
 
 The CUDA generator is a seed and an offset into Philox streams, one stream (`subsequence`) for each thread of a launch.
 A fill launches blocks of 256 threads, as many as the device keeps resident or the fill needs; each thread strides over
@@ -22,7 +22,7 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _REACH = (1 << 31) - 1  # bytes that one launch fills, and elements: its indices have 32 bits
 
 
-class Device(NamedTuple):
+class GpuProperties(NamedTuple):
     """What of a GPU decides the layout: see `torch.cuda.get_device_properties`."""
 
     multi_processor_count: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     lane: int
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One launch of a fill.
 
     begin, numel: the elements that it makes.
@@ -58,8 +58,8 @@ class Launch(NamedTuple):
 
 
 def launches(
-    numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False
-) -> list[Launch]:
+    numel: int, device: GpuProperties, offset: int = 0, dtype: str = "float32", by_lane: bool = False
+) -> list[KernelLaunch]:
     """What PyTorch launches for a `uniform_` or `normal_` fill of `numel` contiguous elements begun at `offset`.
 
     A fill that 32 bits do not index is halved until they do. What it would have drawn as a whole is skipped before the
@@ -77,13 +77,13 @@ def launches(
     found = []
     for begin, count in parts:
         threads = _threads(count, device, lanes if by_lane else 1)
-        found.append(Launch(begin, count, offset, threads, lanes))
+        found.append(KernelLaunch(begin, count, offset, threads, lanes))
         offset += _reserved(count, threads, lanes)
     return found
 
 
 def place(
-    element: int, numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False
+    element: int, numel: int, device: GpuProperties, offset: int = 0, dtype: str = "float32", by_lane: bool = False
 ) -> Place:
     """Where element `element` of a `uniform_` or `normal_` fill of `numel` comes from, begun at `offset`."""
     if not 0 <= element < numel:
@@ -94,7 +94,7 @@ def place(
     return Place(thread, launch.offset + _WORDS * block, lane)
 
 
-def advance(numel: int, device: Device, offset: int = 0, dtype: str = "float32", by_lane: bool = False) -> int:
+def advance(numel: int, device: GpuProperties, offset: int = 0, dtype: str = "float32", by_lane: bool = False) -> int:
     """The generator's offset after a fill of `numel` elements begun at `offset`."""
     if numel == 0:
         return offset
@@ -114,7 +114,7 @@ def _lanes(dtype: str) -> int:
     return 2 if dtype == "float64" else 4
 
 
-def _threads(numel: int, device: Device, lanes: int) -> int:
+def _threads(numel: int, device: GpuProperties, lanes: int) -> int:
     """In the launch, all blocks together, where each thread is meant to make so many elements."""
     resident = device.multi_processor_count * (device.max_threads_per_multi_processor // _THREADS)
     return _THREADS * min(resident, -(-numel // (_THREADS * lanes)))

@@ -1,4 +1,4 @@
-"""Streams that begin where an earlier operation leaves off, when how far that draws is not known yet.
+"""Deferred-offset streams: they begin where an earlier operation ends, and how much that draws is not known yet.
 
 `trunc_normal_` draws until every value lies inside its bounds. Rather than drawing while we capture, what comes after
 it counts its positions from an origin that is looked up when a state is needed: then the candidates are drawn,

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firstloss import c_library
-from firstloss.rng import state as torch_state
-from firstloss.rng.mt19937 import N
+from firstloss.rng.mt19937 import N, build_state, parse_state
 
 MIN_NORMAL = 16  # PyTorch makes fewer normals in another way
 
@@ -136,7 +135,7 @@ class Cursor:
             raise RuntimeError("there are no native kernels for this machine; ask native.available() first")
         self._library = library
         self._room: NDArray[np.int32] | None = None
-        self._record = torch_state.parse(state)
+        self._record = parse_state(state)
         # The words of a state that was seeded and not yet drawn from, `next` 0 and `left` 1, are all before the first.
         self._cursor = _Cursor(drawn=N + 1 - int(self._record["left"]))
         np.ctypeslib.as_array(self._cursor.words)[:] = self._record["words"]
@@ -157,7 +156,7 @@ class Cursor:
             raise ValueError(f"{count} normals: the kernel makes {MIN_NORMAL} or more")
         whole = count - count % MIN_NORMAL
         self.columns("normal", [address], [whole], 1, mean, std, bfloat16=True)
-        if whole < count:  # the last 16 are made anew
+        if whole < count:  # the last 16 are drawn again
             self.columns("normal", [address + 2 * (count - MIN_NORMAL)], [MIN_NORMAL], 1, mean, std, bfloat16=True)
 
     def uniform_bfloat16(self, address: int, count: int, low: float, high: float) -> None:
@@ -242,4 +241,4 @@ class Cursor:
         record["words"] = np.ctypeslib.as_array(self._cursor.words)
         record["next"] = self._cursor.drawn
         record["left"] = N + 1 - self._cursor.drawn
-        return torch_state.build(record)
+        return build_state(record)

@@ -1,4 +1,4 @@
-"""The fills of `counter` in C, where a C compiler was when the package was built: some hundred times as fast."""
+"""The fills of `counter` in C, where the package was built with a C compiler: about a hundred times as fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's CUDA random stream: a seed, and an offset that any draw can begin at.
+"""PyTorch's CUDA random stream: a seed and an offset.
 
 Its generator has no state to jump through: at each offset it is the seed and the offset, and nothing else. (What a
 fill makes of them is said in `cuda_layout`.)

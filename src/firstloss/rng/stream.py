@@ -1,4 +1,4 @@
-"""The CPU random stream, entered at any position.
+"""The CPU random stream, with random access.
 
 A `Stream` is what a generator would draw from where it stood when the stream was made: its origin. The generator state
 at any later `Position` follows without drawing what lies between, so that one fill of a constructor can be run alone.
@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from firstloss.rng import state as torch_state
 from firstloss.rng.jump import advance
-from firstloss.rng.mt19937 import N, Words, consistent, extend, temper
+from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
 _REMEMBERED = 64  # blocks of 2,496 bytes
@@ -40,7 +39,7 @@ class Stream:
     """The words a generator would draw from its state on, and its states along the way. Thread-safe."""
 
     def __init__(self, state: NDArray[np.uint8]) -> None:
-        self._origin = torch_state.parse(state)
+        self._origin = parse_state(state)
         self.start = Position(0, ORIGIN_SPARE if self._origin["has_normal"] else None)
         # PyTorch draws its words in blocks of 624. Block 0 is the origin's; so many of its words are still to be drawn:
         self._in_block_0 = int(self._origin["left"]) - 1
@@ -75,7 +74,7 @@ class Stream:
         if spare != ORIGIN_SPARE:
             record["has_normal"] = spare is not None
             record["normal"] = 0.0 if spare is None else self._second_normal(spare)
-        return torch_state.build(record)
+        return build_state(record)
 
     def states_at(self, positions: Iterable[Position]) -> list[NDArray[np.uint8]]:
         """`state_at` of each, in the order given, computed from the earliest to the latest so that jumps are shared."""

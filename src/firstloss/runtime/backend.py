@@ -15,8 +15,8 @@ from ..capture.deferred import deferred
 from ..errors import BackendError
 from ..settings import Settings, check_name
 from .cluster_config import ClusterConfig
-from .device.at_once import moved_at_once
-from .device.keys import Keys
+from .device.eager_initialization import moving_eagerly
+from .device.step_keys import Keys
 
 if TYPE_CHECKING:
     from .mesh.mesh import Mesh
@@ -63,7 +63,7 @@ class Device:
     def __enter__(self) -> Device:
         if self._backend.is_xla:
             context: AbstractContextManager = (
-                deferred() if self.config.lazy_initialization else moved_at_once(self._backend)
+                deferred() if self.config.lazy_initialization else moving_eagerly(self._backend)
             )
         else:
             context = torch.device(self._backend.torch_device)
@@ -176,7 +176,7 @@ class Backend:
 
         executes = self.is_e2e_execution
         first = executes and self.first_loss == "eager" and not self.stepped
-        placement.move_to_device(tensors, self.mesh, behind, only_asked_for=not executes, multiplied=first)
+        placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, multiplied=first)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

@@ -1,4 +1,4 @@
-"""`firstloss.distributed.ClusterConfig`: how many devices a run takes, and processes that read its data."""
+"""`firstloss.distributed.ClusterConfig`: the number of devices of a run, and of processes that read its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ClusterConfig(Settings):
         num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
         num_workers_per_csx: processes that read data, for each of these devices: `num_csx` times as many workers as
             `torch.utils.data.DataLoader(num_workers=...)` would start, in each `DataLoader` that a `DataExecutor` or
-            a Trainer loops over, whatever that one says itself. Several processes that train together share them.
+            a Trainer loops over, whatever that one says itself. Several processes of the run share them.
             0: none. None: each loader says it itself.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`firstloss.backend`: make a backend, with all that a step on it will need."""
+"""`firstloss.backend`: create a backend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import heap, timeline
+from .. import malloc_settings, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
-from ..uncollected import uncollected
-from . import jax_there
+from ..gc_pause import paused
+from . import lazy_jax
 from .backend import EAGER, Backend, current_backend, make_current
 from .device import on_gpu
 
@@ -61,7 +61,7 @@ def backend(
             What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
         validate_only: the same, but steps are traced and lowered, and not even compiled.
         first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
-            PyTorch's own kernels as soon as the weights are there, bit for bit as in eager PyTorch, and the step is
+            PyTorch's own kernels as soon as the weights are available, bit for bit as in eager PyTorch, and the step is
             compiled in the background. "compiled": the compiled step computes that, too. The training is the same.
 
     Returns:
@@ -110,26 +110,26 @@ def backend(
         raise BackendError("mesh and cluster_config both say which devices there are. Pass one of them.")
     kind = name.upper()
     if kind in _XLA_NAMES:
-        heap.map_arrays()
+        malloc_settings.map_arrays()
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
-        # All that the first step needs, so that it need not wait for it; JAX is put off until the first loss is there,
-        # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
-        # transformers, would take as long as the import.
+        # All that the first step needs, so that it need not wait for it; JAX is deferred until the first loss has been
+        # returned, where that needs none. Modules live on: a collection that looked through them, and through all of
+        # PyTorch and transformers, would take as long as the import.
         on_gpu.leave_memory_to_pytorch()
-        with timeline.span("import"), uncollected():
-            if first_loss == "compiled" or compile_only or validate_only or not jax_there.may_wait(mesh):
+        with timeline.span("import"), paused():
+            if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.can_defer_import(mesh):
                 require_jax(f"firstloss.backend({name!r})")
-                from . import jaxlib  # noqa: F401
+                from . import jax_support  # noqa: F401
                 from .step import segmented  # noqa: F401
-            from . import compiled  # noqa: F401
-            from .step import cache, compiled_step, compiling, notes, trace  # noqa: F401
+            from . import compiled_model  # noqa: F401
+            from .step import cache, compiled_step, compiling, lowering_markers, trace  # noqa: F401
 
         devices = None
         if mesh is not None:
             from .mesh.mesh import Mesh
 
-            devices = Mesh(mesh, put_off=not jax_there.is_there())
+            devices = Mesh(mesh, put_off=not lazy_jax.is_imported())
         if devices is not None and not (devices.is_there or validate_only):
             raise BackendError(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
@@ -146,8 +146,8 @@ def backend(
             validate_only=validate_only,
             first_loss=first_loss or "eager",
         )
-        jax_there.compile_in(folder)
-        notes.set_folder(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
+        lazy_jax.set_compilation_cache(folder)
+        lowering_markers.set_folder(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:

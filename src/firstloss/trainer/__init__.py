@@ -1,4 +1,4 @@
-"""The Trainer: pass callables for model, optimizer and schedulers, and everything starts as early as it can.
+"""The Trainer: given callables for model, optimizer and schedulers, everything starts as early as possible.
 
     from firstloss.trainer import Trainer, TrainingLoop
 

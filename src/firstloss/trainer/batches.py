@@ -1,4 +1,4 @@
-"""The batches of a loader, epoch after epoch, from a position that can be saved and found again."""
+"""The batches of a loader, epoch after epoch, from a position that can be saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that runs at the stages of a run."""
+"""Callbacks: user code that runs at the stages of a run."""
 
 from __future__ import annotations
 

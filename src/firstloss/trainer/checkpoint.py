@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept, and which one a run goes on from."""
+"""When checkpoints are written, which are kept, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 import firstloss as fl
 
 from ..errors import NaNLossError, TrainerError
-from ..files import written_aside
+from ..files import atomic_write
 from ..settings import Settings
-from . import storage
+from . import checkpoint_files
 from .randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
-    from .state import State
+    from .run_state import RunState
     from .trainer import Trainer
 
 _NAME = re.compile(r"step_(\d+)")
@@ -30,7 +30,7 @@ _NAME = re.compile(r"step_(\d+)")
 
 @dataclass
 class Checkpoint(Settings):
-    """When to save, what to keep, and whether to go on from the last one. The end of a run is always saved.
+    """When to save, what to keep, and whether to resume from the last one. The end of a run is always saved.
 
     Attributes:
         steps: save every so many steps.
@@ -38,7 +38,7 @@ class Checkpoint(Settings):
         keep_last: how many of the newest to keep; None: all of them.
         best: a metric of validation, as "val_loss": the checkpoint where it was best is kept beside them.
         mode: "min" if smaller is better, "max" if larger is.
-        autoload_last: `fit` goes on from the run folder's last checkpoint, if there is one.
+        autoload_last: `fit` resumes from the run folder's last checkpoint, if there is one.
         strict: weights from elsewhere must have the model's names, all of them and no others.
         save_initial_checkpoint: save before the first step as well.
         autoload_last_checkpoint: `autoload_last` by another name.
@@ -114,7 +114,7 @@ class Checkpoint(Settings):
         """
         return than is None or (value < than if self.mode == "min" else value > than)
 
-    def is_best(self, metrics: dict[str, float], state: State) -> bool:
+    def is_best(self, metrics: dict[str, float], state: RunState) -> bool:
         """Whether validation finds this step's weights to be the best so far; `state.best` then says so.
 
         Args:
@@ -185,7 +185,7 @@ class CheckpointFolder:
         return path
 
     def to_go_on_from(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
-        """What a run goes on from, if it does: the checkpoint of this folder that was named, or else its last one."""
+        """What a run resumes from, if it does: the checkpoint of this folder that was named, or else its last one."""
         if named is None:
             return None
         path = None if isinstance(named, EllipsisType) else named
@@ -209,10 +209,10 @@ class CheckpointFolder:
         """Write down which checkpoint is the best, as `best` returns it."""
         if best is None or best == self.best():
             return
-        with written_aside(os.path.join(self.path, "best.json"), "w") as file:
+        with atomic_write(os.path.join(self.path, "best.json"), "w") as file:
             json.dump(best, file)
 
-    def set_aside(self, step: int) -> None:
+    def archive_newer(self, step: int) -> None:
         """Move what is later than `step` out of the way: a run that begins before it would not be the newest.
 
         They go to `aside_1`, `aside_2`, ...: nothing is lost.
@@ -238,7 +238,7 @@ class CheckpointFolder:
         best = self.best()
         for step in self.steps()[:-keep_last]:
             if best is None or step != best["step"]:
-                storage.remove(self.at(step))
+                checkpoint_files.remove(self.at(step))
 
 
 # -- what a checkpoint holds --
@@ -314,7 +314,7 @@ def matching(pattern: Any) -> list[Any]:
 
 def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
     """Give `model` the weights at `path`, and nothing else of a run; returns all that is there."""
-    weights, found = storage.load_weights(path)
+    weights, found = checkpoint_files.load_weights(path)
     wrong = _differences(model, weights)
     if wrong and (strict or "shape" in wrong):
         raise TrainerError(
@@ -347,9 +347,9 @@ def _tied(wanted: Mapping[str, torch.Tensor], name: str, weights: Mapping[str, t
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    stores = getattr(a, "_store", None), getattr(b, "_store", None)  # deferred: no memory to compare
-    if stores[0] is not None or stores[1] is not None:
-        return stores[0] is stores[1]
+    storages = getattr(a, "_storage", None), getattr(b, "_storage", None)  # deferred: no memory to compare
+    if storages[0] is not None or storages[1] is not None:
+        return storages[0] is storages[1]
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 

@@ -1,4 +1,4 @@
-"""Model, optimizer and schedulers from what the user passed: objects, callables, or any mix that can be."""
+"""Model, optimizer and schedulers from what the user passed: objects, callables, or a mix of both."""
 
 from __future__ import annotations
 

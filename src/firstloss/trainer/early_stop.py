@@ -1,4 +1,4 @@
-"""Stop when a metric no longer gets better."""
+"""Stop when a metric no longer improves."""
 
 from __future__ import annotations
 

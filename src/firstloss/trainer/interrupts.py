@@ -1,18 +1,24 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and only then obey."""
+"""Ctrl-C and SIGTERM: finish the step, save, and then stop."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ..errors import LoaderError
 from ..runtime.mesh.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CHILD = getattr(signal, "SIGCHLD", None)  # Windows has none
+
+
+class Interrupted(BaseException):
+    """A signal has asked for the end, and the run is between two steps."""
 
 
 class Interrupts:
@@ -20,11 +26,18 @@ class Interrupts:
 
     Only Python's main thread can do so; in another thread signals do what they always do. What the process ignores, as
     one in the background of a shell script ignores Ctrl-C, it goes on ignoring.
+
+    Args:
+        promise: what is done before the signal is obeyed, in words.
+        processes: the processes of the run.
+        step: tells how many steps have been done.
     """
 
-    def __init__(self, promise: str) -> None:
+    def __init__(self, promise: str, processes: Processes, step: Callable[[], int]) -> None:
         self.received: signal.Signals | None = None
-        self._promise = promise  # what is done before the signal is obeyed, in words
+        self._promise = promise
+        self._processes = processes
+        self._step = step
         self._process = os.getpid()
         self._former: dict[int, Any] = {}
 
@@ -61,12 +74,32 @@ class Interrupts:
                 handler = self._former[number]  # None: not made by Python, and not to be had back
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def received_by_any(self, processes: Processes) -> signal.Signals | None:
-        """The signal that has come; with several processes all of them have to ask, and all get the answer."""
-        if processes.count > 1:
-            number = processes.highest(self.received or 0)
+    def check(self) -> None:
+        """End the run if any process has received a signal. With several processes, all of them have to call this.
+
+        Raises:
+            Interrupted: where one has.
+        """
+        if self._processes.count > 1:
+            number = self._processes.highest(self.received or 0)
             self.received = signal.Signals(number) if number else None
-        return self.received
+        if self.received is not None:
+            raise Interrupted(f"{self.received.name} at step {self._step()}")
+
+    def unless_received(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        """Iterate over `batches`. A signal to all processes ends a loader's workers at once: no error of theirs.
+
+        Raises:
+            Interrupted: where a loader fails for that.
+        """
+        try:
+            yield from batches
+        except LoaderError:
+            if self.received is None or self._processes.count > 1:
+                raise
+        else:
+            return
+        self.check()
 
     def obey(self) -> None:
         """If a signal has come, let it do what it would have done: KeyboardInterrupt for Ctrl-C, the end for SIGTERM.

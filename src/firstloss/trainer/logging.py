@@ -1,4 +1,4 @@
-"""What the loggers get, and how often."""
+"""What is logged, and how often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long training goes on, and what each step of it is: the numbers of a run."""
+"""The loops of a run: number of steps and epochs, gradient accumulation, when to validate."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
     """What the block draws leaves no trace: afterwards the generators stand where they stood."""
     state = random_state()
     try:

@@ -1,4 +1,4 @@
-"""The numbers of training, from the batch that they belong to until the loggers get them."""
+"""Report training metrics to the loggers, with the batch they belong to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import firstloss as fl
 
 from ..errors import TrainerError
 from .logging import Rates, learning_rates
-from .pending import Pending, Started
+from .pending_losses import Pending, Started
 from .step import counts, logged_in_step
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside checkpoints and logs: settings, versions, and the picture of its first loss."""
+"""The run folder: settings, versions, and the picture of the run's first loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import timeline
-from ..files import written_aside
+from ..files import atomic_write
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class RunFolder(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._first = timeline.current().first_loss is None
-        with written_aside(os.path.join(trainer.model_dir, "versions.json"), "w") as file:
+        with atomic_write(os.path.join(trainer.model_dir, "versions.json"), "w") as file:
             json.dump({**versions(), "command": sys.argv, "seed": trainer.seed}, file, indent=1)
-        with written_aside(os.path.join(trainer.model_dir, "settings.json"), "w") as file:
+        with atomic_write(os.path.join(trainer.model_dir, "settings.json"), "w") as file:
             json.dump(settings(trainer), file, indent=1, default=repr)
 
     def on_fit_end(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What is traced: a batch through the model and back, the update, and a batch of validation."""
+"""The traced steps: forward and backward pass, update, and validation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import firstloss as fl
 
 from ..compat.torch_names import pytree
 from ..errors import TrainerError
-from ..runtime.structures import attributes_taken_apart, flatten
+from ..runtime.pytrees import flatten, flattened_attributes
 from .loops import TrainingLoop
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Steps:
     ) -> None:
         self._signature = inspect.signature(model.forward)
         self._model = model
+        self._hooks = hooks
+        self._trainer = trainer
         self.compiled: set[str] = set()  # the names of those that have been called
         used = {name for name in _IN_STEP if overridden(name)}
         clip_norm = precision.clip_norm if loop is None or loop.clip_grad_norm is None else loop.clip_grad_norm
@@ -154,6 +156,17 @@ class Steps:
         self.evaluate, self.evaluate_all = evaluate, evaluate_all
         self.nan_weights = nan_weights
 
+    def run(self, name: str, batch: Any) -> Any:
+        """Call one of the functions by name; its first call, which compiles it, is reported to the callbacks."""
+        function = getattr(self, name)
+        if name in self.compiled:
+            return function(on_device(batch))
+        self._hooks("on_compile_start", self._trainer, name)
+        outputs = function(on_device(batch))
+        self.compiled.add(name)
+        self._hooks("on_compile_end", self._trainer, name)
+        return outputs
+
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Give the batch to the model in the way its `forward` asks for; returns the loss and all that came out."""
         args, kwargs = arguments(self._signature, batch)
@@ -184,7 +197,7 @@ def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str
         ways.insert(0, ((), dict(batch)))
     elif isinstance(batch, (tuple, list)):
         ways.insert(0, (tuple(batch), {}))
-    elif attributes_taken_apart(batch):
+    elif flattened_attributes(batch):
         ways.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
     for args, kwargs in ways:
         try:
@@ -262,7 +275,7 @@ def describe(thing: Any) -> str:
         return f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
     if isinstance(thing, Mapping):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in thing.items()) + "}"
-    if attributes_taken_apart(thing):
+    if flattened_attributes(thing):
         return type(thing).__name__ + describe({f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)})
     if isinstance(thing, (tuple, list)):
         return "(" + ", ".join(describe(value) for value in thing) + ")"

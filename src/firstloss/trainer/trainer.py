@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from itertools import islice
 from types import EllipsisType
 from typing import Any
 
@@ -14,25 +13,25 @@ import torch
 
 import firstloss as fl
 
-from ..errors import LoaderError, TrainerError
+from ..errors import TrainerError
 from ..runtime.mesh.processes import processes
 from . import checkpoint as checkpoints
 from . import construct
 from .batches import Batches, check_loader, several
 from .callback import Callback, Callbacks
 from .checkpoint import Checkpoint, CheckpointFolder
-from .interrupts import Interrupts
+from .interrupts import Interrupted, Interrupts
 from .loggers import default_loggers
 from .logging import Logging
 from .loops import TrainingLoop, ValidationLoop
-from .pending import Started
+from .pending_losses import Started
 from .precision import Precision
-from .randomness import kept_random_state, seed_everything
+from .randomness import seed_everything
 from .reporting import Reporter
 from .run_folder import RunFolder
-from .state import State
-from .step import Steps, on_device
-from .validation import Averages, quietly_compiled_anew
+from .run_state import RunState
+from .step import Steps
+from .validation import run_validation
 
 Path = str | os.PathLike[str]
 
@@ -70,7 +69,7 @@ class Trainer:
         device: "XLA", "CPU" or "GPU". Default "XLA".
         backend: a backend, or its name, instead of `device`.
         model_dir: the run folder: checkpoints, logs, versions, the timeline; and "artifacts": what callbacks write,
-            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint goes on from
+            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint resumes from
             there.
         model: an `nn.Module`, or a callable `() -> Module`.
         optimizer: an optimizer, or `Module -> Optimizer`. Only `validate` does without.
@@ -79,7 +78,7 @@ class Trainer:
         loop: how long to train; a `ValidationLoop` where one only validates.
         checkpoint: when to save and what to keep.
         logging: how often to log.
-        callbacks: code of yours that runs at the stages of the run.
+        callbacks: your code that runs at the stages of the run.
         loggers: default a progress bar and JSON lines.
         seed: of torch, numpy and Python, before the model is made.
 
@@ -110,10 +109,7 @@ class Trainer:
         self.given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
-        if isinstance(loop, TrainingLoop):
-            self.validation = loop.validation_loop()
-        else:
-            self.validation = loop if loop is not None else ValidationLoop()
+        self.validation = loop.validation_loop() if isinstance(loop, TrainingLoop) else loop or ValidationLoop()
         self.precision = construct.make_precision(precision)
         self.checkpoint = checkpoint or Checkpoint()
         self.logging = logging or Logging()
@@ -121,19 +117,17 @@ class Trainer:
         self.artifact_dir = os.path.join(self.model_dir, "artifacts")
         self.backend = construct.make_backend(backend, device, self.artifact_dir)
         self.processes = processes(self.backend)
-        writers = (
-            [*(default_loggers() if loggers is None else loggers), RunFolder()] if self.processes.index == 0 else []
-        )
-        self.callbacks = Callbacks([*(callbacks or []), *writers])
+        writers = [*(default_loggers() if loggers is None else loggers), RunFolder()]
+        self.callbacks = Callbacks([*(callbacks or []), *(writers if self.processes.index == 0 else [])])
         self.folder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
-        self.state = State()
+        self.state = RunState()
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedulers: list[Any] = []
         self.batches: Batches | None = None
         self.val_dataloader: Iterable[Any] | None = None
         self.steps: Steps | None = None
-        self._interrupts = Interrupts("")
+        self._interrupts = Interrupts("", self.processes, lambda: self.state.step)
         self._reporter = Reporter(self)
         self._saved = -1  # the step of the last checkpoint written
         self.callbacks("setup", self)
@@ -181,11 +175,11 @@ class Trainer:
         """Train until the loop's end, an early stop, a loss that is NaN, or Ctrl-C; save at the end.
 
         Args:
-            train_dataloader: something that can be iterated anew for each epoch.
+            train_dataloader: something that can be iterated again for each epoch.
             val_dataloader: what to validate on, when the loop says so and at the end; a list of DataLoaders is several,
                 whose metrics end in "_0", "_1" and so on.
-            ckpt_path: by default, and with "last", the run goes on from its folder's last checkpoint, if there is one.
-                "best", or a checkpoint of this folder: it goes on from that one. Weights from elsewhere (another run's
+            ckpt_path: by default, and with "last", the run resumes from its folder's last checkpoint, if there is one.
+                "best", or a checkpoint of this folder: it resumes from that one. Weights from elsewhere (another run's
                 checkpoint, a safetensors file, a Hugging Face folder): a folder without checkpoints starts from them.
                 None: nothing is loaded. Checkpoints later than where the run begins are set aside, in a folder beside.
 
@@ -208,7 +202,7 @@ class Trainer:
             last = self.checkpoint.autoload_last and not again
             self._start(self.folder.to_go_on_from(weights, last), weights)
             if self.processes.index == 0:
-                self.folder.set_aside(self.state.step)
+                self.folder.archive_newer(self.state.step)
             self.processes.wait("begin")
             self.loop.begin(self.state.step, train_dataloader)
             self.callbacks("on_fit_start", self, train_dataloader, val_dataloader, self.loop)
@@ -219,7 +213,7 @@ class Trainer:
                 self._train(self.loop)
                 if self.state.step > began and self.backend.is_e2e_execution:
                     self._after(validate=self.loop.validates_at_end, save=True)
-            except _Interrupted:
+            except Interrupted:
                 self.save()
                 raise
             self.callbacks("on_fit_end", self, self.loop)
@@ -320,7 +314,7 @@ class Trainer:
         checkpoints.check_finite(self)
         state = checkpoints.collect(self)
         self.callbacks("on_save_start", self, state)
-        checkpoints.storage.save(state, path)
+        checkpoints.checkpoint_files.save(state, path)
         self._saved = self.state.step
         self.callbacks("on_save_end", self, path)
         if self.processes.index == 0:
@@ -397,9 +391,9 @@ class Trainer:
         fl.backend(self.backend)
         self.precision.choose()
         self._reporter.begin()
-        self._interrupts = Interrupts(promise)
+        self._interrupts = Interrupts(promise, self.processes, lambda: self.state.step)
         logging.getLogger("firstloss").setLevel(self.logging.log_level)
-        with suppress(_Interrupted), self._interrupts:
+        with suppress(Interrupted), self._interrupts:
             try:
                 yield
             except BaseException as error:
@@ -427,7 +421,7 @@ class Trainer:
         while not self._done(loop):
             if self.batches.index == 0:
                 self.callbacks("on_epoch_start", self)
-            with closing(self._unless_interrupted(self.batches.rest_of_epoch(loop.grad_accum_steps))) as groups:
+            with closing(self._interrupts.unless_received(self.batches.rest_of_epoch(loop.grad_accum_steps))) as groups:
                 for group in groups:
                     self._step(group)
                     due = self.checkpoint.due_after_step(self.state.step)
@@ -453,7 +447,7 @@ class Trainer:
                     self.callbacks("on_step_start", self)
             name = "update" if last else "accumulate"
             timed = name in self.steps.compiled
-            outputs = self._run(name, batch)
+            outputs = self.steps.run(name, batch)
             self.callbacks("on_batch_end", self, batch, outputs)
             self.callbacks("on_train_batch_end", self, self.model, outputs, batch, index - 1)
             started = Started(self.state.step + 1, self.batches.epoch, index, batch, outputs, last, numbers, timed)
@@ -477,66 +471,23 @@ class Trainer:
             save |= self.checkpoint.is_best(metrics, self.state)
         # With several processes it takes them all to find out whether one got a signal: not at every step.
         if self.processes.count == 1 or self._reporter.logs(self.state.step):
-            self._check_interrupt()
+            self._interrupts.check()
         if save and self._saved != self.state.step and self.backend.is_e2e_execution:
             self.save()
 
     # -- validation --
 
     def _validate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
-        """One pass over each loader in eval mode. It leaves no trace: training goes on as if it had not been."""
         assert self.model is not None
         self._reporter.settle()
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        metrics: dict[str, float] = {}
-        loaders = several(val_dataloader)
-        try:
-            with kept_random_state():
-                for number, loader in enumerate(loaders):
-                    self.callbacks("on_validation_start", self)
-                    found = self._evaluate(loader, loop)
-                    self.callbacks("on_validation_end", self, found)
-                    metrics |= found if len(loaders) == 1 else {f"{k}_{number}": v for k, v in found.items()}
-        finally:
-            for module, training in modes:
-                module.training = training
+        metrics = run_validation(self, self.model, several(val_dataloader), loop, self._interrupts)
         if metrics:
             self.callbacks("on_metrics", self, metrics, self.state.step)
         self._reporter.restart_rates()
         return metrics
 
-    def _evaluate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
-        """One pass over one loader; the metrics. Where steps are only compiled, none."""
-        averages = Averages(loop)
-        executor = iter(fl.utils.data.DataExecutor(val_dataloader))
-        with quietly_compiled_anew(), closing(self._unless_interrupted(executor)) as batches:
-            for batch in islice(batches, loop.most):
-                self.callbacks("on_validation_batch_start", self, batch)
-                outputs = self._run("evaluate_all" if loop.metrics else "evaluate", batch)
-                if self.backend.is_e2e_execution:
-                    averages.add(batch, outputs)
-                self.callbacks("on_validation_batch_end", self, batch, outputs)
-                if self.processes.count == 1:
-                    self._check_interrupt()
-        return averages.result() if self.backend.is_e2e_execution else {}
-
-    # -- both --
-
-    def _run(self, name: str, batch: Any) -> Any:
-        """Call a traced function; its first call is the one that compiles."""
-        assert self.steps is not None
-        function = getattr(self.steps, name)
-        if name in self.steps.compiled:
-            return function(on_device(batch))
-        self.callbacks("on_compile_start", self, name)
-        outputs = function(on_device(batch))
-        self.steps.compiled.add(name)
-        self.callbacks("on_compile_end", self, name)
-        return outputs
-
     def _validation_due(self, loop: TrainingLoop) -> bool:
-        """Whether a run that goes on from a checkpoint was ended before the validation that belongs to it."""
+        """Whether a run that resumes from a checkpoint was ended before the validation that belongs to it."""
         assert self.batches is not None
         at_epoch = self.batches.index == 0 and loop.validates_after_epoch(self.state.epoch)
         return loop.validates_after_step(self.state.step) or at_epoch
@@ -545,24 +496,3 @@ class Trainer:
         if not self.backend.is_e2e_execution and self.state.step:
             return True  # it is compiled
         return bool(self.state.stopped) or loop.ends_at(self.state.step, self.state.epoch)
-
-    def _unless_interrupted(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """`batches`; but a signal to all processes ends a loader's workers at once, and that is no error of theirs."""
-        try:
-            yield from batches
-        except LoaderError:
-            if self._interrupts.received is None or self.processes.count > 1:
-                raise
-        else:
-            return
-        self._check_interrupt()
-
-    def _check_interrupt(self) -> None:
-        """End the run if this process has got a signal, or another one of those that train together."""
-        received = self._interrupts.received_by_any(self.processes)
-        if received is not None:
-            raise _Interrupted(f"{received.name} at step {self.state.step}")
-
-
-class _Interrupted(BaseException):
-    """A signal has asked for the end, and the run is between two steps."""

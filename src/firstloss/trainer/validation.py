@@ -1,23 +1,74 @@
-"""What validation finds: averages of scalars over the samples, and metrics that keep their own state."""
+"""Validation: a pass over the loaders, averages of scalars over the samples, and metrics with state of their own."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import firstloss as fl
+
 from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
-from ..runtime.structures import attributes_taken_apart
+from ..runtime.pytrees import flattened_attributes
+from .interrupts import Interrupts
 from .loops import ValidationLoop
-from .pending import AHEAD
+from .pending_losses import AHEAD
+from .randomness import preserved_random_state
 from .step import counts, describe
 
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
 _TARGETS = ("labels", "label", "targets", "target")
+
+
+def run_validation(
+    trainer: Trainer,
+    model: torch.nn.Module,
+    loaders: Sequence[Iterable[Any]],
+    loop: ValidationLoop,
+    interrupts: Interrupts,
+) -> dict[str, float]:
+    """One pass over each loader in eval mode; the metrics. Training goes on as if it had not been."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    metrics: dict[str, float] = {}
+    try:
+        with preserved_random_state():
+            for number, loader in enumerate(loaders):
+                trainer.callbacks("on_validation_start", trainer)
+                found = _evaluate(trainer, loader, loop, interrupts)
+                trainer.callbacks("on_validation_end", trainer, found)
+                metrics |= found if len(loaders) == 1 else {f"{k}_{number}": v for k, v in found.items()}
+    finally:
+        for module, training in modes:
+            module.training = training
+    return metrics
+
+
+def _evaluate(
+    trainer: Trainer, loader: Iterable[Any], loop: ValidationLoop, interrupts: Interrupts
+) -> dict[str, float]:
+    """One pass over one loader; the metrics. Where steps are only compiled, none."""
+    assert trainer.steps is not None
+    averages = Averages(loop)
+    executor = iter(fl.utils.data.DataExecutor(loader))
+    with quiet_recompiles(), closing(interrupts.unless_received(executor)) as batches:
+        for batch in islice(batches, loop.most):
+            trainer.callbacks("on_validation_batch_start", trainer, batch)
+            outputs = trainer.steps.run("evaluate_all" if loop.metrics else "evaluate", batch)
+            if trainer.backend.is_e2e_execution:
+                averages.add(batch, outputs)
+            trainer.callbacks("on_validation_batch_end", trainer, batch, outputs)
+            if trainer.processes.count == 1:
+                interrupts.check()
+    return averages.result() if trainer.backend.is_e2e_execution else {}
 
 
 class Averages:
@@ -70,7 +121,7 @@ def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
     target = None
     if isinstance(batch, Mapping):
         target = next((batch[name] for name in _TARGETS if name in batch), None)
-    elif attributes_taken_apart(batch):
+    elif flattened_attributes(batch):
         target = next((getattr(batch, name) for name in _TARGETS if hasattr(batch, name)), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         target = batch[-1]
@@ -88,8 +139,8 @@ def _on_host(x: Any) -> Any:
 
 
 @contextmanager
-def quietly_compiled_anew() -> Iterator[None]:
+def quiet_recompiles() -> Iterator[None]:
     """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*evaluate(_all)? is compiled anew", GraphChangeWarning)
+        warnings.filterwarnings("ignore", ".*evaluate(_all)? is recompiled", GraphChangeWarning)
         yield

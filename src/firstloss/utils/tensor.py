@@ -1,4 +1,4 @@
-"""Filled tensors on the current backend, which no host memory holds before."""
+"""Filled tensors on the current backend, made without host memory."""
 
 from __future__ import annotations
 

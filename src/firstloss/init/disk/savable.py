@@ -35,5 +35,5 @@ def memory_key(tensor: torch.Tensor) -> Any:
         return None
     geometry = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
     if type(tensor) is DeferredTensor:
-        return id(tensor._store), tensor.storage_offset(), geometry
+        return id(tensor._storage), tensor.storage_offset(), geometry
     return tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg(), geometry

@@ -26,10 +26,10 @@ import torch
 
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch
+from ...engine.cpu_engine import default_threads, make_whole
 from ...engine.reader import Reader, Wholes
-from ...engine.run import default_threads, make_whole
 from ...errors import SaveError
-from ...files import sync_folder, written_aside
+from ...files import atomic_write, sync_folder
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
@@ -268,7 +268,7 @@ def _write_index(plan: list[_File], work: str, module: torch.nn.Module) -> None:
         metadata["total_parameters"] = count()
     weight_map = {tensor.name: file.name for file in plan for tensor in file.tensors}
     index = {"metadata": metadata, "weight_map": weight_map}
-    with written_aside(os.path.join(work, _INDEX), "w") as out:
+    with atomic_write(os.path.join(work, _INDEX), "w") as out:
         json.dump(index, out, indent=2, sort_keys=True)
         out.write("\n")
 
@@ -336,7 +336,7 @@ def _explained(target: str, plan: list[_File]) -> Iterator[None]:
             raise SaveError(
                 f"{target}: the weights take {size:,} bytes, and there is no room for all of them ({error.strerror}; "
                 f"{_free(target):,} bytes are free). What has been written is kept: make room and save again, and it "
-                "goes on from there; or remove the folder .init-*.part in it."
+                "resumes from there; or remove the folder .init-*.part in it."
             ) from error
         raise SaveError(
             f"{where} cannot be written: {error.strerror or error} ({size:,} bytes are to be saved in {target})"

@@ -123,7 +123,7 @@ def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
 def _row_by_row(tensor: torch.Tensor) -> Ref:
     with torch.no_grad():
         if on_backend(tensor):
-            tensor = tensor._ref().view(tensor._store.resident.host())
+            tensor = tensor._ref().view(tensor._storage.resident.host())
         # For a deferred tensor, `contiguous` adds an operation to its recipe.
         tensor = tensor.detach()
         if not is_contiguous(tensor.shape, tensor.stride()):

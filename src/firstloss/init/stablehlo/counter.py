@@ -1,4 +1,4 @@
-"""A shard of a fill under the counter policy: each element follows from its index (`rng/counter.py`)."""
+"""A shard of a fill under the counter policy: each element is a function of its index (`rng/counter.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The xla engine: a program's weights as `jax.Array`s, each device's shards made on that device.
 
-On CPU devices shards are made by PyTorch's kernels in the memory that the devices own (`host.py`), which is as fast
-and gives eager's bits. Elsewhere each distinct recipe is compiled once for all devices, compiles run side by side, and
+On CPU devices PyTorch's kernels write shards directly into the devices' memory (`host_shards.py`), which is as fast
+and gives the bits of eager PyTorch. Elsewhere each distinct recipe is compiled once for all devices, in parallel, and
 a recipe's weights are made as soon as it is compiled.
 """
 
@@ -19,12 +19,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ... import timeline
-from ...engine.run import default_threads
+from ...engine.cpu_engine import default_threads
 from ...errors import BackendError, ShardingError
 from ...program.source import here
 from ..recipes import Recipes
 from ..shardings import starts
-from .host import make_on_host
+from .host_shards import make_on_host
 from .module import LANE_WORDS, Functions, Streams, partition_spec
 from .plan import ShardingPlan, Weight, plan
 

@@ -1,4 +1,4 @@
-"""Sketches as JAX functions: a shard of a weight, from the places where its draws begin and where the shard does."""
+"""Sketches as JAX functions: a shard of a weight, from the stream positions of its draws and the shard's offset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...lower.rules import RULES
 from ...lower.unfused import unfused
 from .counter import part_of_draw
 from .fill import ShardGeometry, WordSource, flat_indices, part_of_fill
-from .tree import Apply, Constant, Data, Drawn, Masked, Sketch, Truncated, Whole
+from .sketch import Apply, Constant, Data, Masked, RandomFill, Sketch, Truncated, WholeSketch
 
 Draws = Sequence[tuple[Any, Any]]  # of each draw: a WordSource, or under the counter policy a seed; and its position
 
@@ -33,7 +33,7 @@ def part(sketch: Sketch, local: tuple[int, ...], draws: Draws, starts: Sequence[
     box = ShardGeometry(sketch.shape, tuple(local[d] for d in order))
     begin = [starts[d] for d in order]
     evaluator = _Evaluator(draws, sketch.data)
-    if type(sketch.tree) is Whole:
+    if type(sketch.tree) is WholeSketch:
         out = _cut(evaluator.whole(sketch.tree), box, begin)
     else:
         out = evaluator.tree(sketch.tree, box, begin)
@@ -63,7 +63,7 @@ class _Evaluator:
             if array.size == 1 != box.numel:
                 return jnp.asarray(array if array.ndim == 0 else array.reshape((1,) * len(box.shape)))
             return _cut(jnp.asarray(array.reshape(box.shape)), box, starts)
-        if kind is Drawn:
+        if kind is RandomFill:
             return self.fill(tree, box, starts)
         if kind is Truncated:
             return self._truncated(tree, box, starts)
@@ -75,7 +75,7 @@ class _Evaluator:
         assert kind is Apply
         return self._apply(tree, box, starts)
 
-    def fill(self, fill: Drawn, box: ShardGeometry, starts: Sequence[Any], rounds_before: Any = None) -> Any:
+    def fill(self, fill: RandomFill, box: ShardGeometry, starts: Sequence[Any], rounds_before: Any = None) -> Any:
         """The box of a draw; after so many earlier rounds of it."""
         source, position = self.draws[fill.draw]
         if not fill.words:
@@ -103,7 +103,7 @@ class _Evaluator:
 
     def _apply(self, tree: Apply, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         def fill(arg: Any) -> Any:
-            if type(arg) in (Constant, Data, Drawn, Truncated, Masked, Apply):
+            if type(arg) in (Constant, Data, RandomFill, Truncated, Masked, Apply):
                 return self.tree(arg, box, starts)
             if type(arg) is tuple and len(arg) == 2 and arg[0] in (int, float, bool):
                 return arg[1]
@@ -112,7 +112,7 @@ class _Evaluator:
         out = RULES[tree.op](*[fill(a) for a in tree.args], **{k: fill(v) for k, v in tree.kwargs})
         return unfused(cast(out, to_jax(tree.dtype)))
 
-    def whole(self, tree: Whole) -> Any:
+    def whole(self, tree: WholeSketch) -> Any:
         """All of a recipe that cannot be cut."""
         arrays: list[Any] = []
         for given in tree.inputs:
@@ -138,7 +138,7 @@ def name_of(sketch: Sketch, local: tuple[int, ...]) -> str:
 
 
 def _verb(tree: Any) -> str:
-    if type(tree) is Drawn:
+    if type(tree) is RandomFill:
         return f"{tree.name}_{_short(tree.dtype)}"
     if type(tree) is Truncated:
         return f"trunc_normal_{_short(tree.fill.dtype)}"
@@ -149,7 +149,7 @@ def _verb(tree: Any) -> str:
     if type(tree) is Masked:
         return f"{_verb(tree.old)}_edited"
     if type(tree) is Apply:
-        first = next((a for a in tree.args if type(a) in (Drawn, Truncated, Masked, Apply)), None)
+        first = next((a for a in tree.args if type(a) in (RandomFill, Truncated, Masked, Apply)), None)
         own = str(tree.op).removeprefix("aten.").split(".")[0]
         return own if first is None else f"{_verb(first)}_{own}"
     return str(tree.steps[-1].template.op).removeprefix("aten.").split(".")[0] if tree.steps else "known"

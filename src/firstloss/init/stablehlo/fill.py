@@ -1,4 +1,4 @@
-"""A shard of a random fill, as a JAX function of where in the stream the fill begins and where the shard does.
+"""A shard of a random fill, as a JAX function of the stream position of the fill and the offset of the shard.
 
 A shard is a box. Its outer dimensions are gone through one by one, each with a window of its own; along one dimension
 it is drawn from its first word to its last; and where a later dimension is cut too, whole rows are drawn, block by
@@ -17,7 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from ...lower.mt19937 import draw, emitted
-from ...lower.mt19937_fills import BLOCK, Kernel
+from ...lower.mt19937_fills import BLOCK, FillKernel
 from ...lower.mt19937_jump import spread, windows
 from ...rng.mt19937 import N
 
@@ -100,7 +100,7 @@ def words_drawn(box: ShardGeometry, words_each: int) -> int:
 
 
 def part_of_fill(
-    kernel: Kernel, box: ShardGeometry, words: int, source: WordSource, position: Any, starts: Sequence[Any]
+    kernel: FillKernel, box: ShardGeometry, words: int, source: WordSource, position: Any, starts: Sequence[Any]
 ) -> Any:
     """The shard of a fill: an array of shape `box.local`.
 
@@ -153,7 +153,7 @@ def _aligned(box: ShardGeometry, rows: Rows, block: int) -> bool:
     )
 
 
-def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: WordSource, aligned: bool, skip: Any) -> Any:
+def _stretches(kernel: FillKernel, rows: Rows, heads: Any, source: WordSource, aligned: bool, skip: Any) -> Any:
     """All of each stretch: shape (outer, stretch)."""
     count = rows.stretch if aligned else rows.stretch + kernel.block
     out = _in_lanes(kernel, heads, count, source)
@@ -163,7 +163,7 @@ def _stretches(kernel: Kernel, rows: Rows, heads: Any, source: WordSource, align
     return jnp.stack(parts)
 
 
-def _in_lanes(kernel: Kernel, heads: Any, count: int, source: WordSource) -> Any:
+def _in_lanes(kernel: FillKernel, heads: Any, count: int, source: WordSource) -> Any:
     """What each of the windows draws, `count` elements: by several lanes each if there is enough for them."""
     each = source.lane_words // kernel.words_each
     lanes = -(-count // each) if each else 1
@@ -175,7 +175,7 @@ def _in_lanes(kernel: Kernel, heads: Any, count: int, source: WordSource) -> Any
     return out[:, :count]
 
 
-def _columns(kernel: Kernel, box: ShardGeometry, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
+def _columns(kernel: FillKernel, box: ShardGeometry, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
     """The columns that are kept, of blocks of rows: shape (outer, rows, *kept)."""
     each = N // kernel.words_each
     unit = each // math.gcd(each, rows.row)  # rows after which a block of words ends where a row does
@@ -220,7 +220,7 @@ def flat_indices(box: ShardGeometry, starts: Sequence[Any]) -> Any:
     return jnp.broadcast_to(total, box.local)
 
 
-def _with_end(kernel: Kernel, box: ShardGeometry, out: Any, window: Any, starts: Sequence[Any]) -> Any:
+def _with_end(kernel: FillKernel, box: ShardGeometry, out: Any, window: Any, starts: Sequence[Any]) -> Any:
     """PyTorch makes the last 16 elements of a ragged fill anew, of the last 16 words it draws."""
     end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1, BLOCK)[0][0].__getitem__
     place = flat_indices(box, starts) - np.int64(box.numel - BLOCK)

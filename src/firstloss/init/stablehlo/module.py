@@ -1,4 +1,4 @@
-"""A constructor as one StableHLO module, whose outputs are the weights, each device's part made on that device.
+"""A constructor as one StableHLO module: its outputs are the weights, each device computing its own shards.
 
 Equal recipes are one private function, called with each weight's own place in the random stream and with where the
 device's shard begins. The module holds all it needs: the state that the stream starts from, and a table of jumps.

@@ -1,4 +1,4 @@
-"""What each device will make: every weight's sketch, where it is cut, and what that costs. Arithmetic, nothing made."""
+"""What each device will compute: the sketch and sharding of every weight, and their cost. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...lower.program import constant
 from ...program.source import Source as Line
 from ...program.source import here
 from ..recipes import Recipe, Recipes
-from ..shardings import Axes, Mark, Placed, axes_of, by_default, checked, divided, local_shape, match
+from ..shardings import Axes, ShardingMark, WeightSharding, axes_of, by_default, checked, divided, local_shape, match
+from .build_sketch import Unsketchable, known, sketch
 from .fill import ShardGeometry, words_drawn
-from .sketch import Unsketchable, known, sketch
-from .tree import Apply, Drawn, Masked, Sketch, Truncated, Whole
+from .sketch import Apply, Masked, RandomFill, Sketch, Truncated, WholeSketch
 
 # Weights of so few elements are made here and written down, where they are more than a fill.
 _SMALL = 1 << 12
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
 
     name: str
     recipe: Recipe
-    placed: Placed
+    placed: WeightSharding
     local: tuple[int, ...]
     sketch: Sketch | None
     why: str = ""
@@ -133,9 +133,9 @@ def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None
             spec, where = asked[name]
             placed = divided(shape, checked(name, shape, spec, axes, where), axes)
         elif asked or not axes:
-            placed = Placed(tuple(() for _ in shape))
+            placed = WeightSharding(tuple(() for _ in shape))
         else:
-            placed = Placed(by_default(shape, axes))
+            placed = WeightSharding(by_default(shape, axes))
         found, why = _sketched(recipe)
         weights.append(Weight(name, recipe, placed, local_shape(shape, placed.spec, axes), found, why))
     moved = {w.placed.moved: w.name for w in reversed(weights) if w.placed.moved}
@@ -146,7 +146,7 @@ def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None
     return ShardingPlan(axes, weights, aliases)
 
 
-def _mesh_of(marks: Mapping[str, Mark]) -> Any:
+def _mesh_of(marks: Mapping[str, ShardingMark]) -> Any:
     """The mesh of the marks, which has to be one."""
     first, one = next(iter(marks.items()))
     for name, mark in marks.items():
@@ -196,7 +196,7 @@ def _words(found: Sketch, local: tuple[int, ...]) -> int:
 def _words_in(tree: Any, box: ShardGeometry) -> int:
     if type(tree) is Truncated:
         return _words_in(tree.fill, box)
-    if type(tree) is Drawn:
+    if type(tree) is RandomFill:
         if not tree.words:  # the counter policy draws what it keeps
             return math.prod(box.local)
         made = kernel(tree.name, tree.dtype, dict(tree.arguments))
@@ -206,7 +206,7 @@ def _words_in(tree: Any, box: ShardGeometry) -> int:
         return _words_in(tree.new, box) + _words_in(tree.old, box)
     if type(tree) is Apply:
         return sum(_words_in(a, box) for a in tree.args)
-    if type(tree) is Whole:
+    if type(tree) is WholeSketch:
         return sum(
             _words_in(step.fill, ShardGeometry(step.size, step.size)) for step in tree.steps if step.fill is not None
         )

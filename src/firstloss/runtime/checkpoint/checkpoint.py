@@ -24,8 +24,8 @@ import torch
 from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import locked, placed, sync_folder, written_aside
-from ...init.materialize import materialize_tensor
+from ...files import atomic_write, locked, placed, sync_folder
+from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
 from .file import RESERVED, TensorFile, write
@@ -67,7 +67,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     with timeline.span("save"), _explained(target):
         if target.endswith(_TORCH):
             if processes().index == 0:
-                with written_aside(target) as file:
+                with atomic_write(target) as file:
                     torch.save(on_host(obj), file)
                     file.flush()
                     _check_data(file.name, target)
@@ -212,7 +212,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def _write_json(path: str, content: Any) -> None:
-    with written_aside(path, "w") as file:
+    with atomic_write(path, "w") as file:
         json.dump(content, file)
         file.write("\n")
 

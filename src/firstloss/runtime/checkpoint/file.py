@@ -31,7 +31,7 @@ from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
 _CRC, _PARTS, _HEAD = "firstloss.crc32", "firstloss.parts", "firstloss.head"
-_NO_SUM = "0" * 8  # in the place of the header's checksum while that is computed
+_NO_SUM = "0" * 8  # in place of the header's checksum while that is computed
 RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # keys of the metadata with a meaning of their own
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30

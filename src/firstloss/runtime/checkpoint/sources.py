@@ -1,4 +1,4 @@
-"""The tensors of an object to be saved, each once, and how to read them."""
+"""The distinct tensors of an object that is saved, and how to read them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...capture.evaluation import content
 from ...capture.tensor import DeferredTensor, on_backend
-from ...capture.values import content
 from ...errors import UnsavableError
 from ...init.disk.savable import check_savable, memory_key
 from .file import TensorPart
@@ -59,7 +59,7 @@ class Sources:
 
 
 def on_host(obj: Any) -> Any:
-    """`obj` with ordinary tensors in the place of deferred ones; they share the device's memory where possible."""
+    """`obj` with ordinary tensors in place of deferred ones; they share the device's memory where possible."""
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
 
 
@@ -73,7 +73,7 @@ def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
         shape = tuple(tensor.shape)
         return [
             _Owned(piece.owner, TensorPart(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
-            for piece in tensor._store.resident.pieces()
+            for piece in tensor._storage.resident.pieces()
         ]
     return [_Owned(0, _whole_part(name, tensor))]
 
@@ -82,5 +82,5 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         if type(tensor) is not DeferredTensor:
             return tensor.detach().cpu()
-        buffer = tensor._store.resident
+        buffer = tensor._storage.resident
         return tensor._ref().view(buffer.read()) if buffer is not None else content(tensor)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ...capture.file_value import FileValue, file_tensor
-from ...capture.geometry import contiguous_stride
 from ...errors import CheckpointError
+from ...program.graph import contiguous_stride
 from .file import TensorFile
 
 # Smaller tensors are read at once: nothing would be gained by waiting, and code that bypasses PyTorch's dispatcher,

@@ -29,7 +29,7 @@ class Encoder:
     """Encodes objects as JSON; `store` is called with each tensor and its path, and returns its name."""
 
     def __init__(self, store: Callable[[torch.Tensor, str], str]) -> None:
-        self._store = store
+        self._storage = store
         self._open: set[int] = set()
 
     def encode(self, obj: Any, where: str = "") -> Any:
@@ -44,7 +44,7 @@ class Encoder:
         if kind is float:
             return obj if math.isfinite(obj) else {"$float": repr(obj)}
         if isinstance(obj, torch.Tensor):
-            return {"$tensor": self._store(obj, where)}
+            return {"$tensor": self._storage(obj, where)}
         if kind in _CONTAINERS:
             if id(obj) in self._open:
                 raise UnsavableError(f"{where or 'the object'} contains itself, which a checkpoint cannot hold.")
@@ -56,7 +56,7 @@ class Encoder:
             finally:
                 self._open.remove(id(obj))
         if isinstance(obj, np.ndarray):
-            return {"$array": self._store(_as_tensor(obj, where), where)}
+            return {"$array": self._storage(_as_tensor(obj, where), where)}
         if isinstance(obj, (np.bool_, np.integer, np.floating)):
             return self.encode(obj.item(), where)
         if isinstance(obj, torch.dtype):

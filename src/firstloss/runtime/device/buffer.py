@@ -13,13 +13,13 @@ import torch
 
 from ...capture.file_value import FileValue
 from ...compat.torch_names import DisableTorchDispatch
-from ...engine.memory import allocate_huge
+from ...engine.huge_pages import allocate_huge
 from ...errors import StateLostError
 from ...program.graph import Value, is_contiguous
-from ..jax_there import on_cpu
+from ..lazy_jax import on_cpu
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
-from .lazy import LazyArray, ready
+from .lazy_array import LazyArray, ready
 
 if TYPE_CHECKING:
     import jax
@@ -165,9 +165,9 @@ class DeviceBuffer:
             return self.array()
         tensor, held = memory.content(), memory.held()
         if held and not donated:
-            from ..jaxlib import lend
+            from ..jax_support import share_memory
 
-            return lend(tensor)
+            return share_memory(tensor)
         array = memory.on_device()
         if array is None:
             array = self._put(tensor)
@@ -207,7 +207,7 @@ class DeviceBuffer:
         self._live_in(memory)
         return True
 
-    def leave_memory(self) -> None:
+    def release_exported_memory(self) -> None:
         """Stop using the exported memory: its holders keep it, and the next content lives elsewhere."""
         self._memory = None
 
@@ -312,19 +312,19 @@ class DeviceBuffer:
 
     def replace_from(self, file: FileValue) -> None:
         """On a mesh: replace the content by a file's, of which each device reads its own shard."""
-        from ..mesh import placement as mesh_placement
+        from ..mesh import sharded_weights as mesh_placement
 
         assert self.sharding is not None
         self.set(mesh_placement.make({file: self.sharding})[file])
 
     def _put(self, tensor: torch.Tensor) -> jax.Array:
-        from ..jaxlib import to_device
+        from ..jax_support import to_device
 
         if self.sharding is None:
             return to_device(tensor)
-        from ..mesh import arrays
+        from ..mesh import sharded_arrays
 
-        return arrays.put(tensor, self.sharding)
+        return sharded_arrays.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
         """As `host`, without keeping the copy."""
@@ -338,10 +338,10 @@ class DeviceBuffer:
         return self.take(self._read)
 
     def _read(self, array: jax.Array) -> torch.Tensor:
-        from ..jaxlib import to_host
-        from ..mesh import arrays
+        from ..jax_support import to_host
+        from ..mesh import sharded_arrays
 
-        return laid_out(to_host(arrays.readable(array)), self.value)
+        return laid_out(to_host(sharded_arrays.readable(array)), self.value)
 
     def _content(self) -> torch.Tensor | None:
         """The content, where it is on the host and there is no array of it yet."""
@@ -354,17 +354,17 @@ class DeviceBuffer:
         """As `read`, including the shards of other processes; a collective call of all of them."""
         if self.sharding is None or self._edited:
             return self.read()
-        from ..jaxlib import to_host
-        from ..mesh import arrays
+        from ..jax_support import to_host
+        from ..mesh import sharded_arrays
 
-        return laid_out(to_host(arrays.readable(arrays.gather(self.array()))), self.value)
+        return laid_out(to_host(sharded_arrays.readable(sharded_arrays.gather(self.array()))), self.value)
 
     def pieces(self) -> list[OwnedPart]:
         """The parts of the content, each with the process that saves it; together they are all of it, once."""
         shape = tuple(self.value.shape)
         if self.sharding is None or self._edited:
             return [OwnedPart(0, (0,) * len(shape), shape, self.read)]
-        from ..mesh import placement as mesh_placement
+        from ..mesh import sharded_weights as mesh_placement
 
         array = self.array()
         data = {shard.device: shard.data for shard in array.addressable_shards}
@@ -399,7 +399,7 @@ class DeviceBuffer:
         self.fresh = False
         written = None
         if whole and self.sharding is None and is_direct(value):
-            from ..jaxlib import empty
+            from ..jax_support import empty
 
             written, host = empty(tuple(value.shape), value.dtype)
         else:
@@ -439,7 +439,7 @@ def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]
 
 
 def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torch.Tensor:
-    from ..jaxlib import to_host
+    from ..jax_support import to_host
 
     return to_host(data[device])
 

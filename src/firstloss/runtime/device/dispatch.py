@@ -1,4 +1,4 @@
-"""Execute a step as a transaction: it donates the old state and commits the new one, or does neither.
+"""Execute a step as a transaction: it donates the old state and commits the new one, or neither.
 
 The memory of weights and optimizer state is donated to a compiled step, which writes the new state there. From then
 until the last device buffer has its new array, the old state is gone and the new one has no owner. Python can raise
@@ -24,12 +24,12 @@ from typing import Any, Protocol
 from ...capture import session
 from ...compat.python_names import getframe
 from ...errors import StateLostError
-from ..jax_there import is_array, is_there
+from ..lazy_jax import is_array, is_imported
 
 lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
 
 
-class Run(Protocol):
+class StepRun(Protocol):
     """One execution of a compiled step."""
 
     def advance(self) -> None:
@@ -47,7 +47,7 @@ class Transaction:
 
     def __init__(
         self,
-        run: Run,
+        run: StepRun,
         state: Sequence[Any],
         commit: Callable[[Sequence[Sequence[Any]]], None],
         lose: Callable[[BaseException], None],
@@ -84,7 +84,7 @@ class Transaction:
             return self.execute()
         except BaseException as error:
             self.settle(error)
-            if is_there():
+            if is_imported():
                 from ..mesh.peers import lost
 
                 if (told := lost(error)) is not error:
@@ -121,7 +121,7 @@ _finishes = False  # whether the exit has been told of
 def _executed(outputs: Sequence[Sequence[Any]]) -> None:
     global _latest
     arrays = outputs[-1] or outputs[0][-1:] or outputs[1][-1:]
-    if is_there():
+    if is_imported():
         finish_at_exit()
     _latest = min(arrays, key=_size) if arrays else False
 
@@ -154,11 +154,11 @@ def settled() -> None:
     """Wait for another thread's transaction, and settle one that an interrupt has left open."""
     if _open is not None:
         with lock:
-            if _open is not None and not _under_way():
+            if _open is not None and not _in_progress():
                 _open.settle(StateLostError("the step was interrupted"))
 
 
-def _under_way() -> bool:
+def _in_progress() -> bool:
     """Whether this thread is inside a transaction, in which a finalizer, say, reads a weight."""
     frame: Any = getframe(1)
     while frame is not None:

@@ -13,7 +13,7 @@ import torch
 
 from ...compat.torch_names import DisableTorchDispatch, storage_use_count
 from ...program.graph import Value
-from .lazy import LazyArray, ready
+from .lazy_array import LazyArray, ready
 
 if TYPE_CHECKING:
     import jax
@@ -56,7 +56,7 @@ class HostMemory:
             if self._direct:
                 self._move(self._tensor.data_ptr(), array.unsafe_buffer_pointer())
             else:
-                from ..jaxlib import to_host
+                from ..jax_support import to_host
 
                 with DisableTorchDispatch(), torch.no_grad():
                     self._tensor.copy_(to_host(array))
@@ -79,10 +79,10 @@ class HostMemory:
 
     def held(self) -> bool:
         """Whether anybody else holds the memory."""
-        return self.lasting or is_held(self._tensor)
+        return self.lasting or has_other_owners(self._tensor)
 
 
-def is_held(tensor: torch.Tensor) -> bool:
+def has_other_owners(tensor: torch.Tensor) -> bool:
     """Whether anything but `tensor` holds its memory: another tensor, a NumPy array, a storage."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage) > _OWN_HOLDERS or sys.getrefcount(storage) > _own_handles()

@@ -17,7 +17,7 @@ import torch
 
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Value, is_contiguous
-from ..jax_there import on_cpu
+from ..lazy_jax import on_cpu
 
 if TYPE_CHECKING:
     import jax
@@ -75,9 +75,9 @@ def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
     where = device()
     if where is None:
         return {}
-    from ...gpu import slices, weights
+    from ...gpu import fill_slices, weights
 
-    some = [v for v in values if is_contiguous(v.shape, v.stride) and slices.recipe_of(v) is not None]
+    some = [v for v in values if is_contiguous(v.shape, v.stride) and fill_slices.recipe_of(v) is not None]
     if not some:
         return {}
     arrays = dict(zip(some, _empties(some), strict=True))

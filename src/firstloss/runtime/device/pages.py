@@ -1,4 +1,4 @@
-"""Memory that is mapped by itself, so that its pages can be moved beneath an array of XLA's without a copy.
+"""Memory in mappings of its own, whose pages can be moved into an XLA array without a copy.
 
 XLA can be lent memory, but it takes only what it has allocated itself as a donation, and copies the rest. So weights
 that are drawn before JAX has been imported cannot simply be handed over. But what an array is made of can be exchanged
@@ -16,8 +16,8 @@ import weakref
 import torch
 
 from ... import c_library
-from ...capture.geometry import contiguous_stride
-from ...engine.memory import advise_huge
+from ...engine.huge_pages import advise_huge
+from ...program.graph import contiguous_stride
 
 _HUGE = 2 << 20
 # The least that is worth a mapping of its own: larger arrays the C library maps by themselves (`heap.map_arrays`).
@@ -48,7 +48,7 @@ _library = c_library.load(
 _moved = 0
 
 
-def are_there() -> bool:
+def are_available() -> bool:
     """Whether this system can move pages, and the library that does was built."""
     return sys.platform == "linux" and _library is not None
 
@@ -85,7 +85,7 @@ class Pages:
         return not self._mapping.address
 
     def move(self, to: torch.Tensor) -> bool:
-        """Put the pages in the place of those of `to`, of the same size. Returns whether that was possible; if so,
+        """Put the pages in place of those of `to`, of the same size. Returns whether that was possible; if so,
         there is nothing at `tensor` any more, so that nobody may hold it.
 
         Raises:

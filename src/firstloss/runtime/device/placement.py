@@ -1,4 +1,4 @@
-"""Put weights on the device: materialize deferred ones there, in the background, and move real ones."""
+"""Place weights on the device: materialize deferred ones there, in the background, and move real ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ... import switching, timeline
-from ...capture.exported_memory import note_memory, store_at
+from ... import switch_interval, timeline
+from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
-from ...capture.first_use import close_door
-from ...capture.geometry import Geometry, geometry_of
-from ...capture.other_storage import hook_tables, put_hook_tables
-from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.tensor import Hooks
+from ...capture.first_use import disable_first_use
+from ...capture.recorder import DeferredStorage
+from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
+from ...capture.tensor import DeferredTensor, Hooks
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -28,19 +27,20 @@ from ...compat.torch_names import (
     swap_tensor_impl,
     use_count,
 )
-from ...engine.run import default_threads, materialize_values
-from ...program.graph import Ref, Value, dense_count
-from ..jax_there import is_there, on_cpu, process_count
-from . import drawn, on_gpu, pages
+from ...engine.cpu_engine import default_threads, materialize_values
+from ...errors import BackendError
+from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
+from ...program.source import here
+from ..lazy_jax import is_imported, on_cpu, process_count
+from . import host_weights, on_gpu, pages
 from .buffer import DeviceBuffer, is_direct
-from .conjugated import without_bits
-from .host_memory import MappedWeights, is_countable, is_held
+from .host_memory import MappedWeights, has_other_owners, is_countable
 
 if TYPE_CHECKING:
     import jax
 
     from ..mesh.mesh import Mesh
-    from .lazy import LazyArray
+    from .lazy_array import LazyArray
 
 # Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
 BESIDE_TRACING = (5,)
@@ -69,20 +69,20 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with switching.often(), timeline.span("materialize"):
+            with switch_interval.often(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # raised in the thread that waits for the weights
             self.set_exception(error)
 
 
-_after_first_loss: list[weakref.ref[_Materialization]] = []
-_under_way: set[Future] = set()
+_pending_after_first_loss: list[weakref.ref[_Materialization]] = []
+_in_progress: set[Future] = set()
 
 
-def begin_behind() -> None:
+def start_waiting_materializations() -> None:
     """Begin with the weights that the first loss does not need: it is there, or waits for all."""
-    while _after_first_loss:
-        materialization = _after_first_loss.pop(0)()
+    while _pending_after_first_loss:
+        materialization = _pending_after_first_loss.pop(0)()
         if materialization is not None:  # nobody holds the state of a step that could not be traced
             materialization.begin()
 
@@ -91,32 +91,32 @@ def move_to_device(
     tensors: Iterable[torch.Tensor],
     mesh: Mesh | None = None,
     behind: bool = False,
-    only_asked_for: bool = False,
+    on_demand: bool = False,
     multiplied: bool = False,
 ) -> None:
     """Move `tensors` to the device or the mesh. Returns at once; reading a deferred one waits for it.
 
     Args:
         behind: the first loss does not need these; those that it needs are made first.
-        only_asked_for: make deferred ones only when one of them is read.
+        on_demand: make deferred ones only when one of them is read.
         multiplied: PyTorch's kernels may be given them, for the first loss: deferred ones are made where those can read
             them whole.
     """
-    close_door()
+    disable_first_use()
     pending: list[DeferredStorage] = []
     real: list[torch.Tensor] = []
     for tensor in without_bits(tensors):
         if type(tensor) is DeferredTensor:
-            store = tensor._store
-            if store.resident is None and store not in pending:
-                pending.append(store)
+            storage = tensor._storage
+            if storage.resident is None and storage not in pending:
+                pending.append(storage)
         elif not any(tensor is other for other in real):
             real.append(tensor)
     if real:
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, behind, only_asked_for, multiplied)
+        _materialize_in_background(pending, mesh, behind, on_demand, multiplied)
 
 
 def _is_copied(value: Value) -> bool:
@@ -131,11 +131,11 @@ def _is_copied(value: Value) -> bool:
 
 
 def _materialize_in_background(
-    stores: list[DeferredStorage], mesh: Mesh | None, behind: bool, only_asked_for: bool, multiplied: bool
+    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, on_demand: bool, multiplied: bool
 ) -> None:
-    shardings = {store.value: mesh.storage_sharding(store) if mesh is not None else None for store in stores}
+    shardings = {storage.value: mesh.storage_sharding(storage) if mesh is not None else None for storage in storages}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
-    before_us = list(_under_way) if behind else []
+    before_us = list(_in_progress) if behind else []
 
     def make() -> dict[Value, Any]:
         wait(before_us)
@@ -145,33 +145,33 @@ def _materialize_in_background(
         sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
         if multiplied and not behind and on_cpu() and process_count() == 1:
             whole = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
-            made = drawn.make_whole(whole, niceness)
+            made = host_weights.make_whole(whole, niceness)
         if sharded:
-            from ..mesh import placement as mesh_placement
+            from ..mesh import sharded_weights as mesh_placement
 
             made |= mesh_placement.make(sharded, niceness)
         return made
 
     materialization = _Materialization(make)
-    for store in stores:
-        store.resident = DeviceBuffer(store.value, pending=materialization, sharding=shardings[store.value])
-        store.resident.fresh = not _is_copied(store.value)
-    if only_asked_for:
+    for storage in storages:
+        storage.resident = DeviceBuffer(storage.value, pending=materialization, sharding=shardings[storage.value])
+        storage.resident.fresh = not _is_copied(storage.value)
+    if on_demand:
         return
     if behind and on_cpu():  # the forward pass needs the same cores
-        _after_first_loss.append(weakref.ref(materialization))
+        _pending_after_first_loss.append(weakref.ref(materialization))
         return
-    _under_way.add(materialization)
-    materialization.add_done_callback(_under_way.discard)
+    _in_progress.add(materialization)
+    materialization.add_done_callback(_in_progress.discard)
     materialization.begin()
 
 
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
     memory that becomes the device's; on a GPU that PyTorch has too, by kernels of ours what those can make."""
-    if not is_there() and on_cpu() and pages.are_there():
-        return drawn.make(values, niceness)
-    from ..jaxlib import empties, empty, to_device
+    if not is_imported() and on_cpu() and pages.are_available():
+        return host_weights.make(values, niceness)
+    from ..jax_support import empties, empty, to_device
 
     on_its_gpu = {} if on_cpu() else on_gpu.make(values)
     values = [value for value in values if value not in on_its_gpu]
@@ -210,7 +210,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
     mapped = MappedWeights()
     for group in groups.values():
-        found = [store_at(tensor) for tensor in group]
+        found = [storage_at(tensor) for tensor in group]
         if all(found):  # the exported memory of a weight on the backend
             for tensor, at in zip(group, found, strict=True):
                 assert at is not None
@@ -218,26 +218,26 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-        store = DeferredStorage(value)
+        storage = DeferredStorage(value)
         for tensor in group:
-            _become_resident(tensor, store, geometry_of(tensor))
+            _become_resident(tensor, storage, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
-            if lasting or is_held(base):  # by a NumPy array, or a tensor that is not moved
-                store.resident = DeviceBuffer.from_host_memory(value, base, lasting)
-                note_memory(store)
+            if lasting or has_other_owners(base):  # by a NumPy array, or a tensor that is not moved
+                storage.resident = DeviceBuffer.from_host_memory(value, base, lasting)
+                record_exported_memory(storage)
                 continue
-        from ..jaxlib import to_device
+        from ..jax_support import to_device
 
         sharding = None
         if mesh is None:
             array = to_device(base)
         else:
-            from ..mesh.arrays import put
+            from ..mesh.sharded_arrays import put
 
-            sharding = mesh.storage_sharding(store)
+            sharding = mesh.storage_sharding(storage)
             array = put(base, sharding)
-        store.resident = DeviceBuffer(value, array=array, sharding=sharding)
+        storage.resident = DeviceBuffer(value, array=array, sharding=sharding)
         del base
 
 
@@ -255,39 +255,42 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
 
 def to_backend(tensor: torch.Tensor) -> DeferredTensor:
     """A tensor on the backend that shares the memory of `tensor`; where that is impossible, a copy."""
-    found = store_at(tensor)
+    found = storage_at(tensor)
     if found is not None:
         return DeferredTensor.wrap(found[0], *found[1])
     with DisableTorchDispatch(), torch.no_grad():
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
-    store = DeferredStorage(value)
+    storage = DeferredStorage(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
-        store.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
-        note_memory(store)
+        storage.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
+        record_exported_memory(storage)
     else:
-        from ..jaxlib import to_device
+        from ..jax_support import to_device
 
-        store.resident = DeviceBuffer(value, array=to_device(base))
-    return DeferredTensor.wrap(store, *geometry_of(base)[:2], 0, base.dtype)
+        storage.resident = DeviceBuffer(value, array=to_device(base))
+    return DeferredTensor.wrap(storage, *geometry_of(base)[:2], 0, base.dtype)
 
 
 Hooks.register(to_backend=to_backend)
 
 
-def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> None:
-    """Turn `tensor`, the Python object, into a view of `store`. Autograd state is kept: hooks, gradient, and the graphs
-    that it is part of, so that views of weights and losses computed earlier still work."""
+def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Turn `tensor`, the Python object, into a view of `storage`.
+
+    Its autograd state is kept: hooks, gradient, and the graphs that it is part of, so that views of weights and losses
+    computed earlier still work.
+    """
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
     hooks = hook_tables(tensor) if leaf else {}
     new: Any
     if leaf:
-        new = DeferredTensor.wrap(store, *geometry)
+        new = DeferredTensor.wrap(storage, *geometry)
         _lead_on(tensor)
     else:
         with torch.enable_grad():
-            new = _Moved.apply(tensor, store, geometry)
+            new = _Moved.apply(tensor, storage, geometry)
     if isinstance(tensor, torch.nn.Parameter):
         setattr(new, PARAMETER_FLAG, True)
     if leaf and requires_grad:
@@ -299,11 +302,11 @@ def _become_resident(tensor: torch.Tensor, store: DeferredStorage, geometry: Geo
     tensor.__dict__.clear()
     tensor.__dict__.update({**attributes, **new.__dict__})
     swap_tensor_impl(tensor, new)
-    store.tensors[:] = [ref for ref in store.tensors if ref() is not new]
-    store.add(tensor)
+    storage.tensors[:] = [ref for ref in storage.tensors if ref() is not new]
+    storage.add(tensor)
     if grad is not None:
         tensor.grad = grad
-    put_hook_tables(tensor, hooks)
+    set_hook_tables(tensor, hooks)
     if leaf and requires_grad:
         setattr(new, HOOK_TABLES[1], {})  # graphs that end there are led on to `tensor`, whose hooks run
 
@@ -332,9 +335,46 @@ class _Moved(torch.autograd.Function):
     """Moves a tensor that has a graph to the backend, within the graph."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, store: DeferredStorage, geometry: Geometry) -> torch.Tensor:
-        return DeferredTensor.wrap(store, *geometry)
+    def forward(ctx: Any, tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> torch.Tensor:
+        return DeferredTensor.wrap(storage, *geometry)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
+
+
+def without_bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `tensors` that can be moved to a backend.
+
+    A conjugated or negated one that has its memory to itself gets the numbers that it shows. One that shares it stays
+    what it is, a real view: a step that uses it finds what it is of.
+
+    Raises:
+        BackendError: if a parameter is such a view of memory that others share.
+    """
+    tensors = list(tensors)
+    for tensor in tensors:
+        if type(tensor) is DeferredTensor and tensor._storage.resident is None and tensor._storage.mirrors is not None:
+            Hooks.materialize_storages([tensor._storage])  # with all that shares its memory
+    lazy = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
+    left = {id(tensor) for tensor in lazy if not _resolved(tensor, tensors)}
+    return [tensor for tensor in tensors if id(tensor) not in left]
+
+
+def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether `tensor` has been given memory of its own with what it shows."""
+    if not tensor.is_conj() and not tensor.is_neg():  # met before in the list
+        return True
+    others = (t for t in tensors if t is not tensor and type(t) is not DeferredTensor)
+    at = storage_address(tensor.untyped_storage())
+    if has_other_owners(tensor) or any(storage_address(other.untyped_storage()) == at for other in others):
+        if isinstance(tensor, torch.nn.Parameter):
+            raise BackendError(
+                f"{here()}: a parameter of shape {list(tensor.shape)} is a conjugated or negated view of memory that "
+                "another tensor shares, and what lives on a backend is plain. Give it memory of its own: "
+                "nn.Parameter(tensor.resolve_conj().resolve_neg())."
+            )
+        return False
+    with DisableTorchDispatch(), torch.no_grad():
+        share_memory(tensor, tensor.detach().resolve_conj().resolve_neg())
+    return True

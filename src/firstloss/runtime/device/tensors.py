@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from ...capture.geometry import contiguous_stride
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...program.graph import Value
+from ...program.graph import Value, contiguous_stride
 from .buffer import DeviceBuffer
-from .lazy import LazyArray
+from .lazy_array import LazyArray
 
 
 def resident(
@@ -23,16 +22,16 @@ def resident(
 
         dtype = to_torch(array.dtype)
     value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
-    return DeferredTensor.wrap(store_of(array, value, sharding), shape, value.stride, 0, dtype)
+    return DeferredTensor.wrap(deferred_storage_of(array, value, sharding), shape, value.stride, 0, dtype)
 
 
-def store_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
+def deferred_storage_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
     """A storage on the backend, laid out as `like`, that holds `array`; on a mesh, sharding of a lazy one."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
-    store = DeferredStorage(value)
-    store.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
-    store.resident.set(array)
-    return store
+    storage = DeferredStorage(value)
+    storage.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
+    storage.resident.set(array)
+    return storage
 
 
 def mesh_sharding(array: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Guards: what must still be as it was for a compiled step to be right, and what a step leaves in Python when it ends.
+"""Guards, which check at each call that a compiled step is still right, and side effects of steps on Python objects.
 
-- `snapshot.py` walks all that a step's Python can reach, and copies what can be changed there;
-- `recording.py` notes, while the step is traced, which code runs and which attributes it reads;
-- `reads.py` makes guards of the two, with `values.py` of what is in what was read;
-- `guard_set.py` checks them at each call, and says what has changed;
-- `effects.py` compares the snapshot with what there is afterwards, and repeats the difference at later calls, with
-  `left.py` of the tensors, containers and objects that are new at each.
+- `snapshot.py` walks everything that a step's Python can reach, and copies what can change;
+- `recording.py` records, while the step is traced, the code that runs and the attributes it reads;
+- `sources.py` makes guards from both, and `value_guards.py` guards on what is reached through what was read;
+- `guard_set.py` checks them at each call, and reports what has changed;
+- `effects.py` compares the snapshot with the state after the trace, and repeats the difference at later calls;
+  `reconstruct.py` creates the tensors, containers and objects that are new at each call.
 """

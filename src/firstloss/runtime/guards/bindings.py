@@ -1,4 +1,4 @@
-"""What a call does at its end for one name, item or collection that the step has changed."""
+"""Bindings: what a call does at its end for one name, item or collection that the step has changed."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .containers import put_items
-from .kinds import Kind, kind_of
-from .left import Env, Make
-from .same import same
+from .equality import same
+from .introspection import set_items
+from .object_kinds import ObjectKind, kind_of
+from .reconstruct import CallFrame, Make
 
 # What binds something: done twice, it has the same effect as done once.
 Bind = Callable[[], None]
 
 
-def always(bind: Bind) -> Callable[[Env], Bind]:
-    """The same at each call."""
+def always(bind: Bind) -> Callable[[CallFrame], Bind]:
+    """The same binding at each call."""
     return lambda env: bind
 
 
-def setting(put: Callable[[Any], None], make: Make) -> Callable[[Env], Bind]:
-    """Puts what `make` makes."""
+def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
+    """Sets what `make` returns."""
     return lambda env: functools.partial(put, make(env))
 
 
-def setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
-    """Puts an item into a dict or a list, whatever its class makes of that."""
+def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
+    """Sets an item of a dict or a list directly, without calling overridden methods."""
 
-    def apply(env: Env) -> Bind:
+    def apply(env: CallFrame) -> Bind:
         container = place(env)
         put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
         return functools.partial(put, container, key, make(env))
@@ -37,8 +37,8 @@ def setting_in(place: Make, key: Any, make: Make) -> Callable[[Env], Bind]:
     return apply
 
 
-def removing_from(place: Make, name: str) -> Callable[[Env], Bind]:
-    """Takes an item out of a dict."""
+def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
+    """Removes an item from a dict."""
     return lambda env: functools.partial(place(env).pop, name, None)
 
 
@@ -49,18 +49,18 @@ def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
 
 
 def adding(container: Any, items: list) -> Bind:
-    """Adds items at the end of a collection."""
+    """Appends items to a collection."""
     kind = kind_of(type(container))
-    if kind is Kind.SET:
+    if kind is ObjectKind.SET:
         return functools.partial(set.update, container, items)
-    if kind is Kind.LIST:
+    if kind is ObjectKind.LIST:
         return functools.partial(list.__setitem__, container, slice(len(container), None), items)
-    return functools.partial(put_items, container, [*container, *items])
+    return functools.partial(set_items, container, [*container, *items])
 
 
 def added_to(container: Any, before: list, now: list) -> list | None:
-    """What was added at the end; None if it is not just that."""
-    if kind_of(type(container)) is Kind.SET:
+    """The items that were appended; None if anything else has changed."""
+    if kind_of(type(container)) is ObjectKind.SET:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
     if getattr(container, "maxlen", None) is not None:
         for count in range(1, len(now) + 1):  # so many were added, and so many fell out
@@ -72,7 +72,7 @@ def added_to(container: Any, before: list, now: list) -> list | None:
 
 
 def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
-    """What `n += 1` does to a number at each call; None if that is not all that has happened to it."""
+    """The binding that repeats `n += 1` at each call; None if the number has changed in another way."""
     before, updates, once = counted
     if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
         difference = now - before

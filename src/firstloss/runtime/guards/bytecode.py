@@ -1,4 +1,4 @@
-"""What a piece of Python code does with a name, from its bytecode.
+"""What Python code does with a name, from its bytecode.
 
 Most uses are reads. Three are not, since nothing is decided by what they find: a number's own update (`n += 1`), that
 of a number in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).
@@ -52,7 +52,7 @@ _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 
 class Instruction(NamedTuple):
-    """One that does something."""
+    """An instruction, without those that do nothing."""
 
     offset: int
     name: str
@@ -74,12 +74,12 @@ def _instructions(code: types.CodeType) -> list[Instruction]:
 
 
 def raises_again(code: types.CodeType) -> bool:
-    """Whether it has a `raise` that says not what: the exception that is being handled."""
+    """Whether it has a bare `raise`, which raises the exception that is being handled."""
     return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in _instructions(code))
 
 
 def _use(steps: list[Instruction], i: int) -> Use:
-    """What becomes of the value that the `i`-th instruction loads."""
+    """How the value that the `i`-th instruction loads is used."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
         return Collect(steps[i + 1].argument)
     item = _item_update(steps[i + 1 : i + 10])
@@ -112,19 +112,19 @@ def _item_update(after: list[Instruction]) -> ItemUpdate | None:
 
 @functools.lru_cache(maxsize=65536)
 def _uses(code: types.CodeType) -> dict[int, Use]:
-    """By its offset, what each instruction that loads a name is for."""
+    """How the value of each instruction that loads a name is used, by its offset."""
     steps = _instructions(code)
     return {step.offset: _use(steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
 
 
 def use_at(code: types.CodeType, offset: int) -> Use:
-    """What an attribute is looked up for by this instruction."""
+    """How this instruction uses the attribute that it looks up."""
     return _uses(code).get(offset)
 
 
 @functools.lru_cache(maxsize=65536)
 def uses_of(code: types.CodeType, name: str) -> list[Use]:
-    """What `code` itself does each time that it loads a global or a variable of an enclosing function."""
+    """How `code` itself uses the globals and the variables of enclosing functions that it loads."""
     uses = _uses(code)
     steps = [s for s in _instructions(code) if s.name in _LOADS and "ATTR" not in s.name and "METHOD" not in s.name]
     return [uses[step.offset] for step in steps if step.argument == name]
@@ -146,13 +146,13 @@ def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @functools.lru_cache(maxsize=65536)
 def stored_attributes(code: types.CodeType) -> frozenset[str]:
-    """The attributes, of whatever it may be, that `code` itself sets or deletes."""
+    """The attributes, of any object, that `code` itself sets or deletes."""
     return frozenset(s.argument for s in _instructions(code) if s.name in ("STORE_ATTR", "DELETE_ATTR"))
 
 
 @functools.lru_cache(maxsize=65536)
 def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
-    """What `code` itself sets or deletes by way of a global, as in `torch.nn.functional.gelu = ...`: its path."""
+    """The paths that `code` itself sets or deletes through a global, as in `torch.nn.functional.gelu = ...`."""
     steps = _instructions(code)
     found = []
     for i, step in enumerate(steps):
@@ -166,8 +166,8 @@ def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
 
 
 def imports(code: types.CodeType, table: dict) -> list[str]:
-    """The modules that `code` itself imports, run with the globals in `table`; and those that it may import by a name
-    that it works out."""
+    """The modules that `code` itself imports, run with the globals in `table`, and those that it may import by a
+    computed name."""
     found = []
     for name, level, names in _import_statements(code):
         with contextlib.suppress(ImportError):  # a relative one of code that is in no package
@@ -191,7 +191,7 @@ def _package(table: dict) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def _import_statements(code: types.CodeType) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Of each, the module that it names, by how many dots from here, and the names that it takes from there."""
+    """For each import statement: the module, the number of leading dots, and the imported names."""
     steps = _instructions(code)
     return [
         (step.argument, steps[i - 2].argument, steps[i - 1].argument or ())
@@ -201,7 +201,7 @@ def _import_statements(code: types.CodeType) -> list[tuple[str, int, tuple[str, 
 
 
 def with_inner(code: types.CodeType) -> list[types.CodeType]:
-    """`code`, and that of the functions within it."""
+    """`code`, and the code of the functions within it."""
     out = [code]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -209,16 +209,16 @@ def with_inner(code: types.CodeType) -> list[types.CodeType]:
     return out
 
 
-class Lines(NamedTuple):
-    """Of one piece of code: by name, the first line that reads it, and the first that writes it."""
+class NameLines(NamedTuple):
+    """The first lines of a code object that read and that write each name."""
 
     reads: dict[str, Source]
     writes: dict[str, Source]
 
 
 @functools.lru_cache(maxsize=65536)
-def lines(code: types.CodeType) -> Lines:
-    """For people: where `code` reads and writes names; what is only updated is written."""
+def lines(code: types.CodeType) -> NameLines:
+    """The lines where `code` reads and writes names, for messages; a name that is only updated counts as written."""
     reads: dict[str, Source] = {}
     writes: dict[str, Source] = {}
     steps = _instructions(code)
@@ -234,4 +234,4 @@ def lines(code: types.CodeType) -> Lines:
                 writes.setdefault(step.argument, place)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, place)  # getattr(self, "name")
-    return Lines(reads, writes)
+    return NameLines(reads, writes)

@@ -1,4 +1,4 @@
-"""What a step leaves in Python when it ends: found once, by comparing with what was there, and repeated at each call.
+"""Side effects of a step on Python objects: found by comparing with the snapshot, and repeated at each call.
 
 After a call every name holds what eager PyTorch would have bound: new tensors where the step makes new ones, the same
 objects where it only moves them about, new containers where it makes those. What is found is undone first, so that the
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from . import contents
+from . import mutable_state
 from .bindings import (
     Bind,
     added_to,
@@ -28,34 +28,34 @@ from .bindings import (
     setting,
     setting_in,
 )
-from .containers import put_items, put_table
-from .describe import with_article
-from .kinds import Kind, items_of, kind_of, table_of
-from .left import Env, Left
-from .objects import MISSING, define, definition, slot_value
-from .outside import set_state, state_of
-from .reads import Reads
-from .same import same, same_items
+from .equality import same, same_items
+from .external_state import set_state, state_of
+from .guards import with_article
+from .introspection import MISSING, define, definition, set_items, set_table, slot_value
+from .object_kinds import ObjectKind, items_of, kind_of, table_of
+from .reconstruct import CallFrame, Reconstructor
 from .snapshot import Snapshot
+from .sources import GuardSources
 
 
 class Effects:
-    """What a traced step has changed in Python.
+    """The changes that a traced step has made to Python objects.
 
     Attributes:
         places: the ids of the dicts, lists, variables and objects in which something has changed.
-        why_not: what it has changed that cannot be changed so again, so that it has to be traced at each call; if any.
+        retrace_reason: a change that cannot be repeated, so that the step has to be traced at each call; None if there
+            is no such change.
     """
 
-    def __init__(self, snapshot: Snapshot, reads: Reads | None, left: Left) -> None:
+    def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
         """
         Args:
             reads: what the step has read; None where it is only to be undone.
         """
         self.places: set[int] = set()
-        self.why_not: str | None = None
+        self.retrace_reason: str | None = None
         self._undo: list[Bind] = []
-        self._apply: list[Callable[[Env], Bind]] = []
+        self._apply: list[Callable[[CallFrame], Bind]] = []
         self._left = left
         for table in snapshot.tables.values():
             if not (table.before or table.table):
@@ -83,13 +83,13 @@ class Effects:
         for function, made_of in snapshot.definitions.values():
             if not same(made_of, now := definition(function)):
                 self._again(function, functools.partial(define, function), made_of, now)
-        environment = contents.environment()
-        changed = contents.environment_changes(snapshot.environment, environment)
+        environment = mutable_state.environment()
+        changed = mutable_state.environment_changes(snapshot.environment, environment)
         if changed:
-            old_values = contents.environment_changes(environment, snapshot.environment)
-            self._again(os.environ, contents.set_environment, old_values, changed)
-        if reads is not None and reads.sets_filters and snapshot.filters != (now := contents.filters()):
-            self._again(warnings, contents.set_filters, snapshot.filters, now)
+            old_values = mutable_state.environment_changes(environment, snapshot.environment)
+            self._again(os.environ, mutable_state.set_environment, old_values, changed)
+        if reads is not None and reads.sets_filters and snapshot.filters != (now := mutable_state.filters()):
+            self._again(warnings, mutable_state.set_filters, snapshot.filters, now)
         for generator, state in reads.generators if reads is not None else ():
             if not same(state, now := state_of(generator)):
                 self._again(generator, functools.partial(set_state, generator), state, now)
@@ -102,19 +102,19 @@ class Effects:
                 self._content(content, before, read(), reads)
 
     def _again(self, what: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
-        """Something that is put back by what puts it where the step has left it, too."""
+        """A change that is repeated by setting the value after the step, and undone by setting the value before it."""
         self.places.add(id(what))
         self._undo.append(functools.partial(put, before))
         self._apply.append(always(functools.partial(put, after)))
 
-    def _content(self, content: Any, before: Any, after: Any, reads: Reads) -> None:
-        """An array, a buffer, a generator and their like hold something else."""
+    def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
+        """The content of an array, a buffer or a generator has changed."""
         reads.guard_content(content)
-        if contents.put_back(content, after):
-            self._again(content, functools.partial(contents.put_back, content), before, after)
+        if mutable_state.put_back(content, after):
+            self._again(content, functools.partial(mutable_state.put_back, content), before, after)
         else:
             self.places.add(id(content))
-            self.why_not = (
+            self.retrace_reason = (
                 f"it takes something from {with_article(type(content).__qualname__)}, or changes what is in it"
             )
 
@@ -125,24 +125,24 @@ class Effects:
         self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
         self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
-    def add(self, undo: Bind, apply: Callable[[Env], Bind]) -> None:
-        """A change that somebody else has found."""
+    def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
+        """A change that another part of the step has found."""
         self._undo.append(undo)
         self._apply.append(apply)
 
     def undo(self) -> None:
-        """Make all as it was before the step."""
+        """Undo all changes."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()  # what was there before is nobody's any more
 
-    def bindings(self, env: Env) -> list[Bind]:
-        """What does at this call what the step's Python would do; all are made before the first is done."""
+    def bindings(self, env: CallFrame) -> list[Bind]:
+        """The bindings of this call: all are created before the first is executed."""
         return [apply(env) for apply in self._apply]
 
     # -- what has changed --
 
-    def _names(self, table: dict, before: dict, owner: Any, reads: Reads | None) -> None:
+    def _names(self, table: dict, before: dict, owner: Any, reads: GuardSources | None) -> None:
         if _unchanged(table, before):
             return
         self.places.add(id(table))
@@ -170,7 +170,7 @@ class Effects:
                 continue
             self._apply.append(always(functools.partial(delete_name, table, name, delete)))
 
-    def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: Reads | None) -> None:
+    def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
         counted = None if reads is None else reads.updates.numbers.get(place)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
@@ -181,7 +181,7 @@ class Effects:
         make = self._left.make(now)
         self._apply.append(setting(put, make))
 
-    def _cell(self, cell: types.CellType, old: Any, reads: Reads | None) -> None:
+    def _cell(self, cell: types.CellType, old: Any, reads: GuardSources | None) -> None:
         try:
             now = cell.cell_contents
         except ValueError:
@@ -202,7 +202,7 @@ class Effects:
         else:
             self._bind((id(cell), None), old, now, put, lambda: cell.cell_contents, reads)
 
-    def _slot(self, owner: Any, name: str, old: Any, reads: Reads | None) -> None:
+    def _slot(self, owner: Any, name: str, old: Any, reads: GuardSources | None) -> None:
         now = slot_value(owner, name)
         if now is old:
             return
@@ -220,8 +220,8 @@ class Effects:
         else:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), reads)
 
-    def _context(self, variable: contextvars.ContextVar, old: Any, reads: Reads | None) -> None:
-        now = contents.value_in(variable)
+    def _context(self, variable: contextvars.ContextVar, old: Any, reads: GuardSources | None) -> None:
+        now = mutable_state.value_in(variable)
         if now is old:
             return
         self.places.add(id(variable))
@@ -234,28 +234,28 @@ class Effects:
             reads.guard_content(variable)
         self._apply.append(setting(put, self._left.make(now)))
 
-    def _items(self, table: dict, before: dict, reads: Reads | None) -> None:
+    def _items(self, table: dict, before: dict, reads: GuardSources | None) -> None:
         now = table_of(table)
         if _unchanged(now, before):
             return
-        self._undo.append(lambda: put_table(table, before))
+        self._undo.append(lambda: set_table(table, before))
         if self._counted(table, before, now, reads):
             return
         self.places.add(id(table))
         if reads is not None and not self._left.holds_arguments(table):
             reads.guard_content(table)
         place = self._left.place(table)
-        if same_items(list(now), list(before)):  # bound anew in place
+        if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
                     self._apply.append(setting_in(place, key, self._left.make(value)))
             return
         parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
         self._apply.append(
-            lambda env: functools.partial(put_table, place(env), {key(env): make(env) for key, make in parts})
+            lambda env: functools.partial(set_table, place(env), {key(env): make(env) for key, make in parts})
         )
 
-    def _counted(self, container: Any, before: Any, now: Any, reads: Reads | None) -> bool:
+    def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
         """Whether all that the step has done to a dict or a list is to count in it, so that each call does that."""
         found = None if reads is None else reads.updates.item_updates(container, before, now)
         if found is None:
@@ -264,19 +264,19 @@ class Effects:
         if any(update is None for _, update in updates):
             return False
 
-        def counting(key: Any, update: Any) -> Callable[[Env], Bind]:
+        def counting(key: Any, update: Any) -> Callable[[CallFrame], Bind]:
             return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
 
         self._apply += [counting(key, update) for key, update in updates]
         return True
 
-    def _sequence(self, container: Any, before: list, reads: Reads | None) -> None:
+    def _sequence(self, container: Any, before: list, reads: GuardSources | None) -> None:
         now = items_of(container)
         if reads is not None and reads.updates.only_collected(container):
             reads.guard_collection(container, before)
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
-        self._undo.append(lambda: put_items(container, before))
+        self._undo.append(lambda: set_items(container, before))
         if reads is None or self._counted(container, before, now, reads):
             return
         self.places.add(id(container))
@@ -289,28 +289,28 @@ class Effects:
         if not self._left.holds_arguments(container):
             reads.guard_content(container)
         makes = [self._left.make(item) for item in now]
-        if kind_of(type(container)) is Kind.LIST and len(now) == len(before):
+        if kind_of(type(container)) is ObjectKind.LIST and len(now) == len(before):
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
             for i, make in changed:
                 self._apply.append(setting_in(place, i, make))
             return
-        self._apply.append(lambda env: functools.partial(put_items, place(env), [make(env) for make in makes]))
+        self._apply.append(lambda env: functools.partial(set_items, place(env), [make(env) for make in makes]))
 
 
-def _has_run(content: Any, reads: Reads) -> bool:
-    """Whether it is a generator that may have run: it may stand where it stood, by all that can be seen."""
+def _has_run(content: Any, reads: GuardSources) -> bool:
+    """Whether it is a generator that may have run, even if its position looks the same."""
     return isinstance(content, types.GeneratorType) and content.gi_code in reads.ran
 
 
 def put_back(snapshot: Snapshot) -> bool:
-    """Make arrays, buffers and the like again what they were before the step; whether nothing else has changed, such as
-    where an iterator stands, which nobody can set back."""
+    """Restore arrays, buffers and the like; returns whether nothing else has changed, such as the position of an
+    iterator, which cannot be restored."""
     done = True
     for content, read, before in snapshot.opaque.values():
         bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # those are undone as all effects
         if not bound and not isinstance(content, contextvars.ContextVar) and not same(before, read()):
-            done = contents.put_back(content, before) and done
+            done = mutable_state.put_back(content, before) and done
     return done
 
 

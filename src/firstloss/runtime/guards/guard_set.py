@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 
-from ...capture.lost_history import is_returned
+from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
-from .describe import with_article
-from .executed import Lines
-from .guards import Change, ListGuard, same
+from .executed_code import CodeLines
+from .external_state import ExternalCall
+from .guards import Change, ListGuard, same, with_article
+from .introspection import MISSING
 from .native import native
-from .objects import MISSING
-from .outside import Asked
-from .pytorch import is_shared
-from .values import Values
+from .pytorch_namespaces import is_shared
+from .value_guards import Values
 
 
 class GuardSet:
-    """What must still be as it was.
+    """The guards of one traced step.
 
     Attributes:
         unwatched: what is too large to be compared at each call, by name, and as people say it.
@@ -33,7 +32,12 @@ class GuardSet:
     """
 
     def __init__(
-        self, values: Values, lines: Lines, unknown: list[types.CodeType], asked: list[Asked], weights: set[int]
+        self,
+        values: Values,
+        lines: CodeLines,
+        unknown: list[types.CodeType],
+        asked: list[ExternalCall],
+        weights: set[int],
     ) -> None:
         """
         Args:
@@ -75,14 +79,14 @@ class GuardSet:
                     self.tensors.setdefault(id(key), []).append((guard, key))
 
     def let_go(self) -> None:
-        """Watch nothing any more, and keep nothing alive."""
+        """Check nothing any more, and keep nothing alive."""
         kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
         for collection in (*kept, self._orders, self._weights, self._hooked, self._apart, self._facts, self.tensors):
             collection.clear()
         self._watch = None
 
     def _watched(self) -> None:
-        """All fits now: what changes from here on is seen at once."""
+        """Everything fits now: compare with the present state from here on."""
         if self._watch is None and native is not None and _versions_work():
             self._watch = native.Watch(
                 [guard.table for guard in self.tables],
@@ -93,10 +97,10 @@ class GuardSet:
             )
 
     def changes(self, move: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], bool]) -> list[Change]:
-        """What has changed since the step was traced, of what it reads; mostly nothing.
+        """What the step reads and has changed since it was traced; mostly nothing.
 
         Args:
-            move: told which tensors stand now in the places of which; says whether the compiled step can take them.
+            move: told which tensors stand now in place of which; says whether the compiled step can take them.
         """
         watch = self._watch
         if watch is None:
@@ -152,7 +156,7 @@ class GuardSet:
         return kinds[kind][n]
 
     def _moved(self, found: list[tuple[Any, tuple]], move: Any) -> bool:
-        """Whether all that has changed is that tensors stand in the places of others that were like them."""
+        """Whether the only change is that tensors were replaced by equivalent ones."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
@@ -196,7 +200,7 @@ _with_any = getattr(native, "with_any", _some_attribute)
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[tuple]:
-    """What of tensors decides a step, beside their content."""
+    """The properties of tensors, beside their content, that a step may depend on."""
     return [
         (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
         for t in tensors
@@ -209,12 +213,12 @@ def _layout(tensor: torch.Tensor) -> Any:
 
 
 def _own_class(tensor: torch.Tensor) -> type:
-    """Its class, which code may ask for, but for what the backend makes of a tensor."""
+    """The class that user code sees of a tensor, whatever the backend makes of it."""
     return torch.Tensor if type(tensor) is DeferredTensor else type(tensor)
 
 
 def _alike(old: Any, new: Any) -> bool:
-    """Whether a tensor can stand in the place of another."""
+    """Whether a tensor can replace another as an input."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
     if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad:
@@ -227,7 +231,7 @@ def _alike(old: Any, new: Any) -> bool:
         return False
     if old.stride() != new.stride() or _own_class(old) is not _own_class(new):
         return False
-    attributes = {*old.__dict__, *new.__dict__} - {"_store", PARAMETER_FLAG}
+    attributes = {*old.__dict__, *new.__dict__} - {"_storage", PARAMETER_FLAG}
     return not attributes and not is_parameter(new) and not is_parameter(old)
 
 
@@ -235,7 +239,7 @@ _works: list[bool] = []
 
 
 def _versions_work() -> bool:
-    """Whether this Python counts a dict's changes: tried out, since it does not promise to."""
+    """Whether this Python has version tags of dicts: tried out, since they are private."""
     if not _works:
         _works.append(_try_versions())
     return _works[0]

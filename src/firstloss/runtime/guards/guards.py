@@ -1,4 +1,4 @@
-"""The kinds of guards: each keeps what it saw when the step was traced, and says what has changed since."""
+"""The kinds of guards: each stores what the step saw when it was traced, and reports what has changed since."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .kinds import items_of, table_of
-from .objects import MISSING, cell_content, definition
-from .pytorch import undisguised
-from .same import same, same_items
+from .equality import same, same_items
+from .introspection import MISSING, cell_content, definition
+from .object_kinds import items_of, table_of
+from .pytorch_namespaces import undisguised
 
 
 class Change(NamedTuple):
-    """Something that a step reads is not what it was."""
+    """Something that a step reads and that has changed."""
 
     what: str  # for people
     name: str  # as the code mentions it
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 class TableGuard:
-    """Names in a dict: all of them (`whole`), in their order, or some."""
+    """Names in a dict: all of them (`whole`), in order, or some."""
 
     __slots__ = ("table", "expected", "whole", "_describe", "name")
 
@@ -62,7 +62,7 @@ class TableGuard:
 
 
 class _ObjectGuard:
-    """What is in an object that is no dict; subclasses say how to look."""
+    """The content of an object that is not a dict."""
 
     __slots__ = ("held", "expected", "what", "name")
 
@@ -121,10 +121,30 @@ class FunctionGuard(_ObjectGuard):
 
 
 class ReadGuard(NamedTuple):
-    """What a function gives, compared with what it gave."""
+    """The result of a function, compared with its result when the step was traced."""
 
     read: Callable[[], Any]
     expected: Any
     what: str
     name: str
     place: int
+
+
+def describe_global(table: dict) -> Callable[[Any], str]:
+    """Describes a name among a module's globals."""
+    return lambda name: f"the global {name} of {table.get('__name__', '?')}"
+
+
+def describe_attribute(owner: Any) -> Callable[[Any], str]:
+    """Describes a name among an object's attributes."""
+    if isinstance(owner, type):
+        return lambda name: f"the attribute {name} of the class {owner.__qualname__}"
+    if isinstance(owner, types.FunctionType):
+        return lambda name: f"the attribute {name} of the function {owner.__qualname__}"
+    cls = type(owner)
+    return lambda name: f"the attribute {name} of {with_article(cls.__qualname__)}"
+
+
+def with_article(name: str) -> str:
+    """`name` with "a" or "an" before it."""
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

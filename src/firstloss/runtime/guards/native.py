@@ -1,4 +1,4 @@
-"""The guards' C part: dictionary versions, and notes of what is read. Where there was no compiler, None."""
+"""The C part of the guards: dictionary versions, and a record of what is read; None where there was no compiler."""
 
 from __future__ import annotations
 

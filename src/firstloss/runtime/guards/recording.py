@@ -1,5 +1,6 @@
-"""What a step reads and stores while it is traced: which code runs, and which attributes of which objects are looked
-up, set and deleted."""
+"""Record what a step reads and stores while it is traced: the code that runs, and the attributes that are looked up,
+set and deleted.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ import torch.nn.modules.module
 
 from ...compat.python_names import getframe
 from ...undo import Undo
-from .kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
+from .external_state import Outside
 from .native import native
-from .outside import Outside
+from .object_kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
 
 Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
 # What stands for a model looks up, sets and deletes the model's attributes for whoever asks.
-_THROUGH = os.path.join(PACKAGE, "runtime", "compiled.py")
+_THROUGH = os.path.join(PACKAGE, "runtime", "compiled_model.py")
 _RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
 # nn.Module looks up its parameters and modules in its own __dict__.
 _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
 
 
 class Recording:
-    """What runs, is read and is stored from `begin` on, by one thread.
+    """The code that runs, and the attributes that are read and stored, from `begin` on, in one thread.
 
     Attributes:
         reads: of each object (by id) and attribute, the object and the instructions that have read it.
@@ -54,11 +55,11 @@ class Recording:
         self.whole: list[dict] = []
         self.outside = Outside()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
-        self.computed = {cls for cls in self._classes if _has_own_lookup(cls)}
+        self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile and (native is not None or sys.getprofile() is None)  # somebody else is profiling
 
     def begin(self, undo: Undo) -> None:
-        """Note what this thread reads and runs until `undo` is done."""
+        """Record what this thread reads and runs, until `undo` is called."""
         thread = threading.get_ident()
         methods = {
             "__getattribute__": functools.partial(_noting_lookup, _noter(self.reads, thread, depth=2)),
@@ -67,7 +68,7 @@ class Recording:
         }
         plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
         for cls, name, own, method in plain:
-            undo(_give_back, cls, name, own)
+            undo(_restore_classes, cls, name, own)
             with contextlib.suppress(TypeError, AttributeError):  # of a class that does not let itself be changed
                 setattr(cls, name, methods[name](method))
         if native is not None:
@@ -82,37 +83,37 @@ class Recording:
                 sys.setprofile(_profiler(self.codes, self.whole, self.outside))
 
     def times_read(self, owner: Any) -> int:
-        """How often an attribute of an object has been looked up, its `step` aside."""
+        """How often an attribute of an object has been looked up, except by `step`."""
         found = [sites for (which, name), (_, sites) in self.reads.items() if which == id(owner) and name != "step"]
         return sum(sum(sites.values()) for sites in found)
 
     def forget(self) -> None:
-        """Let go of what was noted: objects that the step has made are among them."""
+        """Drop the records, which refer to objects that the step has made."""
         self.reads.clear()
         self.stores.clear()
         self.codes = None
         self.whole.clear()
 
     def executed(self) -> list[tuple[types.CodeType, dict]] | None:
-        """The code that has run, and that is not a library's; None if that is not known."""
+        """The code that has run, without libraries' code; None if it was not recorded."""
         if self.codes is None:
             return None
         return [(code, table) for code, table in self.codes.values() if not is_closed_code(code, table)]
 
 
 def is_closed_code(code: types.CodeType, table: dict) -> bool:
-    """Whether a library's code, which reads no state of the user's."""
+    """Whether it is library code, which reads no state of the user's."""
     name = table.get("__name__")
     return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
 
 
-def _has_own_lookup(cls: type) -> bool:
+def _overrides_lookup(cls: type) -> bool:
     method = cls.__getattribute__
     return isinstance(method, types.FunctionType) and not is_closed(method.__module__)
 
 
-def _give_back(cls: type, name: str, own: Any) -> None:
-    """Let `cls` have the method again that it defines itself, if any."""
+def _restore_classes(cls: type, name: str, own: Any) -> None:
+    """Restore the method that `cls` itself defines, if any."""
     if own is not None:
         setattr(cls, name, own)
     elif name in cls.__dict__:
@@ -151,7 +152,8 @@ def _noting_delete(note: Callable[[Any, str], None], delete: Callable) -> Callab
 
 
 def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
-    """Notes a look-up or a store: of what, and by which instruction of the code `depth` calls up."""
+    """A function that records a look-up or a store: of which object, by which instruction of the code `depth` frames
+    up."""
 
     def note(owner: Any, name: str) -> None:
         frame = getframe(depth)
@@ -186,7 +188,7 @@ def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
 
 
 def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
-    """The functions that are made of these pieces of code."""
+    """The functions made of these code objects."""
     wanted = list(codes)
     if not wanted:
         return []

@@ -1,4 +1,4 @@
-"""All that a step's Python can reach, and what was there before the step ran.
+"""A snapshot of everything that a step's Python can reach, before the step runs.
 
 Found without running or tracing anything: from the step to its arguments, globals and closure variables, to the
 functions, classes and objects that these are, and to all that is in those. Modules of PyTorch, JAX, NumPy and of
@@ -26,24 +26,10 @@ from ...compat.torch_names import (
     post_accumulate_grad_hooks,
 )
 from ...optim.schedule import schedules_of
-from ..stand_in import StandIn, module_of
-from . import caches, contents
+from . import lru_caches, mutable_state
 from .bytecode import attributes_set, imports, with_inner
-from .kinds import (
-    Kind,
-    is_closed,
-    is_closed_class,
-    is_installed,
-    is_ours,
-    items_of,
-    kind_of,
-    module_of_class,
-    own_module,
-    referents,
-    slots,
-    table_of,
-)
-from .objects import (
+from .equality import same
+from .introspection import (
     MISSING,
     cell_content,
     class_table,
@@ -52,16 +38,31 @@ from .objects import (
     own_attributes,
     slot_value,
 )
-from .same import same
+from .object_kinds import (
+    ModuleProxy,
+    ObjectKind,
+    is_closed,
+    is_closed_class,
+    is_installed,
+    is_ours,
+    items_of,
+    kind_of,
+    module_of,
+    module_of_class,
+    own_module,
+    referents,
+    slots,
+    table_of,
+)
 
 # What holds more items than this is data: it is copied, but what is in it is not looked into.
-_MOST_ITEMS = contents.LARGEST
-# So many objects are no step's own: what lies beyond is not known, and the step is traced each time.
+_MOST_ITEMS = mutable_state.LARGEST
+# So many objects are no step's own: what is beyond is not known, and the step is traced each time.
 _MOST_OBJECTS = 2_000_000
 
 
-class Table(NamedTuple):
-    """A dict that holds attributes, variables or items, and what it held."""
+class DictSnapshot(NamedTuple):
+    """A dict of attributes, variables or items, and its former content."""
 
     table: dict
     before: dict
@@ -69,8 +70,8 @@ class Table(NamedTuple):
     kind: str  # "attributes", "globals", "items"
 
 
-class Slotted(NamedTuple):
-    """An object that keeps attributes in `__slots__`, and what they were."""
+class SlotsSnapshot(NamedTuple):
+    """An object with `__slots__`, and their former values."""
 
     owner: Any
     names: tuple[str, ...]
@@ -78,14 +79,14 @@ class Slotted(NamedTuple):
 
 
 class Snapshot:
-    """What can be reached from `roots`, as it was when this was made.
+    """Everything reachable from `roots`, as it was when this was created.
 
     Attributes:
         tables: by the dict's id, dicts of attributes, globals and items.
         sequences: by id, lists, sets and deques, each with its items.
         cells: by id, variables of enclosing functions.
         slotted: by id, objects with `__slots__`.
-        opaque: by id, objects whose content only `contents.py` can read: with a reader and what it gave.
+        opaque: by id, objects whose content only `mutable_state.py` can read: with a reader and what it gave.
         functions: by their code, the functions that may run; `definitions` is what each was made of.
         modules: the `nn.Module`s.
         optimizers: the optimizers.
@@ -106,10 +107,10 @@ class Snapshot:
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
-        self.tables: dict[int, Table] = {}
+        self.tables: dict[int, DictSnapshot] = {}
         self.sequences: dict[int, tuple[Any, list]] = {}
         self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self.slotted: dict[int, Slotted] = {}
+        self.slotted: dict[int, SlotsSnapshot] = {}
         self.opaque: dict[int, tuple[Any, Callable[[], Any], Any]] = {}
         self.functions: dict[types.CodeType, list[types.FunctionType]] = {}
         self.definitions: dict[int, tuple[types.FunctionType, tuple]] = {}
@@ -126,8 +127,8 @@ class Snapshot:
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
-        self.environment = contents.environment()
-        self.filters = contents.filters()
+        self.environment = mutable_state.environment()
+        self.filters = mutable_state.filters()
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of what large containers hold
         self.roots = list(roots)
@@ -135,22 +136,22 @@ class Snapshot:
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
     def add_root(self, root: Any) -> None:
-        """Walk what can be reached from one more."""
+        """Walk what is reachable from one more root."""
         self._walk([root])
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that gradients are computed for, or were: a frozen weight may still have one."""
+        """The tensors that gradients are or were computed for: a frozen weight may still have one."""
         with DisableTorchDispatch():
             tensors = [t for t in self.tensors.values() if t.is_leaf or t.retains_grad]
             return [t for t in tensors if t.is_leaf and t.requires_grad or t.grad is not None]
 
     def holds(self, what: Any) -> bool:
-        """Whether an object was there before the step."""
+        """Whether an object existed before the step."""
         return id(what) in self.seen or id(what) in self._beyond
 
     def shares_memory(self, tensor: torch.Tensor, edited: bool = False) -> bool:
-        """Whether a real tensor lies in the memory of an array that was there before the step; if `edited`, of one
-        that holds something else now."""
+        """Whether a real tensor is in the memory of an array that existed before the step; with `edited`, of one whose
+        content has changed."""
         arrays = [entry for entry in self.opaque.values() if isinstance(entry[0], (np.ndarray, bytearray, array.array))]
         held = [content for content, read, before in arrays if not edited or not same(before, read())]
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
@@ -167,64 +168,64 @@ class Snapshot:
 
     def _visit(self, what: Any, todo: list[Any]) -> None:
         kind = kind_of(type(what))
-        if kind is Kind.LEAF:
+        if kind is ObjectKind.LEAF:
             return
         if id(what) in self.seen:
             return
         self.seen[id(what)] = what
-        if kind is Kind.TENSOR:
+        if kind is ObjectKind.TENSOR:
             self.tensors[id(what)] = what
             self._tensor(what, todo)
             return
-        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.DEQUE) and len(what) > _MOST_ITEMS:
-            read = contents.reader(what)
+        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(what) > _MOST_ITEMS:
+            read = mutable_state.reader(what)
             assert read is not None
             self.opaque[id(what)] = (what, read, read())
-        if kind is Kind.DICT:
+        if kind is ObjectKind.DICT:
             self._table(what, None, "items", todo)
             if isinstance(what, collections.defaultdict):
                 todo.append(what.default_factory)
-        elif kind in (Kind.LIST, Kind.SET, Kind.DEQUE, Kind.TUPLE):
+        elif kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
             items = items_of(what)
-            if kind is not Kind.TUPLE:
+            if kind is not ObjectKind.TUPLE:
                 self.sequences[id(what)] = (what, items)
             if len(items) <= _MOST_ITEMS:
                 todo += items
             else:
                 self._beyond.update(map(id, items))
-        elif kind is Kind.FUNCTION:
+        elif kind is ObjectKind.FUNCTION:
             self._function(what, todo)
             return
-        elif kind is Kind.CELL:
+        elif kind is ObjectKind.CELL:
             content = cell_content(what)
             self.cells[id(what)] = (what, content)
             if content is not MISSING:
                 todo.append(content)
             return
-        elif kind is Kind.BINDING:
+        elif kind is ObjectKind.BINDING:
             todo.extend(referents(what))
             if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
                 self.cached.append(what.__wrapped__)
                 if not is_installed(what.__wrapped__.__module__):
-                    todo += caches.results(what)
+                    todo += lru_caches.results(what)
             if isinstance(what, types.MappingProxyType):
                 self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
-        elif kind is Kind.CLASS:
+        elif kind is ObjectKind.CLASS:
             self._class(what, todo)
             return
-        elif kind is Kind.MODULE:
+        elif kind is ObjectKind.MODULE:
             self._module(what, todo)
             return
-        elif kind is Kind.OPAQUE:
-            read = contents.reader(what)
+        elif kind is ObjectKind.OPAQUE:
+            read = mutable_state.reader(what)
             if read is not None:
                 self.opaque[id(what)] = (what, read, read())
-            todo.extend(contents.inside(what))
-        elif kind is Kind.UNKNOWN:
+            todo.extend(mutable_state.inside(what))
+        elif kind is ObjectKind.UNKNOWN:
             self.unknown[id(what)] = what
             return
-        elif kind is Kind.OURS:
-            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is Kind.LEAF}
+        elif kind is ObjectKind.OURS:
+            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is ObjectKind.LEAF}
             self.ours[id(what)] = (what, plain)
             return
         self._instance(what, todo)
@@ -232,7 +233,7 @@ class Snapshot:
     def _instance(self, what: Any, todo: list[Any]) -> None:
         """The attributes of an object."""
         cls = type(what)
-        if issubclass(cls, StandIn):
+        if issubclass(cls, ModuleProxy):
             todo.append(module_of(what))
             return
         table = own_attributes(what)
@@ -243,9 +244,9 @@ class Snapshot:
             self.states[id(what)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
             assert table is not None
             before = table_of(table)
-            self.tables[id(table)] = Table(table, before, what, "attributes")
+            self.tables[id(table)] = DictSnapshot(table, before, what, "attributes")
             self.seen[id(table)] = table
-            todo += [v for k, v in before.items() if not apart_in_optimizers(k)]
+            todo += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
             todo += [p for group in what.param_groups for p in group["params"]]
             todo += schedules_of(what)
         elif table is not None:
@@ -253,7 +254,7 @@ class Snapshot:
         names = slots(cls)
         if names:
             values = tuple(slot_value(what, name) for name in names)
-            self.slotted[id(what)] = Slotted(what, names, values)
+            self.slotted[id(what)] = SlotsSnapshot(what, names, values)
             todo += [value for value in values if value is not MISSING]
         if is_python_class(cls):
             self.types.append((what, cls))
@@ -265,7 +266,7 @@ class Snapshot:
 
     def _table(self, table: dict, owner: Any, kind: str, todo: list[Any]) -> None:
         before = table_of(table) if table else {}
-        self.tables[id(table)] = Table(table, before, owner, kind)
+        self.tables[id(table)] = DictSnapshot(table, before, owner, kind)
         if kind == "attributes":
             self.seen[id(table)] = table
         if kind == "attributes":
@@ -316,20 +317,20 @@ class Snapshot:
 
     def _globals(self, table: dict, names: set[str], installed: bool, todo: list[Any]) -> None:
         if id(table) not in self.tables:
-            self.tables[id(table)] = Table(table, table.copy(), table.get("__name__", "?"), "globals")
+            self.tables[id(table)] = DictSnapshot(table, table.copy(), table.get("__name__", "?"), "globals")
         for name in names & table.keys():
             place = (id(table), name)
             if place not in self._mentioned:
                 self._mentioned.add(place)
                 # What installed packages define leads to all of them; what they hold may be changed from outside.
-                if not installed or kind_of(type(table[name])) is Kind.INSTANCE:
+                if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
                     todo.append(table[name])
 
     def _class(self, what: type, todo: list[Any]) -> None:
         if is_closed_class(what):
             return
         table = class_table(what)
-        self.tables[id(table)] = Table(table, table.copy(), what, "attributes")
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), what, "attributes")
         skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - OF_FIELDS
         todo += [value for name, value in table.items() if name not in skipped]
         todo += [base for base in (type(what), *what.__mro__[1:]) if not is_closed_class(base)]
@@ -340,8 +341,8 @@ class Snapshot:
         if is_closed(what.__name__) or is_installed(what.__name__):
             return
         table = vars(what)
-        self.tables[id(table)] = Table(table, table.copy(), what.__name__, "globals")
-        todo += [v for v in table.values() if kind_of(type(v)) is not Kind.MODULE]
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), what.__name__, "globals")
+        todo += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
 
 
 def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
@@ -355,17 +356,17 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
-_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+_OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 _NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 
 
-def apart_in_optimizers(name: str) -> bool:
-    """Whether an attribute of optimizers is watched by `optimizers.py`, or serves checkpoints."""
+def is_guarded_elsewhere(name: str) -> bool:
+    """Whether an attribute of optimizers is guarded by `optimizers.py`, or serves checkpoints."""
     return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
 
 
 def _proxy_reader(proxy: types.MappingProxyType) -> Callable[[], tuple]:
-    """What a read-only view of a dict, or of a class's attributes, shows."""
+    """A function that returns the content of a read-only view of a dict, or of a class's attributes."""
     return lambda: (*proxy.keys(), *proxy.values())

@@ -1,5 +1,6 @@
-"""Numbers that only their own updates read (`n += 1`), and collections that are only added to: they decide nothing, so
-that a change of them is no reason to trace again."""
+"""Counters that only their own updates read (`n += 1`), and collections that are only appended to: a change of them is
+no reason to retrace.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .bytecode import Collect, ItemUpdate, Update, Use
-from .kinds import Kind, kind_of
-from .same import same_items
+from .equality import same_items
+from .object_kinds import ObjectKind, kind_of
 
 _NUMBERS = (int, float)
 
@@ -29,8 +30,8 @@ class Updates:
         self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
         self._looked_at = looked_at
 
-    def decides_nothing(self, place: tuple, before: Any, uses: list[Use]) -> bool:
-        """Whether a number is read by nothing but its own update, as in `n += 1`."""
+    def is_only_updated(self, place: tuple, before: Any, uses: list[Use]) -> bool:
+        """Whether a number is read only by its own update, as in `n += 1`."""
         if type(before) not in _NUMBERS or not uses:
             return False
         if not all(isinstance(use, Update) for use in uses):
@@ -39,9 +40,13 @@ class Updates:
         return True
 
     def collects(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether a collection is only added to, or only counted in."""
+        """Whether a collection is only appended to, or only counted in."""
         kind = kind_of(type(before))
-        if uses and all(isinstance(use, Collect) for use in uses) and kind in (Kind.LIST, Kind.SET, Kind.DEQUE):
+        if (
+            uses
+            and all(isinstance(use, Collect) for use in uses)
+            and kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE)
+        ):
             self._collected[id(before)] = before
             return True
         if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):
@@ -66,7 +71,7 @@ class Updates:
         return [(key, (before[key], updates[key], len(updates[key]) == 1)) for key in changed]
 
     def only_collected(self, container: Any) -> bool:
-        """Whether the step does nothing with a collection but add to it."""
+        """Whether the step only appends to a collection."""
         return id(container) in self._collected and id(container) not in self._looked_at
 
 

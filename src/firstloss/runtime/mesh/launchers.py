@@ -1,4 +1,4 @@
-"""What a launcher says of the processes that it has started, in the environment of each."""
+"""Read the process count, index and coordinator from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PORTS = range(61440, 65536)
 _BESIDE = 1
 
 
-class Launch(NamedTuple):
-    """One process among those that train together.
+class LaunchedProcess(NamedTuple):
+    """One process of the run.
 
     Attributes:
         launcher: who has said so.
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
     number: int
 
 
-def launch_of(environ: Mapping[str, str]) -> Launch | None:
+def launch_of(environ: Mapping[str, str]) -> LaunchedProcess | None:
     """What the launcher of this process says; None if none has started it, or it alone.
 
     Raises:
@@ -46,29 +46,29 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
     if not 0 <= found.number < found.processes:
         raise BackendError(
             f"{here()}: {found.launcher} says that this is process {found.number} of {found.processes}, counted "
-            "from 0. Start all of them anew, or give fl.distributed.initialize the numbers."
+            "from 0. Restart all of them, or give fl.distributed.initialize the numbers."
         )
     return found if found.processes > 1 else None
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> Launch:
+def _of_torchrun(environ: Mapping[str, str]) -> LaunchedProcess:
     """torchrun's variables, which Kubeflow sets, too; a Kubernetes Job that is indexed has a name of its own for RANK,
     and MASTER_ADDR, MASTER_PORT and WORLD_SIZE from whoever wrote the Job."""
     index = "RANK" if "RANK" in environ else "JOB_COMPLETION_INDEX"
     launcher = "torchrun" if index == "RANK" else "the Kubernetes Job"
     port = _number(environ, "MASTER_PORT", launcher) + (_BESIDE if "TORCHELASTIC_RUN_ID" in environ else 0)
     host = _said(environ, "MASTER_ADDR", launcher)
-    return Launch(
+    return LaunchedProcess(
         launcher, f"{host}:{port}", _number(environ, "WORLD_SIZE", launcher), _number(environ, index, launcher)
     )
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Launch:
+def _of_slurm(environ: Mapping[str, str]) -> LaunchedProcess:
     nodes = environ.get("SLURM_STEP_NODELIST") or _said(environ, "SLURM_JOB_NODELIST", "SLURM")
     job = _number(environ, "SLURM_JOB_ID", "SLURM")
     port = _PORTS[job % len(_PORTS)]
     count, index = (_number(environ, name, "SLURM") for name in ("SLURM_NTASKS", "SLURM_PROCID"))
-    return Launch("SLURM", f"{first_node(nodes)}:{port}", count, index)
+    return LaunchedProcess("SLURM", f"{first_node(nodes)}:{port}", count, index)
 
 
 def first_node(nodes: str) -> str:

@@ -21,7 +21,7 @@ from ...errors import BackendError, ShardingError
 from ...init import shardings
 from ...program.graph import Ref, is_contiguous
 from ...program.source import UNKNOWN, Source, here
-from ..jax_there import process_count
+from ..lazy_jax import process_count
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -101,14 +101,14 @@ class Mesh:
 
     # -- shardings --
 
-    def storage_sharding(self, store: DeferredStorage) -> MeshSharding:
+    def storage_sharding(self, storage: DeferredStorage) -> MeshSharding:
         """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
 
         Raises:
             ShardingError: for a mark that does not fit the tensor or this mesh.
         """
-        value = store.value
-        for tensor in store.alive():
+        value = storage.value
+        for tensor in storage.alive():
             mark = shardings.mark_of(tensor)
             if mark is None:
                 continue
@@ -158,9 +158,9 @@ class Mesh:
                 if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
                     continue
                 if type(tensor) is not DeferredTensor or tensor._ref().whole:  # a gradient may be a view
-                    shardings.mark_alike(tensor, mark)
+                    shardings.copy_sharding_mark(tensor, mark)
 
-    def _check_axes(self, mark: shardings.Mark) -> None:
+    def _check_axes(self, mark: shardings.ShardingMark) -> None:
         theirs = shardings.axes_of(mark.mesh)
         for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
             if theirs.get(axis) != self.axes.get(axis):
@@ -226,5 +226,5 @@ def _jax_mesh(mesh: Any, source: Source) -> Any:
 _HOW = ' Several on one CPU: jax.config.update("jax_num_cpu_devices", {}) before the backend is made.'
 
 
-def _at(mark: shardings.Mark) -> str:
+def _at(mark: shardings.ShardingMark) -> str:
     return "" if mark.source == UNKNOWN else f"{mark.source}: "

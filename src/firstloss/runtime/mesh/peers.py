@@ -1,4 +1,4 @@
-"""The other processes that run the same steps: they agree on each, and one compiles its functions for all.
+"""Coordination of processes that run the same steps: they agree on each step, and one compiles for all.
 
 What they tell each other goes by JAX's coordination service, which holds keys and values.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from ...compat.jax_names import distributed_client
 from ...errors import BackendError, ProcessLostError
-from ...files import written_aside
+from ...files import atomic_write
 
 _PATIENCE = 60  # seconds after which a process says for whom it waits
 _PIECE = 1 << 20  # bytes of a value: a message of the service has a limit
@@ -133,7 +133,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
     name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
     path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
-    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is compiled anew
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is recompiled
         packed = file.read()
         return _unpacked(packed, lowered, devices), packed
     _count_reads()
@@ -141,7 +141,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     compiled = lowered.compile(options)
     packed = b"" if _reads.count else _packed(compiled)
     if packed:
-        with contextlib.suppress(OSError), written_aside(path) as file:
+        with contextlib.suppress(OSError), atomic_write(path) as file:
             file.write(packed)
     return compiled, packed
 
@@ -202,5 +202,5 @@ def lost(error: BaseException) -> BaseException:
     return ProcessLostError(
         f"process {jax.process_index()} of {jax.process_count()}: another process has ended, or cannot be reached any "
         "more, so this one cannot go on. What that one has written last says why. Start all of them again; "
-        "firstloss.load goes on from the last checkpoint."
+        "firstloss.load resumes from the last checkpoint."
     )

@@ -1,4 +1,4 @@
-"""The processes that train together, and how they wait for each other."""
+"""The processes of a run, and barriers among them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The arguments of one call of a traced step: which of them are data, and which are what they are.
+"""The arguments of a call of a traced step: which are inputs, and which belong to the key of the compiled step.
 
-Data is read anew at each call: while the step is traced, a tensor without a value stands for it. What is done to that
+Data is read again at each call: while the step is traced, a tensor without a value stands for it. What is done to that
 (written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each
-call. An argument that the step meets in another way as well, such as one of its weights, goes in as itself, and the
+call. An argument that the step meets in another way as well, such as one of its weights, is itself an input, and the
 compiled step is for that one alone.
 """
 
@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 
-from ...capture.geometry import Geometry, contiguous_stride, is_dense
+from ...capture.step import StepTrace
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
-from ..guards.left import same_memory
-from ..structures import attributes_taken_apart, containers
+from ...errors import TraceError
+from ...program.graph import Geometry, Value, contiguous_stride, is_dense
+from ...program.source import here
+from ..guards.bindings import Bind
+from ..guards.effects import Effects
+from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor, same_memory
+from ..pytrees import containers, flattened_attributes
 
-_OUR_ATTRIBUTES = {"_store", PARAMETER_FLAG}
+_OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
 class Itself:
-    """An object as part of a key: equal to itself alone."""
+    """An object as part of a key: equal to itself only."""
 
     __slots__ = ("held",)
 
@@ -47,7 +52,7 @@ class Arguments:
         leaves: what is in them, in the order of `spec`; then the gradients of those that are leaves of autograd.
         spec: their structure.
         gradients: by the number of a leaf, that of its gradient.
-        itself: the numbers of the leaves that go in as themselves.
+        itself: the numbers of the leaves that are inputs themselves.
         padded: the numbers of the leaves that are padded copies of what was given.
     """
 
@@ -76,10 +81,10 @@ class Arguments:
                     self.leaves.append(leaf.grad)
 
     def key(self) -> tuple:
-        """What a compiled step for these arguments depends on beside their kind."""
+        """What a compiled step for these arguments depends on, besides their kind."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
-        shared = self._one_in_two_places()
+        shared = self._container_passed_twice()
         strides = [(tensor.stride(), contiguous_stride(tuple(tensor.shape))) for tensor in tensors]
         strided = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
         if alone and not shared and not strided and not self.itself and not self.gradients:
@@ -87,8 +92,8 @@ class Arguments:
         pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
         return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
 
-    def _one_in_two_places(self) -> bool:
-        """Whether a dict or a list is given twice."""
+    def _container_passed_twice(self) -> bool:
+        """Whether a dict or a list is passed twice."""
         args, kwargs = self._given
         if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
             return False
@@ -98,7 +103,7 @@ class Arguments:
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments, positional and by name, with these leaves: new dicts and lists, as many as were given."""
         made = pytree.tree_unflatten(leaves, self.spec)
-        return _unified(self._given, made, {}) if self._one_in_two_places() else made
+        return _unified(self._given, made, {}) if self._container_passed_twice() else made
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensors that are data."""
@@ -107,7 +112,7 @@ class Arguments:
                 yield i, leaf
 
     def guarded(self) -> list[Any]:
-        """What guards have to look into: all but data."""
+        """The arguments that guards look into: all but data."""
         return [leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor) or i in self.itself]
 
     @property
@@ -123,14 +128,14 @@ class Arguments:
 
 
 def _pattern(objects: list[Any]) -> tuple[int, ...]:
-    """For each, the number of the first that is the same."""
+    """For each, the index of the first that is the same object."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
 
 
 def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
-    """`made`, a copy of `given` with other leaves, in which what is one object there is one object."""
-    names = () if isinstance(given, (dict, list, tuple)) else attributes_taken_apart(given)
+    """`made`, a copy of `given` with other leaves, with shared containers shared as in `given`."""
+    names = () if isinstance(given, (dict, list, tuple)) else flattened_attributes(given)
     if not isinstance(given, (dict, list, tuple)) and not names:
         return made
     if isinstance(given, tuple):
@@ -149,7 +154,7 @@ def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is more than data: a weight, or one with hooks or attributes, which a batch has not."""
+    """Whether a tensor is more than data: a weight, or a tensor with hooks or attributes."""
     if isinstance(tensor, torch.nn.Parameter) or backward_hooks(tensor):
         return True
     if tensor.requires_grad and tensor.is_leaf and type(tensor) is DeferredTensor:
@@ -158,9 +163,10 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
 
 
 def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
-    """What keeps the memory of an argument: the backend, if that has all of it as it is; else the tensor itself."""
-    if type(tensor) is DeferredTensor and tensor._store.resident is not None and tensor._ref().whole:
-        return tensor._store
+    """The owner of an argument's memory: the backend's storage, if it has exactly this memory; else the tensor
+    itself."""
+    if type(tensor) is DeferredTensor and tensor._storage.resident is not None and tensor._ref().whole:
+        return tensor._storage
     return tensor
 
 
@@ -192,8 +198,8 @@ def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def _places(
     shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> tuple[list[list[int]], list[int]] | None:
-    """Strides and offset of a view as steps along each dimension of what it shows; None if it crosses from one to the
-    next."""
+    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it crosses
+    dimensions."""
     begin = _digits(offset, shape)
     rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
     for d, limit in enumerate(shape):
@@ -222,3 +228,84 @@ def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
             setattr(tensor, name, value)
 
     return put
+
+
+class TracedArguments:
+    """Tensors without values in place of those that are data.
+
+    Attributes:
+        inputs: by the input that stands for it, the number of a leaf.
+    """
+
+    def __init__(self, arguments: Arguments, tracing: StepTrace) -> None:
+        self._before = leaves = arguments.leaves
+        self._made: list[tuple[DeferredTensor, int]] = []
+        self.inputs: dict[Value, int] = {}
+        traced = list(leaves)
+        made_of: dict[int, DeferredTensor] = {}
+        for i, leaf in arguments.data():
+            made = made_of.get(id(leaf))
+            if made is None:
+                made = made_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
+                self.inputs[made._storage.value] = i
+                made.requires_grad_(leaf.requires_grad)
+                self._made.append((made, i))
+            traced[i] = made
+        for i, j in arguments.gradients.items():
+            traced[i].grad = traced[j]
+        self._gradients = {i: traced[j] for i, j in arguments.gradients.items()}
+        self._rebuilt = [arguments.rebuilt(traced[: len(arguments.given)])]
+        self._containers = list(containers(self._rebuilt[0]))
+
+    def take(self) -> tuple:
+        """The arguments for the step's Python, positional and by name, in new dicts and lists. May be called once:
+        nothing here keeps them alive."""
+        return self._rebuilt.pop()
+
+    def check(self, name: str) -> None:
+        """After the step's Python has run.
+
+        Raises:
+            TraceError: if it has done what cannot be done to the caller's tensors.
+        """
+        for argument, i in self._made:
+            before = self._before[i]
+            if argument.shape != before.shape or argument.dtype != before.dtype:
+                raise TraceError(
+                    f"{here()}: {name} resizes its argument in place, or gives it other memory, and the caller's "
+                    "tensor would not see it. Resize a clone of it, or return it."
+                )
+            if argument.grad is not None and not before.is_leaf:
+                raise TraceError(
+                    f"{here()}: {name} computes gradients for its argument {list(argument.shape)}, which was "
+                    "computed outside of the step and wants them too: what it was computed from would get none. "
+                    "Compute it in the step, or pass its detach()."
+                )
+
+    def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
+        """The stand-ins, by which what the step leaves is told from its arguments."""
+        return ArgumentStandIns(
+            {id(made): i for made, i in self._made},
+            {id(made._storage): i for made, i in self._made},
+            {id(container): n for n, container in enumerate(self._containers)},
+            view_of,
+            tracing.outside_of,
+            shares_memory,
+        )
+
+    def follow(self, effects: Effects, left: Reconstructor) -> None:
+        """Repeat at each call what the step has done to its arguments besides writing to them."""
+        for made, i in self._made:
+            leaf = self._before[i]
+            found = {k: v for k, v in made.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
+            if made.requires_grad != leaf.requires_grad:
+                found["requires_grad"] = made.requires_grad
+            gradient = self._gradients.get(i)
+            if made.grad is not gradient:
+                found["grad"] = made.grad
+            for name, value in found.items():
+                effects.add(lambda: None, _on_argument(i, name, left.make(value)))
+
+
+def _on_argument(number: int, name: str, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
+    return lambda env: setting(env.arguments[number], name, make(env))

@@ -1,4 +1,4 @@
-"""The compiled steps of one traced step: one for each kind of call that it has met."""
+"""`StepCache`: the compiled steps of one traced step, one for each kind of call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...uncollected import pause, put_off
+from ...gc_pause import pause, put_off
 from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
-from .changes import Request, Versions
-from .modes import modes, settings
+from .process_settings import modes, settings
+from .retracing import CacheEntries, Request
 from .tracing import Shared
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ _Key = tuple[tuple, tuple]
 
 
 class StepCache:
-    """Finds the compiled step for a call, or makes it.
+    """Finds the compiled step for a call, or creates it.
 
     Attributes:
         kinds: the compiled steps by kind of call.
     """
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
-        self.kinds: dict[_Key, Versions] = {}
-        self._latest: Versions | None = None  # of the last call
+        self.kinds: dict[_Key, CacheEntries] = {}
+        self._latest: CacheEntries | None = None  # of the last call
         self._found: CompiledStep | None = None  # at the last call
         self._name = name
         self._refuse = refuse
@@ -44,7 +44,9 @@ class StepCache:
         self._all: list[torch.nn.Parameter] = []
         # By id, what arguments are that the step meets in another way, too.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._read_later: dict[tuple[Versions, int], bool] = {}  # whether they read the parameters from the int-th on
+        self._read_later: dict[
+            tuple[CacheEntries, int], bool
+        ] = {}  # whether they read the parameters from the int-th on
 
     def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple, backend: Backend) -> Any:
         """Call the compiled step.
@@ -71,12 +73,12 @@ class StepCache:
         """Find or make the compiled step, and call it.
 
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         with Undo() as undo, undo:
             compiled = self.find(request, kind, undo)
             if not request.backend.is_e2e_execution:
-                return compiled.leave_unexecuted(request.arguments)
+                return compiled.skip_execution(request.arguments)
             # It tells the loop under way, so that that can fetch the next batch meanwhile.
             return compiled(request.arguments)
 
@@ -84,7 +86,7 @@ class StepCache:
         """Find or make the compiled step.
 
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         backend, arguments = request.backend, request.arguments
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
@@ -96,7 +98,7 @@ class StepCache:
                 self._seen = None
                 key = setting, self._parameters(backend)
                 versions = self._fitting(*key) or self.kinds.setdefault(
-                    key, Versions(self._name, self._refuse, self._check)
+                    key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
             alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
@@ -107,24 +109,24 @@ class StepCache:
 
     @property
     def latest(self) -> CompiledStep | None:
-        """The one called last."""
+        """The compiled step that was called last."""
         return None if self._latest is None else self._latest.latest()
 
     def steps(self) -> list[CompiledStep]:
-        """All of them."""
+        """All compiled steps."""
         return [step for versions in self.kinds.values() for step in versions.steps()]
 
     def compilations(self) -> int:
-        """How often something was compiled, of what is kept."""
+        """How many of the cached steps were compiled."""
         return sum(len({id(step.executable) for step in versions.steps()}) for versions in self.kinds.values())
 
     def _forget_some(self) -> None:
-        """Of those for certain objects, which they keep, only some are kept themselves."""
+        """Drop the oldest of those for certain objects, which they keep alive."""
         certain = [key for key in self.kinds if _is_for_certain(*key[0][2:4])]
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
 
-    def _fitting(self, setting: tuple, weights: tuple) -> Versions | None:
+    def _fitting(self, setting: tuple, weights: tuple) -> CacheEntries | None:
         """Those of which one does what the step's Python would do now: those traced with the same weights,
         or those traced before there were models that they do not read."""
         known = self.kinds.get((setting, weights))
@@ -141,7 +143,7 @@ class StepCache:
         return None
 
     def _parameters(self, backend: Backend) -> tuple:
-        """Of each parameter, whether it wants a gradient, and holds one already: a step adds to it, or starts anew.
+        """For each parameter, whether it requires a gradient, and has one already: then the step adds to it.
 
         They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
         """
@@ -153,5 +155,5 @@ class StepCache:
 
 
 def _is_for_certain(kind: tuple, more: tuple) -> bool:
-    """Whether it is part of the key of steps that these very arguments belong to."""
+    """Whether it is part of the key of steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)

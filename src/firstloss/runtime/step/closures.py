@@ -1,4 +1,4 @@
-"""Step closures: functions that are called in a step or beside it, and run when its values are there."""
+"""Step closures: functions called in a step, which run when its values are available."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...compat.torch_names import pytree
 from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
-from ..device.lazy import LazyArray, ready
+from ..device.lazy_array import LazyArray, ready
 from . import loop as loops
 
 
@@ -102,14 +102,14 @@ class _Closure:
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        call = Call(self, here(), *pytree.tree_flatten((args, kwargs)))
+        call = ClosureCall(self, here(), *pytree.tree_flatten((args, kwargs)))
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
-            call.run_outside_step()
+            call.run_now()
 
 
-class Call:
+class ClosureCall:
     """One call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
     def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any) -> None:
@@ -121,17 +121,17 @@ class Call:
     # -- inside a traced step --
 
     def note(self, trace: StepTrace) -> None:
-        """Keep what the tensor arguments are at this place of the step."""
+        """Record the tensor arguments as they are at this point of the step."""
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
-                if type(leaf) is DeferredTensor and leaf._store.trace is not trace:
-                    trace.adopt(leaf._store)
+                if type(leaf) is DeferredTensor and leaf._storage.trace is not trace:
+                    trace.adopt(leaf._storage)
                 self.leaves[i] = ref_of(leaf)
         trace.closures.append(self)
 
     @property
     def refs(self) -> list[Ref]:
-        """Of a noted call, its tensor arguments."""
+        """The tensor arguments of a recorded call."""
         return [leaf for leaf in self.leaves if type(leaf) is Ref]
 
     def after_step(self, arrays: Sequence[Any]) -> None:
@@ -141,8 +141,8 @@ class Call:
 
     # -- beside a step --
 
-    def run_outside_step(self) -> None:
-        """Called in the loop's body, or anywhere: on what the tensor arguments hold now."""
+    def run_now(self) -> None:
+        """Called in the loop's body, or anywhere else: run on the present values."""
         if not self._due():
             return
         if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
@@ -153,10 +153,10 @@ class Call:
             return
         leaves, arrays = [], []
         for leaf in self.leaves:
-            if type(leaf) is DeferredTensor and leaf._store.resident is not None:
-                array = leaf._store.resident.snapshot()
+            if type(leaf) is DeferredTensor and leaf._storage.resident is not None:
+                array = leaf._storage.resident.snapshot()
                 arrays.append(array)
-                leaf = _Held(array, leaf._ref())
+                leaf = _StoredArray(array, leaf._ref())
             elif isinstance(leaf, torch.Tensor):
                 leaf = leaf.detach().clone()
             leaves.append(leaf)
@@ -185,7 +185,7 @@ class Call:
             loop.flush()
 
     def _due(self) -> bool:
-        """Whether it runs at this step of the loop under way, if there is one."""
+        """Whether it runs at this step of the current loop, if there is one."""
         loop = None if _in_closure() else loops.current()
         if loop is None or self.closure is _assertion:
             return True
@@ -221,7 +221,7 @@ Hooks.register(assert_later=_assert_later)
 
 
 class _ThreadLocal(threading.local):
-    """Of one thread: how many closures it is in."""
+    """Per thread: how many closures it is in."""
 
     depth = 0
 
@@ -233,8 +233,8 @@ def _in_closure() -> bool:
     return _this_thread.depth > 0
 
 
-class _Held:
-    """The array that a tensor of the backend had, and how the tensor looks at it."""
+class _StoredArray:
+    """The array behind a tensor of the backend, and the tensor's geometry in it."""
 
     def __init__(self, array: Any, ref: Ref) -> None:
         self.array = array
@@ -242,8 +242,8 @@ class _Held:
 
 
 def _on_host(leaf: Any) -> Any:
-    """What a closure is given for an argument: of an array, its values in memory of the closure's own."""
-    if type(leaf) is _Held:
+    """The argument that a closure receives: for an array, its values in memory of the closure's own."""
+    if type(leaf) is _StoredArray:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))
         return leaf.ref.view(whole)
@@ -255,6 +255,6 @@ def _on_host(leaf: Any) -> Any:
 def _values(array: Any) -> torch.Tensor:
     if type(array) is LazyArray and array.content is not None:
         return array.content
-    from ..jaxlib import to_host
+    from ..jax_support import to_host
 
     return to_host(ready(array))

@@ -1,4 +1,4 @@
-"""A step for one kind of batch, traced and compiled: from a batch to a loss."""
+"""`CompiledStep`: a step for one kind of batch, traced and compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import timeline
 from ...capture import session
-from ...capture.exported_memory import note_memory
+from ...capture.exported_memory import record_exported_memory
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, TraceError
 from ...program.source import here
@@ -19,26 +19,25 @@ from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer
 from ..device.host_memory import HostMemory
-from ..device.lazy import LazyArray, ready
+from ..device.lazy_array import LazyArray, ready
 from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
-from ..guards.left import Env
-from ..jax_there import is_array, is_there
+from ..guards.reconstruct import CallFrame
+from ..lazy_jax import is_array, is_imported
 from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
 from . import loop as loops
 from .arguments import Arguments
+from .background_compile import BackgroundCompiledStep, KernelsFirstRun
 from .inputs import Inputs, write_back
 from .owners import Owner
-from .put_off import FirstRun, PutOffStep
-from .traced import TracedProgram
-from .tracing import Shared
+from .tracing import Shared, TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedRun, SegmentedStep
 
 
-class Call:
-    """One call of a step: its arguments, and what it returns and binds once the step has been run."""
+class StepCall:
+    """One call of a step: its arguments, and what it returns and binds after the step has been run."""
 
     __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
 
@@ -52,7 +51,7 @@ class Call:
 
 
 class CompiledStep:
-    """Called with the arguments, it runs the step and returns what the step does.
+    """Runs the step on the arguments, and returns what the step returns.
 
     Inputs are of two kinds: the state that the step changes, which is donated, so that its memory is updated in place;
     and the rest: weights that are only read, the batch, numbers such as the learning rate.
@@ -66,7 +65,7 @@ class CompiledStep:
         self,
         traced: TracedProgram,
         inputs: Inputs,
-        executable: SegmentedStep | PutOffStep,
+        executable: SegmentedStep | BackgroundCompiledStep,
         backend: Backend,
         ran: bool,
     ) -> None:
@@ -80,15 +79,15 @@ class CompiledStep:
 
     @property
     def executable(self) -> SegmentedStep:
-        """What computes it; waits for JAX where that is put off. See `compiling.compile_step`."""
+        """What executes it; waits for JAX where its import is deferred. See `compiling.compile_step`."""
         executable = self._executable
-        if isinstance(executable, PutOffStep):
+        if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
         return executable
 
     def wait_until_lowered(self) -> None:
-        """Wait while its first run lowers it: before it is traced again."""
-        if isinstance(self._executable, PutOffStep):
+        """Wait while its first run lowers it, before it is traced again."""
+        if isinstance(self._executable, BackgroundCompiledStep):
             self._executable.wait_until_lowered()
 
     def outdated(self) -> bool:
@@ -98,12 +97,12 @@ class CompiledStep:
             return True
         return self.traced.outdated()
 
-    def leave_unexecuted(self, arguments: Arguments) -> Any:
-        """Instead of a call, where steps are only compiled: what the step returns, without values; Python is left as a
-        call leaves it, and weights as they are."""
+    def skip_execution(self, arguments: Arguments) -> Any:
+        """Instead of a call, where steps are only compiled: what the step returns, without values. Python objects are
+        left as a call leaves them, and weights as they are."""
         self.executable.compile_all()
         traced = self.traced
-        call = Call(arguments, ())
+        call = StepCall(arguments, ())
         env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
         call.result = traced.result(env)
         for bind in traced.effects.bindings(env):
@@ -116,7 +115,7 @@ class CompiledStep:
     def __call__(self, arguments: Arguments) -> Any:
         """
         Raises:
-            Shared: if some of the arguments have to go in as themselves.
+            Shared: if some of the arguments have to be inputs themselves.
         """
         traced, owners, backend = self.traced, self.traced.owners, self._backend
         shared = owners.shared(arguments)
@@ -129,8 +128,8 @@ class CompiledStep:
             )
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
-            if is_there():
-                from ..jaxlib import use_x64
+            if is_imported():
+                from ..jax_support import use_x64
 
                 use_x64(undo)
             dispatch.settled()
@@ -142,11 +141,13 @@ class CompiledStep:
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
             key = backend.keys.next() if traced.draws else None
-            seed = key if key is not None else _no_seed(backend.mesh is None) if is_there() else np.zeros(2, np.uint32)
+            seed = (
+                key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
+            )
             begin = timeline.current().now()
             run = self._executable.begin(state, rest, seed)
 
-            call = Call(arguments, state_owners.values())
+            call = StepCall(arguments, state_owners.values())
 
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
                 self._commit(call, buffers, key, *outputs)
@@ -182,25 +183,28 @@ class CompiledStep:
 
     def _commit(
         self,
-        call: Call,
+        call: StepCall,
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         new: Sequence[Any],
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """The step has been run: what it leaves in weights, state, Python and modes. May be done twice."""
+        """The step has been run: commit weights, state, side effects and settings. May be called twice."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
-        for store, _ in traced.handed_out:
-            if store.resident.handed_out is not None:
-                call.memory[store] = store.resident.handed_out
-                store.resident.leave_memory()
+        for storage, _ in traced.handed_out:
+            if storage.resident.handed_out is not None:
+                call.memory[storage] = storage.resident.handed_out
+                storage.resident.release_exported_memory()
         write_back(call.owners, buffers, new)
-        for name, store in traced.outputs.held.items():
-            if store.resident is None:
-                store.resident, store.trace = DeviceBuffer(store.value, sharding=mesh_sharding(arrays[name])), None
-            store.resident.set(arrays[name])
+        for name, storage in traced.outputs.held.items():
+            if storage.resident is None:
+                storage.resident, storage.trace = (
+                    DeviceBuffer(storage.value, sharding=mesh_sharding(arrays[name])),
+                    None,
+                )
+            storage.resident.set(arrays[name])
         if call.bindings is None:
             env = self._env(call.arguments, arrays)
             call.result = traced.result(env)
@@ -215,20 +219,20 @@ class CompiledStep:
             self._backend.keys.taken(key)
         self.inputs.settle(buffers, (*new, *made, *results))
 
-    def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> Env:
+    def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
         fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
-        return Env(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
 
     def _first(
         self,
-        run: SegmentedRun | FirstRun,
+        run: SegmentedRun | KernelsFirstRun,
         state: Sequence[Any],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         gradients: Any,
     ) -> None:
-        """The loss of a first step is there, and the rest of it under way: should that fail, the state is as it was."""
+        """The first loss has been returned, and the rest is running: if that fails, the state is as it was."""
         later = run.later
         if later is None:
             return
@@ -254,7 +258,7 @@ class CompiledStep:
 
 
 def _is_gone(array: Any) -> bool:
-    """Whether a step has been given the memory of an array, or of what a lazy one has become."""
+    """Whether an array, or the array behind a lazy one, has been donated."""
     try:
         array = ready(array)
     except Exception:  # it could not be made
@@ -263,7 +267,7 @@ def _is_gone(array: Any) -> bool:
 
 
 def _not_executed() -> Any:
-    """Stands for an array that there will not be."""
+    """Stands for an array that will not be computed."""
     raise BackendError(
         "this has no value: the backend was made with compile_only or validate_only, so that steps are compiled and "
         "not executed."
@@ -271,20 +275,20 @@ def _not_executed() -> Any:
 
 
 def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
-    """Lets those who look at what a weight was before the step do so in the memory that others were handed."""
+    """Lets the holders of a weight's former memory keep it."""
 
     def bind() -> None:
-        buffer = kept._store.resident
+        buffer = kept._storage.resident
         if buffer.handed_out is None:
             buffer.take_memory(memory)
-            note_memory(kept._store)
+            record_exported_memory(kept._storage)
 
     return bind
 
 
 @functools.cache
 def _no_seed(on_device: bool) -> Any:
-    """For a step that draws nothing."""
+    """For a step without random operations."""
     import jax
 
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)

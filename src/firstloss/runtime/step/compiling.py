@@ -1,4 +1,4 @@
-"""From a `TracedProgram` to what computes it: lowered, cut where it repeats, compiled."""
+"""`compile_step`: from a `TracedProgram` to what executes it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...lower.names import all_have_rules
+from ...lower.rule_names import all_have_rules
 from ..backend import Backend
 from ..device import on_gpu
 from ..mesh.processes import processes
+from .background_compile import BackgroundCompiledStep
 from .first_loss import FirstLoss
 from .inputs import Inputs
-from .put_off import PutOffStep
-from .traced import TracedProgram
+from .tracing import TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedStep
 
 
-def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | PutOffStep:
-    """What is called with the state that the step changes, the rest of its inputs and a seed, and returns new state,
-    what the step leaves, and results. The state is donated, so that its memory is updated in place.
+def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | BackgroundCompiledStep:
+    """What executes the step: called with the state that it changes, its other inputs and a seed, it returns the new
+    state, what the step leaves, and results. The state is donated, so that its memory is updated in place.
 
     Raises:
         BackendError: for a mesh that is not there.
@@ -35,23 +35,23 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         )
     first_loss = _first_loss(traced, traced.results, backend)
     if first_loss is None or not all_have_rules(traced.program):
-        from .parts import refuse_unsupported
+        from .segmentation import refuse_unsupported
 
         refuse_unsupported(traced)
 
     def make() -> SegmentedStep:
-        from .parts import segmented  # here, because it brings JAX
+        from .segmentation import segmented  # here, because it brings JAX
 
         return segmented(traced, inputs, backend, behind=first_loss is not None and not first_loss.failed)
 
     if first_loss is None:
         return make()
-    return PutOffStep(make, first_loss, traced.groups)
+    return BackgroundCompiledStep(make, first_loss, traced.groups)
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:
-    """What computes the results of the first step without a compiler: that of new weights, not of those which a
-    checkpoint had, so that a run that goes on has the losses of one that was never interrupted."""
+    """What computes the results of the first step without a compiler; for new weights only, not for those of a
+    checkpoint, so that a resumed run has the losses of one that was never interrupted."""
     if backend.first_loss != "eager" or backend.stepped or traced.raised is not None:
         return None
     if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has some of the parts

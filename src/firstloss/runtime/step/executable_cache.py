@@ -35,8 +35,8 @@ from ...lower import aten
 from ...lower.functional import functional
 from ...lower.registry import OF_USERS
 from ...lower.rules import RULES
-from ..jaxlib import compile_options, on_cpu
-from . import notes
+from ..jax_support import compile_options, on_cpu
+from . import lowering_markers
 
 _SOURCES = Path(__file__).parents[2]
 _DIGEST_BYTES = 32
@@ -123,7 +123,7 @@ def entry_of(name: str, signature: Any, order: tuple) -> Entry | None:
         signature: what it computes from its inputs.
         order: of its arguments and results, and how many of them are donated.
     """
-    folder, settings = notes.folder(), _settings()
+    folder, settings = lowering_markers.folder(), _settings()
     if folder is None or settings is None or not on_cpu():
         return None
     with aten.within():

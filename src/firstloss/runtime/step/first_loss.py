@@ -1,8 +1,8 @@
 """The first loss by PyTorch's own kernels, before anything is lowered or compiled.
 
 What a step returns is a slice of its Program, like any weight of its constructor's: the forward pass, mostly. It needs
-the weights and no compiler, so it is computed as soon as they are there; the step itself is lowered, compiled and run
-behind it. The first loss is then eager PyTorch's, bit for bit, and the training is the compiled step's as before.
+the weights and no compiler, so it is computed as soon as they are available; the step itself is lowered, compiled and
+run behind it. The first loss is then eager PyTorch's, bit for bit, and the training is the compiled step's as before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ...program.python_text import is_number
 from ..device import on_gpu
-from ..device.lazy import LazyArray, copied_later
-from ..jax_there import is_array
+from ..device.lazy_array import LazyArray, copied_later
+from ..lazy_jax import is_array
 
 if TYPE_CHECKING:
-    from .draws import Draws
+    from .first_loss_random import Draws
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
 _MOST_OF_A_STEP = 0.6
@@ -34,8 +34,8 @@ _ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.
 
 
 class Kernels(Replay):
-    """As recipes are replayed, but for what only steps have: numbers that are inputs, barriers, and random numbers that
-    come from a key."""
+    """Replays nodes like recipes, with what only steps have: symbolic numbers, barriers, and random numbers from a
+    key."""
 
     def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
         """
@@ -104,7 +104,7 @@ class Kernels(Replay):
 
 
 class FirstLoss:
-    """Computes some outputs of a step's Program from its inputs."""
+    """Computes some outputs of a step's Program from its inputs, with PyTorch's kernels."""
 
     def __init__(self, program: Program, names: Sequence[str], device: torch.device | None = None) -> None:
         """
@@ -125,7 +125,7 @@ class FirstLoss:
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, given: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
-        """As `compute`, of inputs that are `given` as arrays, or lazily. None if PyTorch's kernels cannot do it.
+        """Like `compute`, for inputs that are arrays or lazy. None if PyTorch's kernels cannot do it.
 
         Args:
             seed: the two words of which the compiled step makes its random numbers.
@@ -142,7 +142,7 @@ class FirstLoss:
                 return torch.from_numpy(np.asarray(found))
             if self._device is not None:
                 return on_gpu.view(found)
-            from ..jaxlib import to_host
+            from ..jax_support import to_host
 
             return to_host(found)
 
@@ -157,12 +157,12 @@ class FirstLoss:
     def _draws(self, seed: np.ndarray) -> Draws | None:
         if not self._random:
             return None
-        from .draws import Draws  # here, because it brings JAX
+        from .first_loss_random import Draws  # here, because it brings JAX
 
         return Draws(self._random, seed)
 
     def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
-        """The outputs, on the host until somebody asks for them as arrays.
+        """The outputs, in host memory.
 
         Args:
             content_of: gives the content of an input, not to be written; waits for it.
@@ -195,7 +195,7 @@ def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:
-    """By the number of a node, the Values that no later node reads: their memory can be freed."""
+    """The Values that no later node reads, by the index of a node: their memory can be freed."""
     last: dict[Value, int] = {}
     for node in nodes:
         for value in (*(ref.value for ref in node.refs()), *node.outputs):

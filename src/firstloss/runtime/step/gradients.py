@@ -1,4 +1,4 @@
-"""The gradients that a step finds in the weights, and those that it leaves there."""
+"""Gradients of the weights before and after a step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...capture.geometry import Geometry, geometry_of
 from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
-from ...program.graph import Ref, Value
+from ...program.graph import Geometry, Ref, Value, geometry_of
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left, Make
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
 from .owners import Owner, memory_of, storage_or_itself
 
 Inputs = dict[Value, Owner]
 
 
 class Gradients:
-    """Of the weights of one traced step: at later calls no Python of the step's runs that would read or set them."""
+    """The gradients of the weights of one traced step; at later calls no Python code of the step reads or sets them."""
 
     def __init__(self, weights: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
         """To be made before the step is traced.
@@ -35,9 +34,9 @@ class Gradients:
         # By the input that is their memory, weights, and how their gradients looked at it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
-    def traced(self, inputs: Inputs, effects: Effects, left: Left) -> None:
-        """The step has been traced, and reads `inputs`; what it has left in the weights is an effect like others."""
-        self._note_new_gradients()
+    def traced(self, inputs: Inputs, effects: Effects, left: Reconstructor) -> None:
+        """The step has been traced with these `inputs`; a gradient that it leaves is a side effect like others."""
+        self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
         whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
         for parameter, gradient in self._before.items():
@@ -57,13 +56,13 @@ class Gradients:
             if tensor.requires_grad != wanted:
                 effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
-    def _note_new_gradients(self) -> None:
-        """What wanted no gradient before the step, and has got one: the step has made it want some."""
+    def _record_new_gradients(self) -> None:
+        """Weights that required no gradient before the step, and have one now: the step has unfrozen them."""
         self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
         """The step could not be traced."""
-        self._note_new_gradients()
+        self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
         for tensor, wanted in self._wanted.items():
@@ -92,11 +91,11 @@ class Gradients:
 
     @property
     def read(self) -> Iterable[Value]:
-        """The inputs that are gradients."""
+        """The gradients that are inputs."""
         return self._read
 
     def follow(self, inputs: Inputs, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
-        """Before a later call: an eager backward pass has made new ones, which are read, or written to, instead.
+        """Before a later call: eager backward passes have made new gradients, which replace the inputs.
 
         Returns:
             Whether there were such.
@@ -120,11 +119,11 @@ class Gradients:
         return others
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Those that a call will replace, for `back_to`."""
+        """The gradients that a call will replace, for `back_to`."""
         return [(parameter, parameter.grad) for parameter in self._left]
 
     def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """A call has failed: weights have the gradients again that were there `before`."""
+        """A call has failed: restore the gradients `before` it."""
         for parameter, gradient in before:
             parameter.grad = gradient
 
@@ -143,7 +142,7 @@ def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
     return want
 
 
-def _maker(parameter: torch.Tensor, make: Make) -> Callable[[Env], Bind]:
+def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:
     return lambda env: _setter(parameter, make(env))
 
 
@@ -161,7 +160,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
         return False
     now = _view(gradient)
     if view is not None and not isinstance(view, Ref):  # it was a part of a real tensor
-        return now is None and geometry_of(gradient) == view and _bytes_behind(gradient) == value.nbytes
+        return now is None and geometry_of(gradient) == view and _bytes_from(gradient) == value.nbytes
     if now is None:
         fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
         return fits and whole_storage(gradient) is gradient
@@ -170,7 +169,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
     return now[1:] == view[1:] and _alike(now.value, value)
 
 
-def _bytes_behind(gradient: torch.Tensor) -> int:
+def _bytes_from(gradient: torch.Tensor) -> int:
     with DisableTorchDispatch():
         return gradient.untyped_storage().nbytes()
 

@@ -1,4 +1,4 @@
-"""A traced step on the "GPU" backend: eager at first, then its Program replayed as a CUDA graph.
+"""A traced step on the "GPU" backend: eager first, then its Program replayed as a CUDA graph.
 
 The first call of a step runs as it is written: that is the first loss, and no Firstloss is between it and eager
 PyTorch. At the second the step is traced, its Program is rehearsed by the same kernels (`gpu/replay.py`), and what that
@@ -14,37 +14,36 @@ from typing import Any
 import torch
 
 from ... import timeline
-from ...capture.lost_history import returned
+from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, Replayed
 from ...program.graph import Value
 from ...program.source import warn
 from ...undo import Undo
 from ..backend import Backend
-from ..guards.left import Env
-from ..structures import flatten
+from ..guards.reconstruct import CallFrame
+from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
 from .cache import StepCache
-from .changes import Request
-from .modes import modes
-from .surroundings import Surroundings
-from .traced import TracedProgram
-from .tracing import Shared
+from .process_settings import modes
+from .retracing import Request
+from .trace_observer import TraceObserver
+from .tracing import Shared, TracedProgram
 
 # What a step returns, replayed and eager, of half precision perhaps: one place of bfloat16.
 _AGREE = 2.0**-7
 
 
 class GraphedStep:
-    """A step for one kind of call, on weights that are real tensors: what `CompiledStep` is on the XLA backend."""
+    """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
     def __init__(self, traced: TracedProgram, executable: Replayed) -> None:
         self.traced = traced
         self.executable = executable
 
     def outdated(self) -> bool:
-        """Whether something that was taken for granted has been changed since."""
+        """Whether anything that the graph depends on has changed since."""
         return self.traced.optimizers.first_step_only or self.traced.outdated()
 
     @property
@@ -88,7 +87,7 @@ class GraphedStep:
         return result
 
     def _given(self, arguments: Arguments) -> tuple[dict, dict, dict]:
-        """What the replay is given: weights and what else is there, the batch, and numbers."""
+        """The inputs of the replay: weights and other tensors, the batch, and numbers."""
         traced, owners = self.traced, self.traced.owners
         shared = owners.shared(arguments)
         if shared:
@@ -109,7 +108,7 @@ class GraphedStep:
                 kept[theirs] = owners.inputs[value]  # type: ignore[assignment] # real ones
         return kept, batch, reads
 
-    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> Env:
+    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:
         tensors: dict[int, torch.Tensor] = {}
 
         def fresh(number: int) -> torch.Tensor:
@@ -124,7 +123,7 @@ class GraphedStep:
                 tensors[number] = tensor
             return tensors[number]
 
-        return Env(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -134,7 +133,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
-    def compiled(self, around: Surroundings, find: Callable[[TracedProgram], Any]) -> Any:
+    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
         """Trace the step, and plan how it is replayed.
 
         Raises:
@@ -153,15 +152,15 @@ class GraphRequest(Request):
 
 
 def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
-    why_not = traced.why_not
+    retrace_reason = traced.retrace_reason
     if traced.raised is not None:
-        why_not = "it raised an error"
+        retrace_reason = "it raised an error"
     elif traced.trace.closures:
-        why_not = "it calls step closures"
+        retrace_reason = "it calls step closures"
     elif traced.optimizers.state.new:
-        why_not = "its optimizer makes new state"
-    if why_not is not None:
-        raise TraceError(why_not)
+        retrace_reason = "its optimizer makes new state"
+    if retrace_reason is not None:
+        raise TraceError(retrace_reason)
     inputs = (*traced.owners.changed, *traced.owners.read)
     plan = Plan(traced.program, inputs, traced.optimizers.groups.inputs, backend.torch_device)
     if plan.obstacles:
@@ -171,7 +170,7 @@ def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
 
 
 class Trials:
-    """Of one traced step: which kinds of calls are replayed, and which run eagerly: new ones, and some for good."""
+    """The kinds of calls of one traced step: which are replayed, and which run eagerly, at first or always."""
 
     def __init__(self, name: str, cache: StepCache) -> None:
         self._name = name
@@ -195,10 +194,10 @@ class Trials:
             if not found.executable.tried:
                 compare = found.rehearsed(arguments)
         except Shared:
-            self._give_up(key, "it edits an argument that it meets in another way as well")
+            self._fall_back(key, "it edits an argument that it meets in another way as well")
             return step(*args, **kwargs)
         except Exception as error:  # nothing has been changed: whatever is wrong, eager PyTorch says so itself
-            self._give_up(key, str(error) or type(error).__name__)
+            self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)
         if compare is None:
             self._last = key, found
@@ -207,10 +206,10 @@ class Trials:
         try:
             compare(result)
         except TraceError as error:
-            self._give_up(key, str(error))
+            self._fall_back(key, str(error))
         return result
 
-    def _give_up(self, kind: Any, why: str) -> None:
+    def _fall_back(self, kind: Any, why: str) -> None:
         """Run it eagerly from now on, and say so once."""
         self._eager[kind] = why
         text = f"{self._name} runs eagerly on this backend, and not as a CUDA graph: {why}"

@@ -1,4 +1,4 @@
-"""A step's inputs: where they are between calls, and the array that each call passes for each of them."""
+"""A step's inputs: their device buffers, and the array that each call passes for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...program.graph import Value
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy import LazyArray, lent_later, put_later, ready
-from ..jax_there import is_there
+from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
+from ..lazy_jax import is_imported
 from .owners import Owner, Owners
-from .parameter_groups import Hyperparameter
+from .parameter_groups import GroupEntry
 
 if TYPE_CHECKING:
     import jax
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """What stands for a step's inputs: storages on the backend, arguments of the call, numbers in an optimizer's
-    groups, and tensors from outside the backend.
+    """The inputs of a step: storages on the backend, arguments of the call, numbers in parameter groups, and tensors
+    from outside the backend.
 
     Attributes:
         where: on a mesh, the sharding of each input.
@@ -36,10 +36,10 @@ class Inputs:
         self,
         backend: Backend,
         owners: Owners,
-        numbers: Mapping[Value, Hyperparameter],
+        numbers: Mapping[Value, GroupEntry],
     ) -> None:
-        """`numbers` says which number stands for an input; all are read anew at each call. On a mesh, storages that are
-        not on the backend yet are moved there."""
+        """`numbers` says which number stands for an input; all are read again at each call. On a mesh, storages that
+        are not on the backend yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
         self._places = owners.arguments
@@ -67,7 +67,7 @@ class Inputs:
         return arrays, buffers if all(buffers) else _buffers(changed)  # some have been made since
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
-        """What stands for the inputs `values`; without `wait`, lazily those that are still being made."""
+        """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
         return tuple(
             (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
         )
@@ -76,13 +76,15 @@ class Inputs:
         place = self._places.get(value)
         owner = self._owners[value] if place is None else leaves[place]
         if type(owner) is DeferredTensor and owner._ref().whole:
-            store = owner._store
-            if store.resident is not None and store.resident.sharding is self.where.get(value):  # and need not be sent
-                owner = store
+            storage = owner._storage
+            if storage.resident is not None and storage.resident.sharding is self.where.get(
+                value
+            ):  # and need not be sent
+                owner = storage
         return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
-        """What stands for an input `value` at this call; `donated`, if the step may write to it."""
+        """The array of an input `value` at this call; `donated` if the step may write to it."""
         number = self._numbers.get(value)
         if number is not None:
             return np.float64(number.read())
@@ -92,15 +94,15 @@ class Inputs:
         array: jax.Array
         if isinstance(owner, DeferredStorage):
             array = self._argument(self._buffer(owner), donated)
-        elif type(owner) is DeferredTensor and owner._store.resident is not None and owner._ref().whole:
-            array = self._argument(owner._store.resident)
+        elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
+            array = self._argument(owner._storage.resident)
         elif where is not None:
-            return put_later(owner, where)
+            return to_device_later(owner, where)
         else:  # a copy, since the step runs on while the caller may go on to write to the tensor
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
         if where is None:
             return array
-        from ..mesh.arrays import fit
+        from ..mesh.sharded_arrays import fit
 
         return fit(array, where)
 
@@ -121,7 +123,7 @@ class Inputs:
                 buffer.settle()
 
     def same_shardings(self, other: Inputs) -> bool:
-        """On a mesh: whether the inputs of another step that does the same have these shardings."""
+        """On a mesh: whether the inputs of an equivalent step have the same shardings."""
         from ..mesh.mesh import named
 
         return [*map(named, self.where.values())] == [*map(named, other.where.values())]
@@ -134,27 +136,27 @@ class Inputs:
             return mesh.batch_sharding(tuple(value.shape))
         return self._buffer(owner).sharding or mesh.whole
 
-    def _buffer(self, store: DeferredStorage) -> DeviceBuffer:
-        """The buffer of a storage, which is moved to the backend if it is not there yet."""
-        if store.resident is None:
-            self._backend.move_to_device(_tensors_of(store))
-        return store.resident
+    def _buffer(self, storage: DeferredStorage) -> DeviceBuffer:
+        """The buffer of a storage, which is moved to the backend first if necessary."""
+        if storage.resident is None:
+            self._backend.move_to_device(_tensors_of(storage))
+        return storage.resident
 
 
 def _given(tensor: torch.Tensor) -> Any:
-    """A tensor of our own as an argument of one call; where there is no JAX yet, lazily."""
-    if is_there():
-        from ..jaxlib import given
+    """A tensor as an argument of one call; lazily before JAX is imported."""
+    if is_imported():
+        from ..jax_support import as_argument
 
-        return given(tensor)
+        return as_argument(tensor)
 
-    return lent_later(tensor)
+    return share_later(tensor)
 
 
-def _tensors_of(store: DeferredStorage) -> list[DeferredTensor]:
-    """Those that look at it; of what the step has loaded from a file, and not kept, one that looks at all of it."""
-    value = store.value
-    return store.alive() or [DeferredTensor.wrap(store, value.shape, value.stride, 0, value.dtype)]
+def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
+    """The tensors in a storage; for one that the step has loaded from a file and not kept, a tensor of all of it."""
+    value = storage.value
+    return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
 
 
 def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
@@ -162,12 +164,12 @@ def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
 
 
 def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], arrays: Sequence[Any]) -> None:
-    """A step has made `arrays` of the content of `owners`, whose buffers these are; some may be lazy."""
+    """Write `arrays`, the new content of `owners` whose buffers these are, back; some may be lazy."""
     if not all(buffers):
         with torch.no_grad():
             for owner, array in zip(owners, arrays, strict=True):
                 if isinstance(owner, torch.Tensor):  # from outside the backend
-                    from ..jaxlib import to_host
+                    from ..jax_support import to_host
 
                     owner.copy_(to_host(ready(array)))
     replace_arrays(buffers, arrays)

@@ -1,4 +1,4 @@
-"""A loop over steps: which step is under way, and what has to run once its values are there.
+"""The loop over steps: the current step, and closures that wait for its values.
 
 Steps are dispatched, not waited for: while the device runs one, Python goes on to the next. What wants values (step
 closures) waits in a queue, in order, and runs in the user's own thread as soon as the values have arrived; at the
@@ -19,7 +19,7 @@ AHEAD = 2
 
 
 class Waiting(NamedTuple):
-    """Something to run when `arrays` are there: a closure, or nothing (a step that is only waited for)."""
+    """A function to run when `arrays` are computed: a closure, or nothing (a step that is only waited for)."""
 
     step: int
     arrays: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Loop:
         self._run_until(step - AHEAD)
 
     def dispatched(self, results: Iterable[Any]) -> None:
-        """A traced step is under way, and will give `results` (arrays)."""
+        """A traced step has been dispatched, and will return `results` (arrays)."""
         arrays = tuple(results)
         if arrays:
             self._waiting.append(Waiting(self.latest, arrays[:1], None))
@@ -88,7 +88,7 @@ def _ready(array: Any) -> bool:
 
 
 class _Running(threading.local):
-    """The loops that are under way in one thread, the innermost last."""
+    """The loops running in one thread, the innermost last."""
 
     def __init__(self) -> None:
         self.loops: list[Loop] = []
@@ -98,14 +98,14 @@ _running = _Running()
 
 
 def current() -> Loop | None:
-    """The innermost loop that is under way in this thread."""
+    """The innermost loop running in this thread."""
     loops = _running.loops
     return loops[-1] if loops else None
 
 
 @contextmanager
 def running(loop: Loop) -> Iterator[Loop]:
-    """Make `loop` the current one; when the block ends well, all that waits in it has run."""
+    """Make `loop` the current one; when the block ends without an error, everything that waits has run."""
     outer = current()
     if outer is not None:
         outer.flush()  # a validation within training: what was trained before is reported before

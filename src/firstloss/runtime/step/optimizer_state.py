@@ -1,23 +1,26 @@
-"""Optimizers' state: what a step rebinds in it, and whether user code has put other tensors there."""
+"""Optimizers' state in a traced step: what it rebinds, whether user code has replaced tensors, and loading in place."""
 
 from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...capture.new_state import PLAIN
-from ...capture.step import StepTrace, is_traced
+from ...capture.new_optimizer_state import PLAIN
+from ...capture.step import StepTrace, is_traced, storage_key
+from ...compat.torch_names import DisableTorchDispatch
+from ..backend import current_backend
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left, Make
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class OptimizerStates:
-    """Those of the optimizers that step inside one trace.
+    """The state of the optimizers that step in one trace.
 
     Attributes:
         new: what their first steps would make, made before them.
@@ -35,13 +38,13 @@ class OptimizerStates:
         self._states: list[StateOf] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step of one: what it has."""
+        """Before an optimizer's first step: its state."""
         for entries in optimizer.state.values():
             kept = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
         self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
-    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.
 
         Args:
@@ -68,7 +71,7 @@ class OptimizerStates:
                     undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
                     effects.add(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
 
-    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: Env) -> Bind:
+    def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: CallFrame) -> Bind:
         new = make(env)
 
         def bind() -> None:
@@ -81,7 +84,7 @@ class OptimizerStates:
         return bind
 
     def settled(self) -> None:
-        """The trace has ended: the state that there is now is what the step works on."""
+        """The trace has ended: the present state is what the step works on."""
         self._states = [StateOf(optimizer) for optimizer in self._seen]
 
     def replaced(self) -> bool:
@@ -89,7 +92,7 @@ class OptimizerStates:
         return any(state.replaced() for state in self._states)
 
     def forget_new(self) -> None:
-        """The step could not be traced: what it has made is no state."""
+        """The step could not be traced: drop the state that it has created."""
         new = set(map(id, self.new))
         for optimizer in self._seen:
             for entries in optimizer.state.values():
@@ -125,7 +128,9 @@ class StateOf:
                 return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
             except KeyError:
                 return True
-        now = StateOf(self._optimizer)  # load_state_dict makes new dicts, and keeps what is in them (`reload.py`)
+        now = StateOf(
+            self._optimizer
+        )  # load_state_dict makes new dicts, and keeps what is in them (`optimizer_state.py`)
         pairs = [(self._weights, now._weights), (self._keys, now._keys), (self._values, now._values)]
         if any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in pairs):
             return True
@@ -143,10 +148,51 @@ def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, h
         del optimizer.state[p]
 
 
-def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: Env) -> Bind:
+def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make: Make, env: CallFrame) -> Bind:
     new = make(env)
 
     def bind() -> None:
         optimizer.state.setdefault(p, {})[key] = new
 
     return bind
+
+
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
+    """Bring the state that `optimizer` has to the backend, and keep it there. `trace` is of the step that steps it.
+
+    From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which are there, and copies into
+    them. Elsewhere the loaded tensors are the state from then on, as `torch.optim` has it (whoever holds them sees them
+    change). Either way its groups are new ones, and the step is traced again.
+    """
+    held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
+    state = [v for v in held if storage_key(v) not in met]  # else the step has read or written it where it is
+    backend = current_backend()
+    with DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
+        if backend.mesh is not None:
+            backend.mesh.follow(optimizer.state, [optimizer])
+        backend.move_to_device(state)
+    if optimizer in _watched:
+        return
+    _watched.add(optimizer)
+    before: dict[Any, dict[str, Any]] = {}
+
+    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
+
+    def copy_back(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
+            for key, new in entries.items():
+                old = before.get(parameter, {}).get(key)
+                if not isinstance(old, torch.Tensor):
+                    continue
+                if isinstance(new, torch.Tensor) and new.shape == old.shape:
+                    with torch.no_grad():
+                        entries[key] = old.copy_(new)
+        before.clear()
+
+    optimizer.register_load_state_dict_pre_hook(remember)
+    optimizer.register_load_state_dict_post_hook(copy_back)

@@ -1,4 +1,4 @@
-"""Stock optimizers inside a traced step: their state exists before it, and what a schedule changes is an input."""
+"""PyTorch optimizers in a traced step: their state is created before it, and what a schedule changes is an input."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.new_state import FirstStepDiffers, find_new_state
-from ...capture.scalars import tensor_of
+from ...capture.new_optimizer_state import FirstStepDiffers, find_new_state
 from ...capture.step import StepTrace
+from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
@@ -30,13 +30,12 @@ from ...program.graph import Value, span
 from ...program.source import here
 from ...undo import Undo
 from ..guards.effects import Effects
-from ..guards.left import Left
+from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .optimizer_state import OptimizerStates
-from .owners import place_of
+from .optimizer_state import OptimizerStates, load_in_place
+from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
-from .reload import load_in_place
 from .schedulers import Schedulers
 
 # What these do cannot be one fixed computation on dense tensors.
@@ -47,7 +46,7 @@ _REFUSED = {
 
 
 class Optimizers:
-    """The optimizers that step inside one trace.
+    """The optimizers that step in one trace.
 
     Attributes:
         seen: those that have stepped.
@@ -81,11 +80,11 @@ class Optimizers:
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
 
     def outdated(self) -> bool:
-        """Whether what the step takes for granted of them is so no longer."""
+        """Whether an assumption of the step about them no longer holds."""
         return self.state.replaced() or self.groups.outdated()
 
-    def traced(self, effects: Effects, left: Left, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
-        """What they have left is an effect like others.
+    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+        """Their side effects are effects like others.
 
         Args:
             move: tells the step which tensor stands now where another did.
@@ -101,7 +100,7 @@ class Optimizers:
 
     @contextmanager
     def watched(self, recording: Recording) -> Iterator[None]:
-        """Prepare every optimizer just before its first step in the block; afterwards their groups are as before.
+        """Prepare every optimizer just before its first step in the block; its groups are restored afterwards.
 
         Args:
             recording: what the step reads.
@@ -204,7 +203,7 @@ class Optimizers:
                 )
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        self.given.update(grad._store.value for grad in grads if type(grad) is DeferredTensor)
+        self.given.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
         load_in_place(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
@@ -254,7 +253,7 @@ class Optimizers:
                     del group[key]
                 group.update(before)
             if around is not None:  # what the user's own code counts, it has not counted
-                Effects(around, None, Left(lambda tensor: False, around.holds)).undo()
+                Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)
@@ -270,8 +269,8 @@ def _keeps_gradients(group: dict[str, Any]) -> bool:
 
 
 def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether weights, gradients or state overlap in memory, so that it matters which weight is updated first:
-    operations on lists read what they need of all before they write."""
+    """Whether weights, gradients or state overlap in memory, so that the order of updates matters: foreach operations
+    read everything before they write."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
     strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel()]
@@ -280,14 +279,14 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory it is in, and the first byte and the one after its last one in that."""
-    memory, (size, stride, offset, dtype) = place_of(tensor)
+    """Its memory, and the range of bytes in it."""
+    memory, (size, stride, offset, dtype) = memory_and_geometry(tensor)
     return memory, offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
 
 @replaces("torch.amp.GradScaler.scale")
 def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PyTorch's loss scaler decides on the host whether to step: an error that says what to use."""
+    """An error for PyTorch's loss scaler, which decides on the host whether to step: use Firstloss's."""
     if session.trace is None:
         return original(self, *args, **kwargs)
     raise TraceError(
@@ -314,7 +313,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, what others do before and after its steps is left out."""
+    """Skip the hooks of its steps in the block."""
     tables: list[Any] = [step_pre_hooks(optimizer), step_post_hooks(optimizer)]
     with Undo() as undo, undo:
         for table in tables:
@@ -324,7 +323,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _hooks_of_all() -> list[Callable[..., Any]]:
-    """What others do before and after the steps of every optimizer."""
+    """The hooks of the steps of all optimizers."""
     tables = (global_step_pre_hooks, global_step_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]

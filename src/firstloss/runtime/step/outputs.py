@@ -1,4 +1,4 @@
-"""The tensors that a step returns, or leaves in Python: outputs of its Program, and new tensors at each call."""
+"""The tensors that a step returns or leaves in Python: outputs of its Program, and new tensors at each call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...capture.geometry import Geometry, geometry_of
-from ...capture.lost_history import returned
+from ...capture.autograd_boundary import returned
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
-from ...program.graph import Ref
-from ..guards.left import Left
+from ...program.graph import Geometry, Ref, geometry_of
+from ..guards.reconstruct import Reconstructor
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -32,7 +31,7 @@ class Outgoing(NamedTuple):
 class _Part(NamedTuple):
     """A traced tensor that the step returns or leaves, which may be gone."""
 
-    store: int  # the id of its storage
+    storage: int  # the id of its storage
     ref: Ref
     geometry: Geometry
     computed: bool
@@ -41,11 +40,11 @@ class _Part(NamedTuple):
     @staticmethod
     def of(tensor: DeferredTensor, mesh: Mesh | None) -> _Part:
         return _Part(
-            store=id(tensor._store),
+            storage=id(tensor._storage),
             ref=tensor._ref(),
             geometry=geometry_of(tensor),
             computed=tensor.requires_grad and not tensor.is_leaf,
-            where=None if mesh is None else mesh.storage_sharding(tensor._store),
+            where=None if mesh is None else mesh.storage_sharding(tensor._storage),
         )
 
     def outgoing(self, output: str, whole: bool) -> Outgoing:
@@ -61,14 +60,14 @@ class Outputs:
         out: names of the results, one of which may be the first loss.
         made: names of what the step leaves in Python, which no caller waits for.
         where: on a mesh, the shardings of `made`.
-        outgoing: the tensors by the number by which `Env.fresh` is asked for them.
+        outgoing: the tensors by the number by which `CallFrame.fresh` is asked for them.
         held: by name, storages of tensors that are referenced from an object that was not found.
-        why_not: why the step has to be traced at each call, if it has to.
+        retrace_reason: why the step has to be traced at each call, if it has to.
     """
 
     def __init__(
         self,
-        left: Left,
+        left: Reconstructor,
         returned: int,
         tracing: StepTrace,
         mesh: Mesh | None,
@@ -90,20 +89,20 @@ class Outputs:
         self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `outgoing`
         outputs: dict[str, Ref] = {}
         parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
-        self.why_not = left.why_not and cannot_be_made_anew(left.why_not)
+        self.retrace_reason = left.retrace_reason and cannot_be_rebuilt(left.retrace_reason)
         left.release()
-        expected = {id(t._store) for t in reachable if is_traced(t, tracing)}
-        survivors = {id(store): store for store in self._survivors(expected, viewers)}
-        unseen = {key: store for key, store in survivors.items() if key not in expected}
+        expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
+        survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
+        unseen = {key: storage for key, storage in survivors.items() if key not in expected}
         self.outgoing = self._views(parts, returned, outputs, mesh, unseen)
-        for store in survivors.values():
-            if store not in self._unseen.values():
+        for storage in survivors.values():
+            if storage not in self._unseen.values():
                 name = f"made{len(self.made)}"
                 self.made.append(name)
                 if mesh is not None:
-                    self.where[name] = mesh.storage_sharding(store)
-                outputs[name] = Ref.of(store.value)
-                self.held[name] = store
+                    self.where[name] = mesh.storage_sharding(storage)
+                outputs[name] = Ref.of(storage.value)
+                self.held[name] = storage
         self.held |= self._unseen
         self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
 
@@ -125,7 +124,7 @@ class Outputs:
         """Outputs for tensors: those of one storage are views of one output."""
         sharing: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
-            sharing.setdefault(part.store, []).append(number)
+            sharing.setdefault(part.storage, []).append(number)
         found: dict[int, Outgoing] = {}
         for key, numbers in sharing.items():
             names, kind = (self.out, "out") if numbers[0] < returned else (self.made, "made")
@@ -148,22 +147,22 @@ class Outputs:
         looked."""
         tracing = self._tracing
         placeholders = {
-            id(owner._store) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
+            id(owner._storage) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
         } | viewers
 
         def alive() -> list[DeferredStorage]:
-            stores = [store for made in tracing.made if (store := made()) is not None]
-            ours = [s for s in stores if s.trace is tracing and id(s) not in placeholders]
-            return [store for store in ours if store.alive()]
+            storages = [storage for made in tracing.made if (storage := made()) is not None]
+            ours = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
+            return [storage for storage in ours if storage.alive()]
 
         found = alive()
-        if any(id(store) not in expected for store in found):
+        if any(id(storage) not in expected for storage in found):
             gc.collect(0)  # nothing was collected while the step was traced
             found = alive()
-        held = _held([store for store in found if id(store) not in expected])
-        found = [store for store in found if id(store) in expected or id(store) in held]
-        if self.why_not is None and any(id(store) not in expected for store in found):
-            self.why_not = cannot_be_made_anew("a tensor in a place that cannot be seen")
+        held = _held([storage for storage in found if id(storage) not in expected])
+        found = [storage for storage in found if id(storage) in expected or id(storage) in held]
+        if self.retrace_reason is None and any(id(storage) not in expected for storage in found):
+            self.retrace_reason = cannot_be_rebuilt("a tensor in a place that cannot be seen")
         return found
 
     def fresh(self, arrays: Mapping[str, Any], refs: Mapping[str, Ref], step: str) -> Callable[[int], torch.Tensor]:
@@ -174,11 +173,11 @@ class Outputs:
             refs: the Program's outputs.
             step: the step's name.
         """
-        from ..device.lazy import LazyArray  # here, because they bring JAX
-        from ..device.tensors import resident, store_of
+        from ..device.lazy_array import LazyArray  # here, because they bring JAX
+        from ..device.tensors import deferred_storage_of, resident
 
         tensors: dict[int, torch.Tensor] = {}
-        stores = dict(self._unseen)
+        storages = dict(self._unseen)
 
         def fresh(number: int) -> torch.Tensor:
             tensor = tensors.get(number)
@@ -188,9 +187,9 @@ class Outputs:
                     array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
                     tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
                 else:
-                    if output not in stores:
-                        stores[output] = store_of(arrays[output], refs[output].value)
-                    tensor = DeferredTensor.wrap(stores[output], *geometry)
+                    if output not in storages:
+                        storages[output] = deferred_storage_of(arrays[output], refs[output].value)
+                    tensor = DeferredTensor.wrap(storages[output], *geometry)
                 if computed:
                     returned(tensor, step)
                 tensors[number] = tensor
@@ -199,21 +198,21 @@ class Outputs:
         return fresh
 
 
-def cannot_be_made_anew(what: str) -> str:
+def cannot_be_rebuilt(what: str) -> str:
     """Why a step has to be traced at each call."""
-    return f"it leaves {what}, which cannot be made anew at each call"
+    return f"it leaves {what}, which cannot be recreated at each call"
 
 
-def _held(stores: list[DeferredStorage]) -> set[int]:
+def _held(storages: list[DeferredStorage]) -> set[int]:
     """The ids of those storages whose tensors are referenced by a Python object, and not only by autograd's graph, of
     which the results of a step keep nothing.
 
     One search through all of Python's objects finds them.
     """
-    if not stores:
+    if not storages:
         return set()
-    tensors = [tensor for store in stores for tensor in store.alive()]
-    owners = {id(tensor): id(tensor._store) for tensor in tensors}
+    tensors = [tensor for storage in storages for tensor in storage.alive()]
+    owners = {id(tensor): id(tensor._storage) for tensor in tensors}
     found: set[int] = set()
     for referrer in gc.get_referrers(*tensors):
         if referrer is not tensors:

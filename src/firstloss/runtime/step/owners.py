@@ -1,4 +1,4 @@
-"""The tensors that go into a step: which those are, and which others can take their places."""
+"""The tensors and storages that are inputs of a step, and whether others can replace them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import store_at, stores_met_by
-from ...capture.geometry import Geometry, geometry_of
+from ...capture.exported_memory import storage_at, storages_met_by
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
 from ...program.compare import same_bytes
-from ...program.graph import Node, Ref, Value
+from ...program.graph import Geometry, Node, Ref, Value, geometry_of
 from .arguments import Arguments, owner_of
 
 Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
@@ -22,17 +21,17 @@ Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor 
 
 def storage_or_itself(tensor: torch.Tensor) -> Owner:
     """The storage of a tensor of the backend's; else itself."""
-    return tensor._store if type(tensor) is DeferredTensor else tensor
+    return tensor._storage if type(tensor) is DeferredTensor else tensor
 
 
 def memory_of(owner: Any) -> int:
     """The same for tensors and storages that share memory."""
-    return place_of(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
+    return memory_and_geometry(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, Geometry]:
+def memory_and_geometry(tensor: torch.Tensor) -> tuple[int, Geometry]:
     """The memory of a tensor, the same for all that share it, and how it looks at that."""
-    lent = None if type(tensor) is DeferredTensor else store_at(tensor)
+    lent = None if type(tensor) is DeferredTensor else storage_at(tensor)
     return (storage_key(tensor), geometry_of(tensor)) if lent is None else (id(lent[0]), lent[1])
 
 
@@ -56,26 +55,27 @@ class Owners:
         self.read: list[Value] = []
         self.edited: list[int] = []
         self.stand_in: dict[int, torch.Tensor] = {}
-        self._stores: set[int] | None = None  # the ids of the inputs' owners, but for arguments
+        self._storages: set[int] | None = None  # the ids of the inputs' owners, but for arguments
         self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
-        self._writes_outside = False
+        self._writes_external = False
 
     def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
-        """The step has been traced: what it has changed is known. Without `move_to_device` all stays where it is."""
+        """The step has been traced: what it has changed is known. Without `move_to_device` everything stays where it
+        is."""
         changes = self._tracing.changes
         for value in changes:
             found = self.inputs[value]
             outside = value not in self.arguments
-            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _nobody_elses(found):
+            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _is_sole_owner(found):
                 # It lives on the backend from now on: each step would have to be waited for otherwise.
                 move_to_device([found])
-                found = self.inputs[value] = found._store  # type: ignore[attr-defined]
-            self.changed[value] = found._store if type(found) is DeferredTensor else found
+                found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
+            self.changed[value] = found._storage if type(found) is DeferredTensor else found
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
-        self._writes_outside = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
+        self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
     def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
-        """Of the other inputs, those that the Program needs."""
+        """The other inputs that the Program needs."""
         needed = {ref.value for ref in outputs}
         for node in nodes:
             needed.update(ref.value for ref in node.refs())
@@ -83,35 +83,35 @@ class Owners:
         self.read = [v for v in self.inputs if v in needed and v not in self.changed]
 
     def forget_arguments(self) -> None:
-        """Each call has its own: those that the step was traced with are not kept."""
+        """Drop the arguments of the trace: each call has its own."""
         for value in self.arguments:
             self.inputs[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def order(self) -> tuple[list[int], list[int]]:
-        """Which inputs are changed, and which only read, by their numbers."""
+        """The indices of the inputs that are changed, and of those that are only read."""
         order = {value: i for i, value in enumerate(self.inputs)}
         return [order[v] for v in self.changed], [order[v] for v in self.read]
 
     def owners_at_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
-        """The state that a call changes: of the arguments, its own."""
+        """The owners of the state that a call changes, its own arguments among them."""
         if not self.edited:
             return self.changed
         return {v: owner_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
 
     def moved(self) -> None:
-        """Others stand in `inputs` now."""
-        self._stores = None
+        """Owners in `inputs` have been replaced."""
+        self._storages = None
 
     # -- which tensors they are --
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors` goes in, or its gradient."""
+        """Whether one of `tensors`, or its gradient, is an input."""
         theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
-        stores = {id(t._store) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(found) in theirs or id(found) in stores for found in self.inputs.values())
+        storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
+        return any(id(found) in theirs or id(found) in storages for found in self.inputs.values())
 
-    def from_outside(self, given: Container[Value]) -> list[Owner | None]:
-        """What goes in, first what is changed; None for what each call is `given` anew."""
+    def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
+        """The inputs, changed ones first; None for those that each call is `given`."""
         values = (*self.changed, *self.read)
         return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
 
@@ -121,13 +121,15 @@ class Owners:
         found: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
-            stores = [leaf._store] if type(leaf) is DeferredTensor else [store for store, _ in stores_met_by(leaf)]
-            if stores:
-                if self._stores is None:
-                    self._stores = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
-                if not self._stores.isdisjoint(map(id, stores)):
+            storages = (
+                [leaf._storage] if type(leaf) is DeferredTensor else [storage for storage, _ in storages_met_by(leaf)]
+            )
+            if storages:
+                if self._storages is None:
+                    self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
+                if not self._storages.isdisjoint(map(id, storages)):
                     found.add(i)
-        if not self._writes_outside:
+        if not self._writes_external:
             return found
         where: dict[int, list[int]] = {}
         for i, leaf in data:
@@ -150,29 +152,29 @@ class Owners:
             if id(self._origin(old)) in self._tracing.read or old is new:
                 return False
             value = owners.get(id(storage_or_itself(old)))
-            if type(new) is DeferredTensor and not (new._ref().whole and new._store.trace is None):
+            if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
             if value is None:
                 if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
                     return False
                 continue
-            if type(old) is DeferredTensor and len(old._store.alive()) > 1:  # others show the same memory
+            if type(old) is DeferredTensor and len(old._storage.alive()) > 1:  # others show the same memory
                 return False
             if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
-                if store_at(new) is not None or self._tracing.shares(new):
+                if storage_at(new) is not None or self._tracing.shares(new):
                     return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
                     return False
             moved.append((value, new))
-        stores = [id(storage_or_itself(new)) for _, new in moved]
-        if len(set(stores)) != len(stores):
+        storages = [id(storage_or_itself(new)) for _, new in moved]
+        if len(set(storages)) != len(storages):
             return False
-        self._stores = None
+        self._storages = None
         for value, new in moved:
             self.inputs[value] = storage_or_itself(new)
             if value in self.changed:
@@ -190,14 +192,14 @@ class Owners:
 
 
 def differ(a: Owner, b: Owner) -> bool:
-    """Whether two tensors, of one shape and dtype, are others and do not hold the same bytes."""
+    """Whether two tensors of the same shape and dtype are different objects with different bytes."""
     if a is b or not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return a.data_ptr() != b.data_ptr() and not same_bytes(a, b)
 
 
-def _nobody_elses(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` alone holds its memory: no view, no array of numpy's."""
+def _is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor` holds its memory: no view, no NumPy array."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_inference() or not owned_by_torch(tensor):
         return False
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Numbers in optimizers' parameter groups: inputs of a step, or baked into it."""
+"""Numbers in optimizers' parameter groups: inputs of a step, or constants of it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.recorder import DeferredTensor
-from ...capture.scalars import Hyperparameter as TracedHyperparameter
 from ...capture.step import StepTrace
+from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.bindings import always
 from ..guards.effects import Effects
-from ..guards.objects import MISSING
-from ..guards.same import same
+from ..guards.equality import same
+from ..guards.introspection import MISSING
 from ..guards.snapshot import Snapshot
 
 # For an optimizer, the numbers in its groups that have been seen to change: (group, key).
 _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
-class Hyperparameter(NamedTuple):
-    """A number in a parameter group that a step reads anew each time; `place` is its index, where the group has a tuple
-    such as betas."""
+class GroupEntry(NamedTuple):
+    """A number in a parameter group that a step reads again each time; `place` is its index, where the group has a
+    tuple such as betas."""
 
     group: dict[str, Any]
     key: str
     place: int | None
 
     def read(self) -> float:
-        """The number as it is now."""
+        """The present number."""
         value = self.group[self.key]
         return float(value if self.place is None else value[self.place])
 
     def premise(self) -> Any:
-        """What the trace takes for granted of it: that it is a number, or so many, and but for a rate, its sign, by
-        which optimizers branch."""
+        """What the trace assumes of it: that it is a number, or a tuple of so many, and (except for a learning rate)
+        its sign, on which optimizers branch."""
         value = self.group.get(self.key)
         if self.place is None:
             fits = is_number(value)
@@ -50,7 +50,7 @@ class Hyperparameter(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """What the step's Python has set in a group."""
+    """A number that the step's Python has set in a group."""
 
     group: dict[str, Any]
     key: str
@@ -84,7 +84,7 @@ def _is_number_lost(before: Any, now: Any) -> bool:
 
 
 class ParameterGroups:
-    """Those of the optimizers that step inside one trace.
+    """The parameter groups of the optimizers that step in one trace.
 
     What the step's Python sets in them before the optimizer steps, each call sets before it begins, and what it sets
     later, each call sets at its end.
@@ -105,7 +105,7 @@ class ParameterGroups:
         self._own: set[int] = set()  # the ids of groups of optimizers that are not PyTorch's: what they count, they set
         self._first: list[_Set] = []
         self._later: list[_Set] = []
-        self.inputs: dict[Any, Hyperparameter] = {}
+        self.inputs: dict[Any, GroupEntry] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._baked: dict[Any, Any] = {}
@@ -113,7 +113,7 @@ class ParameterGroups:
         self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step of one: its groups are put back after the trace."""
+        """Before an optimizer's first step: its groups are restored after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
             self._first += _differences(group, before)
             self._kept.append((group, dict(group)))
@@ -121,20 +121,20 @@ class ParameterGroups:
                 self._own.add(id(group))
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """What was in its groups before the trace; what is there now, of an optimizer that was not."""
+        """Its groups before the trace; the present ones for an optimizer that did not exist then."""
         groups = {} if self._snapshot is None else self._snapshot.groups
         return groups.get(id(optimizer), optimizer.param_groups)
 
     def bake(self) -> None:
-        """The step has been traced: what it has baked in is known."""
+        """The step has been traced: the constants in it are known."""
         self._baked = self._constants()
 
     def settled(self) -> None:
-        """The trace has ended: these are the groups that the step works on."""
+        """The trace has ended: the present groups are those that the step works on."""
         self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
 
     def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
-        """A tensor stands where the optimizer expects a number: a schedule's, or the user's own."""
+        """A tensor in place of a number in a group: a schedule's, or the user's own."""
         schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
         def symbolic(part: Any) -> Any:
@@ -157,7 +157,7 @@ class ParameterGroups:
             self.set(group, key, made)
 
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
-        """The learning rate, and what changes besides, is read anew at each step."""
+        """The learning rate, and what changes besides, is read again at each step."""
         group = optimizer.param_groups[index]
         value = group[key]
         if key == "lr" and is_number(value):
@@ -177,7 +177,7 @@ class ParameterGroups:
     def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
         made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[made._store.value] = Hyperparameter(group, key, place)
+        self.inputs[made._storage.value] = GroupEntry(group, key, place)
         return made
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:
@@ -214,12 +214,12 @@ class ParameterGroups:
         return refused
 
     def begin(self) -> None:
-        """A call begins: what the step sets before its optimizers step is set."""
+        """At the start of a call: set what the step sets before its optimizers step."""
         for change in self._first:
             change.apply()
 
     def traced(self, effects: Effects) -> None:
-        """What the step has set later is an effect like others."""
+        """What the step has set later is a side effect like others."""
         for change in self._later:
             effects.add(lambda: None, always(change.apply))
 
@@ -267,7 +267,7 @@ class ParameterGroups:
         return found
 
     def _regrouped(self) -> bool:
-        """Whether the groups, or the weights in them, are others or in another order."""
+        """Whether the groups, or the weights in them, have changed or been reordered."""
         groups = [group for optimizer in self._seen for group in optimizer.param_groups]
         if len(groups) != len(self._weights):
             return True
@@ -279,12 +279,12 @@ class ParameterGroups:
 
 
 def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
-    return torch.SymFloat(TracedHyperparameter(number, sign))
+    return torch.SymFloat(Hyperparameter(number, sign))
 
 
 def sign_unknown(number: Any) -> bool:
-    """Whether it stands for a tensor that only the device knows."""
-    return type(number) is torch.SymFloat and type(number.node) is TracedHyperparameter and number.node.sign is None
+    """Whether it is symbolic, and only the device knows its sign."""
+    return type(number) is torch.SymFloat and type(number.node) is Hyperparameter and number.node.sign is None
 
 
 def _sign(number: float) -> int:
@@ -294,54 +294,54 @@ def _sign(number: float) -> int:
 _PLAIN = (float, bool, int, str, type(None))
 
 
-class _Same:
+class _ById:
     """Equal to another that holds the same object."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
 
     def __eq__(self, other: Any) -> bool:
-        return type(other) is _Same and other._held is self._held
+        return type(other) is _ById and other._held is self._held
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _frozen(value: Any) -> Any:
-    """`value`, to compare with what it is later: tensors by identity, lists as they are now."""
+    """`value` in a form to be compared later: tensors by identity, lists by their present items."""
     if isinstance(value, torch.Tensor):
-        return _Same(value)
+        return _ById(value)
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_frozen, value)
     if isinstance(value, dict):
         return "dict", *((key, _frozen(entry)) for key, entry in value.items())
-    return value if isinstance(value, _HASHABLE) else _Same(value)
+    return value if isinstance(value, _HASHABLE) else _ById(value)
 
 
 _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one of Python's, and no truth value."""
+    """Whether it is a Python number, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is PyTorch's or Firstloss's."""
+    """Whether the optimizer is PyTorch's or Firstloss's."""
     return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
 
 
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
     """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
-    a zero makes vanish; what others do is not known, and they are traced anew."""
+    a zero makes vanish; what others do is not known, and they are retraced."""
     if not is_known(optimizer):
         return False
     return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))
 
 
 def _written(value: Any) -> bool:
-    """Whether the step has written to the tensor that stands for a number in a group."""
-    return type(value) is DeferredTensor and value._store.value.node is not None
+    """Whether the step has written to the tensor in place of a number in a group."""
+    return type(value) is DeferredTensor and value._storage.value.node is not None
 
 
 def _is_dead(value: Any) -> bool:
-    return type(value) is DeferredTensor and value._store.trace is not None and value._store.resident is None
+    return type(value) is DeferredTensor and value._storage.trace is not None and value._storage.resident is None

@@ -1,4 +1,4 @@
-"""What a step takes on each device of a mesh, there or not: memory, operations, and what is sent."""
+"""`StepPlan`: the memory, operations and communication of a step on each device of a mesh."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lower.estimate import Sent, Work
 from ...lower.sharding import Spec
+from ...lower.work import Sent, Work
 
 ROLES = ("weights", "state", "gradients", "activations", "batch", "scratch")
 
 
-class Held(NamedTuple):
-    """An array that lives from step to step, or an argument.
+class PlannedArray(NamedTuple):
+    """An array that persists from step to step, or an argument.
 
     Attributes:
         role: "weights", "state" (the optimizer's, and all else that a step changes), or "batch".
@@ -36,8 +36,8 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Part:
-    """Segments that compute the same: layers, mostly.
+class PlannedPart:
+    """Identical segments: layers, mostly.
 
     Attributes:
         name: of the modules whose weights they read, numbers as `*`.
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass
 class Seconds:
-    """A roofline: how long a step takes at least, by what is computed, what is read and written, and what is sent.
+    """A roofline: a lower bound of the time of a step, from computation, memory traffic and communication.
 
     Attributes:
         compute: all floating-point operations at the given rate.
@@ -100,8 +100,8 @@ class StepPlan:
     """
 
     axes: dict[str, int]
-    held: list[Held]
-    parts: list[Part]
+    held: list[PlannedArray]
+    parts: list[PlannedPart]
     order: list[int]
     gradients: int
     live: list[int] = field(default_factory=list)
@@ -119,7 +119,7 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes on each device at the fullest moment."""
+        """Peak bytes on each device."""
         return sum(self.peak.values())
 
     @property
@@ -134,14 +134,14 @@ class StepPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """What a step's kernels read and write in each device's memory, as XLA fuses operations."""
+        """The memory traffic of a step's kernels on each device, as XLA fuses operations."""
         return sum(part.turns * part.work.memory_bytes for part in self.parts)
 
     def sent(self) -> list[Sent]:
-        """What each device sends at a step."""
+        """The bytes that each device sends at a step."""
         return [one for part in self.parts for one in part.work.sent * part.turns]
 
-    def collectives(self, part: Part | None = None) -> list[dict[str, Any]]:
+    def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
         """What is sent, by kind and axes: how many operations, the bytes of their whole arrays, and the bytes that each
         device sends; at a step, or at one turn of `part`."""
         found: dict[tuple, dict[str, Any]] = {}
@@ -154,12 +154,12 @@ class StepPlan:
             row["sent"] += one.on_link(self.axes)
         return sorted(found.values(), key=lambda row: -row["sent"])
 
-    def replicated(self) -> list[Held]:
-        """What is replicated along some axis, the largest first."""
+    def replicated(self) -> list[PlannedArray]:
+        """The arrays replicated along some axis, the largest first."""
         return sorted((one for one in self.held if one.whole and one.role != "batch"), key=lambda one: -one.bytes)
 
     def seconds(self, flop_rate: float, links: Mapping[str, float], memory_rate: float = math.inf) -> Seconds:
-        """How long a step takes at least.
+        """A lower bound of the time of a step.
 
         Args:
             flop_rate: floating-point operations that a device does in a second.
@@ -189,7 +189,7 @@ class StepPlan:
         return Seconds(self.flops / flop_rate, memory, by_axes, apart, overlapped, computing, each)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Everything as plain data."""
         return {
             "mesh": self.axes,
             "devices": self.devices,

@@ -1,4 +1,4 @@
-"""How a step's plan is made: from the traced step, cut as it would be compiled."""
+"""Make a step's plan from the traced step, cut as it would be compiled."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
+from ...gc_pause import put_off
 from ...init import shardings
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
-from ...lower.sharding import Axes, Placed
+from ...lower.sharding import ArraySharding, Axes
 from ...program.graph import Value
-from ...uncollected import put_off
 from ...undo import Undo
 from ..backend import Backend
-from ..mesh.edges import spec_of
 from ..mesh.mesh import SMALL, Mesh
+from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
 from .inputs import Inputs
 from .owners import Owner, storage_or_itself
-from .parts import Parts, parts_of
-from .plan import Held, Part, StepPlan
+from .plan import PlannedArray, PlannedPart, StepPlan
+from .segmentation import Segmentation, segment_step
 from .segmented import Function, functions_of
-from .surroundings import Surroundings
-from .traced import TracedProgram
+from .trace_observer import TraceObserver
+from .tracing import TracedProgram
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:
@@ -43,13 +43,13 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         )
     with Undo() as undo, undo, session.tracing:
         put_off(undo)
-        around = Surroundings((step, *arguments.guarded(), *backend.models), [], False)
+        around = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
         traced = tracing.trace_step(step, arguments, backend, around)
         try:
             if traced.raised is not None:
                 raise traced.raised
             inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
-            return _Planner(traced, parts_of(traced, inputs, backend), inputs, backend).plan()
+            return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
         finally:
             tracing.abandon(traced, around)
 
@@ -57,7 +57,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
 class _Planner:
     """Goes through the segments of one traced step."""
 
-    def __init__(self, traced: TracedProgram, parts: Parts, inputs: Inputs, backend: Backend) -> None:
+    def __init__(self, traced: TracedProgram, parts: Segmentation, inputs: Inputs, backend: Backend) -> None:
         self._gradients: set[Value] = traced.optimizers.given
         self._axes: Axes = backend.mesh.axes if backend.mesh is not None else {}
         self._scatters = backend.mesh is None or backend.mesh.scatters
@@ -84,10 +84,10 @@ class _Planner:
         self._find_peak(plan)
         return plan
 
-    def _placed(self, value: Value | int) -> Placed:
+    def _placed(self, value: Value | int) -> ArraySharding:
         if isinstance(value, int):
-            return Placed(())
-        return Placed(((),) * len(value.shape)) if self._edges is None else self._edges.placed(value)
+            return ArraySharding(())
+        return ArraySharding(((),) * len(value.shape)) if self._edges is None else self._edges.placed(value)
 
     def _size(self, value: Value | int) -> int:
         """Bytes on each device."""
@@ -96,17 +96,17 @@ class _Planner:
         return local_bytes(value.shape, value.dtype.itemsize, self._placed(value).spec, self._axes)
 
     def _reused(self, segment: Segment) -> set[Value]:
-        """What a segment makes in the memory of its arguments."""
+        """The results that a segment writes into the memory of its arguments."""
         function = self._functions[segment.function]
         return {segment.outputs[i] for i in function.result_order[: function.reused]}
 
-    def _part(self, number: int, function: Function) -> Part:
+    def _part(self, number: int, function: Function) -> PlannedPart:
         segment = function.like
         names = self._arrays.names
         name, layers = _name_of([names[v] for v in segment.inputs if isinstance(v, Value) and v in names])
         known = {v: self._placed(v) for v in (*segment.inputs, *segment.outputs) if isinstance(v, Value)}
         reused = self._reused(segment)
-        return Part(
+        return PlannedPart(
             name=name,
             turns=sum(one.function == number for one in self._segments),
             layers=layers,
@@ -119,7 +119,7 @@ class _Planner:
         )
 
     def _find_peak(self, plan: StepPlan) -> None:
-        """Go through the segments as a step does: what one makes lives until it has been read for the last time."""
+        """Go through the segments as a step does: a result lives until it has been read for the last time."""
         last_read = {value: n for n, segment in enumerate(self._segments) for value in segment.inputs}
         resident = {role: plan.bytes_of(role) for role in ("weights", "state", "batch")}
         live: dict[Value | int, int] = {}
@@ -146,7 +146,7 @@ class _Planner:
 
 
 class _Arrays:
-    """The arrays that live from step to step, and the arguments.
+    """The arrays that persist from step to step, and the arguments.
 
     Attributes:
         held: all of them.
@@ -155,7 +155,7 @@ class _Arrays:
     """
 
     def __init__(self, traced: TracedProgram, inputs: Inputs, backend: Backend, axes: Axes) -> None:
-        self.held: list[Held] = []
+        self.held: list[PlannedArray] = []
         self.names: dict[Value, str] = {}
         self.trained: set[str] = set()
         self._backend, self._axes = backend, axes
@@ -195,10 +195,10 @@ class _Arrays:
     def _add_argument(self, number: int, value: Value, sharding: Any) -> None:
         spec = spec_of(sharding, len(value.shape)) if sharding is not None else ((),) * len(value.shape)
         nbytes = local_bytes(value.shape, value.dtype.itemsize, spec, self._axes)
-        self.held.append(Held(f"argument {number}", "batch", tuple(value.shape), value.dtype, spec, nbytes))
+        self.held.append(PlannedArray(f"argument {number}", "batch", tuple(value.shape), value.dtype, spec, nbytes))
 
 
-def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Backend, axes: Axes) -> Held:
+def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Backend, axes: Axes) -> PlannedArray:
     value = owner.value if isinstance(owner, DeferredStorage) else owner
     shape, dtype = tuple(value.shape), value.dtype
     sharding = None
@@ -208,11 +208,11 @@ def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Ba
     cut = {axis for entry in spec for axis in entry}
     whole = tuple(axis for axis, size in axes.items() if axis not in cut and size > 1)
     nbytes = local_bytes(shape, dtype.itemsize, spec, axes)
-    why = _why_whole(tensor, shape, whole, backend.mesh) if whole and backend.mesh is not None else ""
-    return Held(name, role, shape, dtype, spec, nbytes, whole, why)
+    why = _why_replicated(tensor, shape, whole, backend.mesh) if whole and backend.mesh is not None else ""
+    return PlannedArray(name, role, shape, dtype, spec, nbytes, whole, why)
 
 
-def _why_whole(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
+def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
     mark = shardings.mark_of(tensor)
     said = " x ".join(map(str, shape)) or "a number"
     reasons = []
@@ -238,7 +238,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def _name_of(weights: Sequence[str]) -> tuple[str, int]:
-    """What modules with these weights are called in a word, and how many layers they are."""
+    """A name for the modules with these weights, and how many layers they are."""
     tops = dict.fromkeys(_top(name) for name in weights)
     numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
     return ", ".join(tops) or "what reads no weights", max(len(numbers), 1)

@@ -1,4 +1,4 @@
-"""PyTorch's schedulers in a traced step: they count in Python, which runs at each call, when the step has been run."""
+"""PyTorch's schedulers in a traced step: their Python runs at each call, after the step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...program.source import Source, here
 from ...undo import Undo
-from ..guards.not_yet import NotYet
+from ..guards.reconstruct import UnavailableNumber
 
 if TYPE_CHECKING:
     from ..guards.bindings import Bind
-    from ..guards.left import Env, Left, Make
+    from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class _SchedulerCall(NamedTuple):
-    """One that the step's Python has made."""
+    """A scheduler's step in the step's Python."""
 
     step: Callable[..., Any]  # of the scheduler's class
     scheduler: Any
@@ -31,11 +31,11 @@ class _SchedulerCall(NamedTuple):
     reads: int  # how often the step had read something of the scheduler before
 
     def waits(self) -> bool:
-        """Whether it asks for what the step computes, as `ReduceLROnPlateau` does."""
+        """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
         return any(type(value) is DeferredTensor for value in (*self.args, *self.kwargs.values()))
 
     def refuse_reads(self) -> NoReturn:
-        """Say that the step reads something of the scheduler after this."""
+        """Make later reads of the scheduler in the step an error."""
         raise TraceError(
             f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
             "step(), which runs in Python when the step has been run. Read it before, or outside of the traced "
@@ -44,16 +44,16 @@ class _SchedulerCall(NamedTuple):
 
 
 class Schedulers:
-    """The schedulers that step inside one trace."""
+    """The schedulers that step in one trace."""
 
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
         self._spoiled: list[tuple[dict[str, Any], str, Any]] = []
-        self.afterwards: list[Callable[[Env], Bind]] = []
+        self.afterwards: list[Callable[[CallFrame], Bind]] = []
 
     @contextmanager
     def watched(self, reads: Callable[[Any], int]) -> Iterator[None]:
-        """Inside, a scheduler's `step()` is noted, and does nothing.
+        """In the block, a scheduler's `step()` is recorded and does nothing.
 
         Args:
             reads: how often the step has read something of an object so far.
@@ -84,18 +84,18 @@ class Schedulers:
                     call.refuse_reads()
 
     def _spoil(self, scheduler: Any) -> None:
-        """From here on the step must not ask for what the scheduler sets."""
+        """From here on the step must not read what the scheduler sets."""
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
-                if key in group and type(group[key]) is not NotYet:
+                if key in group and type(group[key]) is not UnavailableNumber:
                     self._spoiled.append((group, key, group[key]))
-                    group[key] = NotYet(f"{key!r} of a parameter group", type(scheduler).__name__)
+                    group[key] = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__)
 
     def _mend(self) -> None:
         while self._spoiled:
             group, key, value = self._spoiled[-1]
-            if type(group.get(key)) is NotYet:
+            if type(group.get(key)) is UnavailableNumber:
                 group[key] = value
             self._spoiled.pop()
 
@@ -109,7 +109,7 @@ class Schedulers:
                     "optimizer.step(), as PyTorch asks for."
                 )
 
-    def traced(self, effects: Any, left: Left) -> None:
+    def traced(self, effects: Any, left: Reconstructor) -> None:
         """The step has been traced: each call of it calls the schedulers at its end."""
         for call in self._calls:
             make = left.make((call.args, call.kwargs))
@@ -120,10 +120,10 @@ class Schedulers:
         self._calls.clear()
 
 
-def _stepping(call: _SchedulerCall, make: Make) -> Callable[[Env], Bind]:
+def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:
     step, scheduler = call.step, call.scheduler
 
-    def apply(env: Env) -> Bind:
+    def apply(env: CallFrame) -> Bind:
         args, kwargs = make(env)
         return _SchedulerStep(lambda: step(scheduler, *args, **kwargs), scheduler)
 
@@ -131,7 +131,7 @@ def _stepping(call: _SchedulerCall, make: Make) -> Callable[[Env], Bind]:
 
 
 class _SchedulerStep:
-    """A scheduler's step: done once, if it is interrupted and begun anew, too."""
+    """A scheduler's step: done once, even if it is interrupted and restarted."""
 
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
         self._step = step
@@ -143,13 +143,13 @@ class _SchedulerStep:
         if self._done:
             return
         for table, before in zip(self._tables, self._before, strict=True):
-            _put_back(table, before)
+            _restore_state(table, before)
         self._step()
         self._done = True
 
 
 def _tables(scheduler: Any) -> Iterator[dict]:
-    """What a scheduler's step changes: its attributes, those of the schedulers within it, and parameter groups."""
+    """What a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
     yield vars(scheduler)
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _tables(inner)
@@ -168,7 +168,7 @@ def _copy(table: dict) -> dict:
     return copied
 
 
-def _put_back(table: dict, before: dict) -> None:
+def _restore_state(table: dict, before: dict) -> None:
     for key in table.keys() - before.keys():
         del table[key]
     for key, (value, content) in before.items():

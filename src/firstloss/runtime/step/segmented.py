@@ -19,15 +19,15 @@ from ...lower.dtypes import to_jax
 from ...lower.program import Template, constant, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.calls import Shield, begun, called, calling, direct, flat, probe_memory
-from ..device.lazy import LazyArray, ready
-from ..device.placement import begin_behind
-from ..jaxlib import compile_options, on_cpu, x64
-from ..mesh.edges import Edges
+from ..device.executable_calls import Shield, begun, called, calling, direct, flat, probe_memory
+from ..device.lazy_array import LazyArray, ready
+from ..device.placement import start_waiting_materializations
+from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.gathers import run_gathered
 from ..mesh.peers import peers_of
-from . import executable_cache, notes
-from .later import Later
+from ..mesh.segment_shardings import Edges
+from . import executable_cache, lowering_markers
+from .background_work import BackgroundWork
 
 
 class Function(NamedTuple):
@@ -46,7 +46,7 @@ class Function(NamedTuple):
     reused: int
 
 
-class _Call(NamedTuple):
+class _SegmentCall(NamedTuple):
     """A call of a segment's function in a step: which, and the numbered slots that it reads, fills and frees.
 
     What it fills is one range, so that its results are put there in one go: a step has some thousand of them.
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
     frees: tuple[int, ...]
 
 
-def _filled(call: _Call) -> range:
+def _filled(call: _SegmentCall) -> range:
     return range(call.fills.start, call.fills.stop)
 
 
@@ -74,7 +74,7 @@ class SegmentedStep:
         outputs: names of the Program's outputs, in groups as the call shall return them.
         edges: on a mesh, the shardings of what goes from one segment to another.
         compiles: whether it is for more than to see that all can be lowered.
-        behind: its first results are there, or will be: nothing is run before all of it is compiled.
+        behind: its first results are available, or will be: nothing is run before all of it is compiled.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SegmentedStep:
             self._first = 0
         else:
             if not self._first:  # all of it has to be there before anything is run
-                begin_behind()
+                start_waiting_materializations()
             self._lower_first()
         self.ran = False
 
@@ -138,7 +138,9 @@ class SegmentedStep:
 
     # -- which slot holds what --
 
-    def _plan(self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]) -> list[_Call]:
+    def _plan(
+        self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]
+    ) -> list[_SegmentCall]:
         calls = []
         for segment in segments:
             function = functions[segment.function]
@@ -147,7 +149,7 @@ class SegmentedStep:
             for i in function.result_order:
                 self._slot(segment.outputs[i])
             assert len(self._slots) - begin == len(function.result_order), "a segment gives what has a slot already"
-            calls.append(_Call(segment.function, reads, slice(begin, len(self._slots)), ()))
+            calls.append(_SegmentCall(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
         for n in reversed(range(len(calls))):
             frees = {slot for slot in (*calls[n].reads, *_filled(calls[n])) if slot not in seen}
@@ -228,7 +230,7 @@ class SegmentedRun:
         self._step = step
         self._slots = slots
         self._seed = seed
-        self.later: Later | None = None  # of a first run: what the calls after the loss will make
+        self.later: BackgroundWork | None = None  # of a first run: what the calls after the loss will make
         self.shield: Shield | None = None
 
     def advance(self) -> None:
@@ -272,7 +274,7 @@ class SegmentedRun:
         compiled = self._step._compiled
         return any(compiled.reuses(call.function) for call in calls[: self.next_call()])
 
-    def _run(self, calls: Sequence[_Call]) -> None:
+    def _run(self, calls: Sequence[_SegmentCall]) -> None:
         """Run those of `calls` that have not been run: it may go on where it was interrupted."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         few = self._step._on_mesh and on_cpu()
@@ -293,7 +295,7 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
-        put_off = step._first > 0 and on_cpu() and notes.is_noted(compiled.digest)
+        put_off = step._first > 0 and on_cpu() and lowering_markers.is_marked(compiled.digest)
         for call in step._calls[: step._first]:
             while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
@@ -308,10 +310,10 @@ class SegmentedRun:
         results = {i: ready(slots[i]) for i in step._results[-1]}
         for slot, array in results.items():
             slots[slot] = array
-        self._rest_behind(list(results.values()))
+        self._run_rest_in_background(list(results.values()))
 
-    def _rest_behind(self, results: list[Any]) -> None:
-        """The results are there; the rest of the step follows in a thread of its own."""
+    def _run_rest_in_background(self, results: list[Any]) -> None:
+        """The results are available; the rest of the step follows in a thread of its own."""
         step, slots = self._step, self._slots
         rest = SegmentedRun(step, list(slots), self._seed)
 
@@ -327,7 +329,7 @@ class SegmentedRun:
                 step._first = 0  # another time, it comes before the loss
                 raise
 
-        self.later = Later(finish)
+        self.later = BackgroundWork(finish)
         self.later.begin()
 
     def all_at_once(self) -> tuple:
@@ -340,11 +342,11 @@ class SegmentedRun:
     def _finish(self) -> None:
         """The calls that the results do not need. What could fail, fails before: they overwrite the old state."""
         step = self._step
-        begin_behind()
+        start_waiting_materializations()
         step.lower()
         self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())
-        notes.note(step._compiled.digest)
+        lowering_markers.mark(step._compiled.digest)
         self._run(step._calls)
         step.ran = True
 

@@ -13,8 +13,8 @@ from ...capture import session
 from ...errors import TraceError
 from ...program.program import Program
 from ..backend import current_backend
-from .modes import refuse_watchers
-from .shapes import Pad, Shapes
+from .batch_shapes import Pad, Shapes
+from .process_settings import refuse_watchers
 
 if TYPE_CHECKING:
     from .cache import StepCache
@@ -89,7 +89,7 @@ _OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name"
 
 
 class TracedStep:
-    """A step, and the compiled ones for the kinds of calls that it has met.
+    """A step, and its compiled steps by kind of call.
 
     Other attributes are the function's own: its Python may count in them, as in a function that is not traced.
     """
@@ -139,7 +139,7 @@ class TracedStep:
         return self if instance is None or self._kind is staticmethod else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep:
-        """A step of the copied function, traced anew."""
+        """A step of the copied function, retraced."""
         step = copy.deepcopy(self._step, memo)
         changes = "refuse" if self._refuse else "recompile"
         return type(self)(step if self._kind is None else self._kind(step), self._policy, changes, self._check)
@@ -187,7 +187,7 @@ class TracedStep:
         return self._trials.how() if self._trials is not None else "eager"
 
     def program(self) -> Program:
-        """The Program executed last."""
+        """The last Program that was executed."""
         latest = None if self._cache is None else self._cache.latest
         if latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")

@@ -1,41 +1,42 @@
-"""From a step's Python to a `TracedProgram`: it is run once, on tensors without values."""
+"""`trace_step`: run a step's Python once, on tensors without values, for a `TracedProgram`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...capture import numbers_in_memory
+from ...capture import direct_memory_access
+from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
-from ...capture.new_memory import Viewer
-from ...capture.other_storage import reseat
+from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace, is_traced
+from ...capture.storage_swap import reseat
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
-from ...program.graph import Ref
+from ...program.compare import parting
+from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
-from ..guards.left import Env, Left
-from .arguments import Arguments
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from .arguments import Arguments, TracedArguments
 from .gradients import Gradients
-from .modes import ModesLeft
 from .optimizers import Optimizers
 from .outputs import Outputs
-from .owners import Owners
-from .surroundings import Surroundings
-from .traced import TracedProgram
-from .traced_arguments import TracedArguments
+from .owners import Owners, differ
+from .process_settings import ModesLeft
+from .trace_observer import TraceObserver
 
 
 class Shared(Exception):
-    """The step meets some of its arguments in another way as well: they have to go in as themselves.
+    """The step uses some of its arguments in another way as well: they have to be inputs themselves.
 
     Attributes:
         leaves: their numbers.
@@ -46,7 +47,9 @@ class Shared(Exception):
         self.leaves = leaves
 
 
-def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend, around: Surroundings) -> TracedProgram:
+def trace_step(
+    step: Callable[..., Any], arguments: Arguments, backend: Backend, around: TraceObserver
+) -> TracedProgram:
     """Run the step's Python once, on tensors without values. All that it does to Python is undone.
 
     But for the process's modes (`TracedProgram.modes`), which may yet decide what else is done at this call.
@@ -55,7 +58,7 @@ def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend,
         around: the Python around the step.
 
     Raises:
-        Shared: if some of the arguments have to go in as themselves.
+        Shared: if some of the arguments have to be inputs themselves.
     """
     trace = _Trace(getattr(step, "__name__", "step"), backend, around)
     try:
@@ -71,16 +74,16 @@ def trace_step(step: Callable[..., Any], arguments: Arguments, backend: Backend,
         raise
 
 
-def abandon(traced: TracedProgram, around: Surroundings) -> None:
-    """It is not what it should be: nothing of the trace is left behind."""
+def abandon(traced: TracedProgram, around: TraceObserver) -> None:
+    """The trace is not usable: undo all its changes."""
     _undo(traced)
     around.put_back()
 
 
 class _Trace:
-    """One trace, from its beginning to its end."""
+    """One trace, from start to end."""
 
-    def __init__(self, name: str, backend: Backend, around: Surroundings) -> None:
+    def __init__(self, name: str, backend: Backend, around: TraceObserver) -> None:
         self.name = name
         self.effects: Effects | None = None
         self.trace = StepTrace()
@@ -108,7 +111,7 @@ class _Trace:
     def _run(
         self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[TracedArguments, list[Any], Exception | None]:
-        """Run the step's Python; what it returns (in a list, to be emptied), or raises."""
+        """Run the step's Python; returns its result (in a list, to be emptied), or what it raises."""
         snapshot, recording = self._around.snapshot, self._around.recording
         itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
         if itself:  # an optimizer's, perhaps
@@ -124,7 +127,7 @@ class _Trace:
             except FirstlossError:
                 raise
             except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
-                if numbers_in_memory.is_unallocated(error):
+                if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
         given.check(self.name)
@@ -140,7 +143,9 @@ class _Trace:
         """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
         undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
         trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
-        left = Left(lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory))
+        left = Reconstructor(
+            lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory)
+        )
         made = left.make(result.pop())
         returned = len(left.tensors)
         for owner in trace.inputs.values():
@@ -157,15 +162,17 @@ class _Trace:
         owners = Owners(trace, given.inputs)
         self.gradients.traced(trace.inputs, effects, left)
         self.optimizers.traced(effects, left, owners.move)
-        if trace.generator_left is not None:
-            effects.add(lambda: None, always(trace.generator_left))
+        if trace.set_final_generator_state is not None:
+            effects.add(lambda: None, always(trace.set_final_generator_state))
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # so that what is kept is all of the memory
-            effects.add(lambda: None, _own_memory(viewer, left.make(viewer.shows)))
-        handed_out = [(store, left.make(kept)) for store, kept in trace.new_memory.weights.items() if kept is not None]
+            effects.add(lambda: None, _restore_viewed_memory(viewer, left.make(viewer.shows)))
+        handed_out = [
+            (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
+        ]
         effects.undo()
-        viewers = {id(viewer.whole._store) for viewer in trace.new_memory.viewers}
+        viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.rejoin()
@@ -199,9 +206,9 @@ class _Trace:
         )
 
     def undo(self) -> None:
-        """A step that could not be traced leaves nothing behind."""
+        """Undo all changes of a step that could not be traced."""
         if self.effects is None:
-            self._around.restore(Left(lambda tensor: False, self._around.snapshot.holds))
+            self._around.restore(Reconstructor(lambda tensor: False, self._around.snapshot.holds))
         _undo(self)
 
 
@@ -223,13 +230,13 @@ def _undo(traced: _Undoable) -> None:
     traced.optimizers.state.forget_new()
 
 
-def _own_memory(viewer: Viewer, make: Callable[[Env], Any]) -> Callable[[Env], Bind]:
-    """Lets a tensor look at what it looked at when the weight beneath it was given other memory."""
+def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
+    """Lets a tensor keep the memory that it viewed when the weight was given other memory."""
 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
-        if tensor is not None and tensor._store is viewer.before:
-            reseat(tensor, shows._store, viewer.geometry)
+        if tensor is not None and tensor._storage is viewer.before:
+            reseat(tensor, shows._storage, viewer.geometry)
 
     return lambda env: functools.partial(bind, make(env))
 
@@ -244,3 +251,108 @@ def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Ite
     for optimizer in optimizers:
         for entries in optimizer.state.values():
             yield from (v for v in entries.values() if isinstance(v, torch.Tensor))
+
+
+class Groups(NamedTuple):
+    """The inputs and outputs of a step's execution.
+
+    Attributes:
+        state: the inputs that the step changes.
+        read: the others.
+        outputs: names, in groups: what the state becomes, what the step leaves, results.
+    """
+
+    state: list[Value]
+    read: list[Value]
+    outputs: tuple[Sequence[str], Sequence[str], Sequence[str]]
+
+
+@dataclass(eq=False)
+class TracedProgram:
+    """The result of `trace_step`.
+
+    Attributes:
+        name: the step's.
+        program: what it computes.
+        owners: what goes in.
+        outputs: what comes out for Python.
+        result: makes what the step returns, at each call.
+        effects: what it leaves in Python, likewise.
+        modes, optimizers, gradients: what of these it reads and leaves.
+        for_closures: the names of outputs that step closures are given.
+        handed_out: of weights that the step gives other memory, who is to live in that which they leave.
+        raised: by the step's Python; it is raised again at each call.
+        trace: what recorded it.
+    """
+
+    name: str
+    program: Program
+    owners: Owners
+    outputs: Outputs
+    result: Make
+    effects: Effects
+    modes: ModesLeft
+    optimizers: Optimizers
+    gradients: Gradients
+    for_closures: Sequence[str]
+    handed_out: Sequence[tuple[DeferredStorage, Make]]
+    raised: Exception | None
+    trace: StepTrace
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(self.trace.draws)
+
+    @property
+    def results(self) -> list[str]:
+        """The names of the outputs that a call returns, or gives to closures."""
+        return [*self.outputs.out, *self.for_closures]
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """The inputs and outputs of its execution."""
+        changed = list(self.owners.changed)
+        new = [f"new{i}" for i in range(len(changed))]
+        return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
+
+    @property
+    def retrace_reason(self) -> str | None:
+        """Why it has to be traced at each call, if it has to."""
+        return (
+            self.trace.retrace_reason
+            or self.optimizers.state.counts
+            or self.outputs.retrace_reason
+            or self.effects.retrace_reason
+        )
+
+    def does_the_same(self, other: TracedProgram) -> bool:
+        """Whether both compute the same from the same inputs, so that one's executable serves the other."""
+        return self._signature() == other._signature() and parting(self.program, other.program) is None
+
+    def _signature(self) -> tuple:
+        """Its inputs and outputs."""
+        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
+
+    def reads_other_tensors(self, other: TracedProgram) -> bool:
+        """Whether `other`, which does the same, reads other tensors from off the backend: it was given another batch by
+        something that is no argument."""
+        pairs = zip(self._external_inputs(), other._external_inputs(), strict=True)
+        return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
+
+    def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
+        return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
+
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of `tensors`, or its gradient, is an input."""
+        return self.owners.reads(tensors)
+
+    def outdated(self) -> bool:
+        """Whether a number baked in, a weight's memory or the value of a tensor that its Python has read has been
+        changed since."""
+        trace = self.trace
+        if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
+            return True
+        if trace.new_memory.outdated():
+            return True
+        return self.optimizers.outdated() or not self.gradients.fit(self.owners.inputs)

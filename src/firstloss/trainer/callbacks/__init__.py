@@ -1,4 +1,4 @@
-"""Callbacks to choose from, and under this name, as Model Zoo has it, the settings of a run as well."""
+"""The callbacks that Firstloss provides; also, as in Model Zoo, the settings of a run."""
 
 from ..callback import Callback
 from ..checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from ..callback import Callback
 
 
 class ModelEvalMetrics(Callback):
-    """Reports the `firstloss.metrics` that the model has as modules: begun anew before each validation, and computed
+    """Reports the `firstloss.metrics` that the model has as modules: restarted before each validation, and computed
     after it, as "val_" and their name."""
 
     def on_validation_start(self, trainer: Any) -> None:

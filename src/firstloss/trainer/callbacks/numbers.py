@@ -1,4 +1,4 @@
-"""Numbers of a run that are logged with its steps: norms, sizes, the optimizer's settings."""
+"""Log norms, parameter counts and the optimizer's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import TrainerError
-from ...files import written_aside
+from ...files import atomic_write
 from ..callback import Callback
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
@@ -83,7 +83,7 @@ class CountParams(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         found = self.count(trainer.model)
         os.makedirs(trainer.artifact_dir, exist_ok=True)
-        with written_aside(os.path.join(trainer.artifact_dir, "parameters.json"), "w") as file:
+        with atomic_write(os.path.join(trainer.artifact_dir, "parameters.json"), "w") as file:
             json.dump(found, file, indent=1)
         logging.getLogger("firstloss").info("%d parameters, of which %d are trained", found["all"], found["trained"])
 

@@ -1,4 +1,4 @@
-"""Stop where numbers go wrong, and say where that was."""
+"""Stop at NaN or infinity, and name the place."""
 
 from __future__ import annotations
 

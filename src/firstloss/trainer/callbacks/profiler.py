@@ -1,4 +1,4 @@
-"""Where the time of some steps goes: a trace for ui.perfetto.dev."""
+"""Profile some steps, as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Profiler(Callback):
     """Writes a Perfetto trace of the steps from `start_step` to `end_step`, on three tracks.
 
     They are *data*, reading a batch and sending it to the device; *host*, what Python does; and *device*, from when a
-    batch has been started until its results are there. It is in the artifacts as "profile_START_END.json", which
+    batch has been started until its results are available. It is in the artifacts as "profile_START_END.json", which
     ui.perfetto.dev opens.
 
     Those steps are waited for, one by one, so that they take as long as they do alone; the others are as without it.

@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write down the numbers of a run."""
+"""Loggers: callbacks that record the metrics of a run."""
 
 from ..callback import Callback
 from .files import CSVLogger, JSONLogger

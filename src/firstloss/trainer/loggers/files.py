@@ -1,4 +1,4 @@
-"""Numbers as files that other programs read: JSON lines and CSV, in the run folder."""
+"""Metrics as JSON lines and CSV in the run folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 from typing import IO, TYPE_CHECKING, Any
 
-from ...files import written_aside
+from ...files import atomic_write
 from ..callback import Callback
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class JSONLogger(Callback):
     """One JSON object per line: "step" and the metrics of that step.
 
-    A run that goes on from a checkpoint takes back the lines of steps that it is about to run again.
+    A run that resumes from a checkpoint takes back the lines of steps that it is about to run again.
 
     Args:
         name: of the file in the run folder.
@@ -31,7 +31,7 @@ class JSONLogger(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         path = os.path.join(trainer.model_dir, self.name)
         rows = [row for row in _json_rows(path) if row["step"] <= trainer.state.step]
-        with written_aside(path, "w") as file:
+        with atomic_write(path, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file = open(path, "a", encoding="utf-8")
 
@@ -56,7 +56,7 @@ class JSONLogger(Callback):
 class CSVLogger(Callback):
     """A table with a column per metric; a metric that comes later gets a column of its own.
 
-    The file is whole at any moment: it is written anew when a column is added, and appended to otherwise.
+    The file is whole at any moment: it is overwritten when a column is added, and appended to otherwise.
 
     Args:
         name: of the file in the run folder.
@@ -86,7 +86,7 @@ class CSVLogger(Callback):
         self._columns = []
 
     def _write(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        with written_aside(os.path.join(trainer.model_dir, self.name), "w") as file:
+        with atomic_write(os.path.join(trainer.model_dir, self.name), "w") as file:
             table = csv.DictWriter(file, self._columns, lineterminator="\r\n")
             table.writeheader()
             table.writerows(rows)

@@ -1,4 +1,4 @@
-"""Numbers for Weights & Biases and for MLflow, where these are installed."""
+"""Log metrics to Weights & Biases and to MLflow, where these are installed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,39 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-class WandbLogger(Callback):
-    """Logs to Weights & Biases: `pip install wandb`. A run that goes on from a checkpoint goes on there, too.
+class _ServiceLogger(Callback):
+    """Logs to a run of a service. The run's id is in the checkpoints, so that a resumed run continues the same one."""
+
+    run_id: str | None = None
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._close(failed=False)
+
+    def on_exception(self, trainer: Trainer) -> None:
+        self._close(failed=True)
+
+    def _close(self, failed: bool) -> None:
+        """End the service's run, if there is one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run it is.
+
+        Returns:
+            The run's id, for a checkpoint.
+        """
+        return {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that run, unless another one was asked for.
+
+        Args:
+            state: what `state_dict` returned.
+        """
+        self.run_id = self.run_id or state["run_id"]
+
+
+class WandbLogger(_ServiceLogger):
+    """Logs to Weights & Biases: `pip install wandb`. A run that resumes from a checkpoint goes on there, too.
 
     Args:
         project, group, run_name, job_type, tags, entity: as `wandb.init` takes them.
@@ -56,36 +87,14 @@ class WandbLogger(Callback):
         if self._run is not None:
             self._run.log(dict(metrics), step=step)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        self._close(0)
-
-    def on_exception(self, trainer: Trainer) -> None:
-        self._close(1)
-
-    def _close(self, code: int) -> None:
+    def _close(self, failed: bool) -> None:
         if self._run is not None:
-            self._run.finish(exit_code=code)
+            self._run.finish(exit_code=int(failed))
             self._run = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Which run it is.
 
-        Returns:
-            The run's id, for a checkpoint.
-        """
-        return {"run_id": self.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run, unless another one was asked for.
-
-        Args:
-            state: what `state_dict` returned.
-        """
-        self.run_id = self.run_id or state["run_id"]
-
-
-class MLflowLogger(Callback):
-    """Logs to MLflow: `pip install mlflow`. A run that goes on from a checkpoint goes on there, too.
+class MLflowLogger(_ServiceLogger):
+    """Logs to MLflow: `pip install mlflow`. A run that resumes from a checkpoint goes on there, too.
 
     Args:
         experiment: its name; None: MLflow's own.
@@ -98,7 +107,6 @@ class MLflowLogger(Callback):
     ) -> None:
         self._mlflow = _imported("mlflow", "MLflowLogger")
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
-        self.run_id: str | None = None
         self._open = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -117,32 +125,10 @@ class MLflowLogger(Callback):
             allowed = {"".join(c if c.isalnum() or c in "_-. /" else "_" for c in n): v for n, v in metrics.items()}
             self._mlflow.log_metrics(allowed, step=step)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
-        self._close("FINISHED")
-
-    def on_exception(self, trainer: Trainer) -> None:
-        self._close("FAILED")
-
-    def _close(self, status: str) -> None:
+    def _close(self, failed: bool) -> None:
         if self._open:
-            self._mlflow.end_run(status)
+            self._mlflow.end_run("FAILED" if failed else "FINISHED")
             self._open = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Which run it is.
-
-        Returns:
-            The run's id, for a checkpoint.
-        """
-        return {"run_id": self.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run.
-
-        Args:
-            state: what `state_dict` returned.
-        """
-        self.run_id = state["run_id"]
 
 
 def _imported(module: str, logger: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ExecutorError, LoaderError
 from ...runtime.backend import current_backend
 from ...runtime.step import loop as loops
-from .loader import DataLoader, Reader, latest
+from .loader import BatchReader, DataLoader, latest
 
 
 class DataExecutor:
@@ -29,7 +29,7 @@ class DataExecutor:
 
     Args:
         loader: a `DataLoader`, or any iterable of batches; without one, the DataLoader made last.
-        num_steps: how many steps; a loader that ends before is begun anew, epoch after epoch. None: one epoch.
+        num_steps: how many steps; a loader that ends before is restarted, epoch after epoch. None: one epoch.
         checkpoint_steps: each how many steps (counted from 1), and at the last one, checkpoint closures run; None or 0:
             never.
         activation_steps: each how many steps, and at the last one, step closures run; None: at each.
@@ -59,7 +59,7 @@ class DataExecutor:
         self.checkpoint_steps = _number("checkpoint_steps", checkpoint_steps, at_least=0) or 0
         self.activation_steps = _number("activation_steps", activation_steps, at_least=1) or 1
         self._loop = loops.Loop(self)
-        self._reader: Reader | None = None
+        self._reader: BatchReader | None = None
         self._artifact_dir: Path | None = None
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class DataExecutor:
     def __iter__(self) -> Iterator[Any]:
         self._artifact_dir = None
         steps = self._steps
-        reader = self._reader = Reader(self.loader, epochs=1 if steps is None else None, to_device=True)
+        reader = self._reader = BatchReader(self.loader, epochs=1 if steps is None else None, to_device=True)
         loop = self._loop = loops.Loop(self)
         loop.prefetch = lambda: self._prefetch(reader, loop)
         with closing(reader), loops.running(loop):
@@ -149,9 +149,9 @@ class DataExecutor:
                 loop.begin(step)
                 yield batch
 
-    def _prefetch(self, reader: Reader, loop: loops.Loop) -> None:
+    def _prefetch(self, reader: BatchReader, loop: loops.Loop) -> None:
         if self._steps is None or loop.step < self._steps:
-            reader.look_ahead()
+            reader.read_ahead()
 
 
 def _new_folder(parent: Path) -> Path:

@@ -1,4 +1,4 @@
-"""`DataLoader`: a user's own loader, made when it is first needed, that can go on where an earlier run stopped."""
+"""`DataLoader`: a user's own loader, created when it is first needed, that can resume where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from ...capture import session
 from ...errors import LoaderError
 from ...program.source import here
-from ...runtime.device import feed
+from ...runtime.backend import current_backend
+from ...runtime.device import batch_transfer
+from ...runtime.mesh.processes import processes
 from .random_state import RandomState
-from .workers import with_workers
 
 
 @runtime_checkable
@@ -50,12 +53,12 @@ class DataLoader:
     Args:
         input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with as many workers as you like), a
             list, a generator, anything. Called when the first batch is asked for; called again for each further epoch
-            if what it returns is an iterator, which can be gone through only once.
+            if what it returns is an iterator, which can be iterated only once.
         args, kwargs: given to `input_fn`.
 
     Iterated over by itself, it gives one epoch. A loader, or its sampler, that has `set_epoch(epoch)` is told it.
 
-    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop goes on from
+    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop resumes from
     there. If the user's loader has both methods itself, they are used; otherwise it is iterated from the beginning of
     the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) as they were then, so that it
     shuffles as it did, and the batches given out before are read and dropped. Workers are seeded by these generators
@@ -80,7 +83,7 @@ class DataLoader:
         self._used = False
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
-        self._reader: Reader | None = None
+        self._reader: BatchReader | None = None
         _latest = self
 
     @classmethod
@@ -104,7 +107,7 @@ class DataLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return Reader(self, epochs=1)
+        return BatchReader(self, epochs=1)
 
     @property
     def dataloader(self) -> Any:
@@ -178,9 +181,9 @@ class DataLoader:
         if epoch and getattr(loader, "persistent_workers", False):
             warnings.warn(
                 f"{self.name} goes on in epoch {epoch} (counted from 0) with persistent_workers=True. The random "
-                "numbers that its workers draw there go on from the epochs before, and nobody can ask where they were: "
+                "numbers that its workers draw there continue from earlier epochs, and nobody can ask where they were: "
                 "if the dataset draws any (augmentation), they are others than in a run that was not stopped. With "
-                "persistent_workers=False workers are seeded anew for each epoch, and it goes on exactly.",
+                "persistent_workers=False workers are reseeded for each epoch, and it goes on exactly.",
                 stacklevel=2,
             )
         if "loader" in resume and hasattr(loader, "load_state_dict"):
@@ -196,7 +199,7 @@ class DataLoader:
 
 
 def _iterator(loader: Any) -> Iterator[Any]:
-    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits for ever: a
+    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits forever: a
     dataset has no reason to, and docs/how-to/traced-step.md says so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
@@ -204,15 +207,15 @@ def _iterator(loader: Any) -> Iterator[Any]:
 
 
 def is_iterator(loader: Any) -> bool:
-    """Whether `loader` is an iterator, which can be gone through only once."""
+    """Whether `loader` is an iterator, which can be iterated only once."""
     return hasattr(loader, "__next__")
 
 
-class Reader:
+class BatchReader:
     """Goes through a DataLoader's batches, one ahead where it is asked to look.
 
     Args:
-        epochs: how many; None goes on for ever.
+        epochs: how many; None goes on forever.
         to_device: send each batch to the backend's device as soon as it is read.
     """
 
@@ -229,11 +232,11 @@ class Reader:
         self._first = loader._resume
         loader._reader = self
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> BatchReader:
         return self
 
     def __next__(self) -> Any:
-        self.look_ahead()
+        self.read_ahead()
         assert self._ahead is not None
         kind, what = self._ahead
         if kind in ("end", "closed"):
@@ -247,7 +250,7 @@ class Reader:
 
     def at_end(self) -> bool:
         """Whether no batch is left."""
-        self.look_ahead()
+        self.read_ahead()
         return self._ahead is not None and self._ahead[0] == "end"
 
     def close(self) -> None:
@@ -261,14 +264,14 @@ class Reader:
         if self._ahead is None or self._ahead[0] == "batch":
             self._ahead = ("closed", None)
 
-    def look_ahead(self) -> None:
+    def read_ahead(self) -> None:
         """Read the next batch, if that has not been done."""
         if self._ahead is not None:
             return
         if session.trace is not None:
             raise LoaderError(
                 f"{here()}: {self._loader.name} is read inside a traced step, which is traced once and would see one "
-                "batch for ever. Loop over the loader outside, and pass the batch to the step as an argument."
+                "batch forever. Loop over the loader outside, and pass the batch to the step as an argument."
             )
         try:
             self._ahead = self._read()
@@ -302,7 +305,7 @@ class Reader:
         while True:
             self._now = self._snapshot()
             try:
-                return "batch", feed.put(next(self._iterator)) if self._to_device else next(self._iterator)
+                return "batch", batch_transfer.put(next(self._iterator)) if self._to_device else next(self._iterator)
             except StopIteration:
                 pass
             if self._left is not None:
@@ -346,3 +349,42 @@ _latest: DataLoader | None = None
 def latest() -> DataLoader | None:
     """The DataLoader made last."""
     return _latest
+
+
+def with_workers(loader: Any, name: str) -> Any:
+    """`loader`, with as many workers as the current backend wants, if it says so.
+
+    Args:
+        name: of the loader, for errors.
+
+    Raises:
+        LoaderError: for a loader that can have none.
+    """
+    count = num_workers_setting()
+    if count is None:
+        return loader
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        if count == 0:
+            return loader
+        raise LoaderError(
+            f"{name} is no torch.utils.data.DataLoader, which alone has workers, and the backend's ClusterConfig asks "
+            f"for num_workers_per_csx. Leave that out, or return DataLoader(dataset, ...)."
+        )
+    if loader.num_workers != count:
+        loader.num_workers = count
+        # As DataLoader(num_workers=count) has it by default.
+        if count and loader.prefetch_factor is None:
+            loader.prefetch_factor = 2
+        if not count:
+            loader.prefetch_factor = None
+            object.__setattr__(loader, "persistent_workers", False)
+    return loader
+
+
+def num_workers_setting() -> int | None:
+    """Workers of this process, by the current backend; None if it leaves that to loaders."""
+    backend = current_backend(raise_exception=False)
+    config = None if backend is None else backend.cluster_config
+    if config is None or config.num_workers_per_csx is None:
+        return None
+    return -(-config.num_workers_per_csx * config.num_csx // processes(backend).count)

@@ -1,4 +1,4 @@
-"""How many steps a run has, and how many rows a batch."""
+"""The number of steps of a run, and the batch size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import ExecutorError
-from ...runtime.structures import flatten
+from ...runtime.pytrees import flatten
 
 
 def compute_num_steps(

@@ -1,4 +1,4 @@
-"""Samples without data: of the shapes and dtypes that a model takes."""
+"""Synthetic samples of given shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from ...compat.torch_names import pytree
 from ...errors import LoaderError
-from ...runtime.structures import flatten
+from ...runtime.pytrees import flatten
 
 
 class SyntheticDataset(IterableDataset):

@@ -1,0 +1,70 @@
+"""Results without an autograd history: a gradient that reaches one is an error instead of being lost.
+
+A constructor may compute tensors from its weights, with gradients on, and a step returns what it has computed of them.
+Eager PyTorch could send gradients through such a tensor to the weights, once. Here what was recorded are the operations
+on values, below autograd, so a gradient that arrives is an error rather than lost. Models that keep such tensors
+(`torch.nn.utils.weight_norm`, of old) recompute them in each forward pass, and never notice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch
+from ..errors import MaterializeError, TraceError
+from ..program.source import here
+
+
+class _WithoutHistory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, boxed: tuple[torch.Tensor], error: Callable[[], Exception]) -> Any:
+        ctx.error_of_history = error
+        return boxed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ctx.error_of_history()
+
+
+def returned(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Let `tensor`, made by the step `name`, require gradients, as in eager PyTorch, and say so when one arrives."""
+    with torch.enable_grad():
+        return _WithoutHistory.apply(_anchor(), (tensor,), functools.partial(_of_step, name))
+
+
+def is_returned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a step returned that requires gradients."""
+    return getattr(getattr(tensor.grad_fn, "error_of_history", None), "func", None) is _of_step
+
+
+def without_history(value: torch.Tensor, where: str) -> torch.Tensor:
+    """`value` (detached) as a tensor that requires gradients, is no leaf, and says so when one arrives."""
+    with torch.enable_grad():
+        anchor = torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=True)
+        return _WithoutHistory.apply(anchor, (value,), functools.partial(_of_constructor, where))
+
+
+def _of_step(name: str) -> TraceError:
+    return TraceError(
+        f"{here()}: a gradient has come to what the traced step {name} returned or kept. That has no "
+        "graph which would lead on to the weights: the step's operations ended with it. Call backward() in the "
+        "step, or trace all of it as one step; where no gradient is meant, use what it returns as result.detach()."
+    )
+
+
+def _of_constructor(where: str) -> MaterializeError:
+    return MaterializeError(
+        f"{where}: a gradient has come to a tensor that was computed from weights while they were deferred. "
+        "Its value was made, but not the history that would lead the gradient on to the weights. Compute it in "
+        "forward, or after firstloss.materialize_module."
+    )
+
+
+@functools.cache
+def _anchor() -> torch.Tensor:
+    with DisableTorchDispatch():
+        return torch.empty(0, requires_grad=True)

@@ -1,0 +1,178 @@
+"""Conjugated and negated views: a second storage that mirrors the first.
+
+In PyTorch `x.conj()` of a complex tensor is a view with a conjugate bit: every reader conjugates. A geometry has no
+such bit, so the view has the geometry of `x` in a *mirror* of its storage, which holds all of it conjugated. It is
+still a view: a write to the storage rewrites its mirrors, and a write to a mirror is conjugated and written to the
+storage. When the tensors become real, the view is taken of the real tensor, and carries PyTorch's own bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of, neg_view
+from ..errors import CaptureError
+from ..program.graph import dense_count, geometry_of, span
+from ..program.source import here
+from . import session
+from .conjugate_bits import lazy_bits
+from .constants import outer_geometry, storage_of
+from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
+
+aten = torch.ops.aten
+
+
+def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """What `op` (`x.conj()`, for one) returns, where `computed_by` computes what it shows."""
+    source = args[0]
+    if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
+        real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
+        with DisableTorchDispatch():
+            return op(real, **kwargs)
+    storage = storage_of(source)
+    size, stride, offset, dtype = geometry_of(source) if type(source) is DeferredTensor else outer_geometry(source)
+    return DeferredTensor.wrap(_mirror(storage, computed_by, dtype), size, stride, offset, dtype)
+
+
+def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
+    """What a real tensor from outside of a step, a conjugated or negated view, looks at in the step."""
+    with DisableTorchDispatch(), torch.no_grad():
+        if tensor.is_neg():
+            mirror = _mirror(storage_of(neg_view(tensor)), aten.neg.default, tensor.dtype)
+        else:
+            mirror = _mirror(storage_of(tensor.conj()), aten._conj_physical.default, tensor.dtype)
+    if session.trace is not None and not mirror.alive():
+        session.trace.mirrors.append(_whole(mirror, tensor.dtype))
+    return mirror
+
+
+def _mirror(storage: DeferredStorage, computed_by: OpOverload, dtype: torch.dtype) -> DeferredStorage:
+    if storage.mirrors is not None and (storage.mirrors.computed_by, storage.mirrors.dtype) == (computed_by, dtype):
+        return storage.mirrors.of
+    shows = Mirror(computed_by, storage, dtype)
+    mirror = next((m for m in mirrors_of(storage) if m.mirrors == shows), None)
+    if mirror is None:
+        value = storage.value
+        if value.numel and dense_count(value.shape, value.stride) != value.numel:
+            raise CaptureError(
+                f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
+                "tensor.contiguous().conj()."
+            )
+        mirror = DeferredStorage(_content(shows))
+        mirror.trace = session.trace
+        mirror.mirrors = shows
+        storage.mirrored_by.append(weakref.ref(mirror))
+    return mirror
+
+
+def _whole(storage: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
+    """All of a storage, as a vector."""
+    count = storage.value.numel * storage.value.dtype.itemsize // dtype.itemsize
+    return DeferredTensor.wrap(storage, (count,), (1,), 0, dtype)
+
+
+def _content(mirror: Mirror) -> Any:
+    return Hooks.dispatch(mirror.computed_by, (_whole(mirror.of, mirror.dtype),), {})._storage.value
+
+
+def written(storage: DeferredStorage) -> None:
+    """`storage` has been written to: so is what it mirrors, and its mirrors are recreated."""
+    if storage.mirrors is not None:
+        computed_by, of, dtype = storage.mirrors
+        content = Hooks.dispatch(computed_by, (_whole(storage, dtype),), {})
+        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are recreated by this
+        return
+    _make_mirrors(storage)
+
+
+def _make_mirrors(storage: DeferredStorage) -> None:
+    for mirror in mirrors_of(storage):
+        assert mirror.mirrors is not None
+        mirror.value = _content(mirror.mirrors)
+        _make_mirrors(mirror)
+
+
+def mirrors_of(storage: DeferredStorage) -> list[DeferredStorage]:
+    """The mirrors of `storage` at which somebody looks."""
+    found = [m for ref in storage.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
+    storage.mirrored_by = [weakref.ref(m) for m in found]
+    return [m for m in found if m.trace is None or m.trace is session.trace]  # else a step that has ended made it
+
+
+def move(storage: DeferredStorage, to: DeferredStorage) -> None:
+    """What looked at `storage` looks at `to` now, which begins with the same and is larger: so does what mirrors it."""
+    for mirror in mirrors_of(storage):
+        assert mirror.mirrors is not None
+        mirror.mirrors = mirror.mirrors._replace(of=to)
+        to.mirrored_by.append(weakref.ref(mirror))
+    storage.mirrored_by = []
+    _make_mirrors(to)
+
+
+def with_mirrors(storages: list[DeferredStorage]) -> list[DeferredStorage]:
+    """`storages`, and what they mirror, and all that mirrors these: they become real together."""
+    found: dict[int, DeferredStorage] = {}
+    todo = storages[::-1]
+    while todo:
+        storage = todo.pop()
+        if id(storage) not in found:
+            found[id(storage)] = storage
+            todo += mirrors_of(storage) if storage.mirrors is None else [storage.mirrors.of, *mirrors_of(storage)]
+    return list(found.values())
+
+
+def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
+    """The tensors that look at `mirror`, each with a tensor that looks at what it mirrors, of which it is a view.
+
+    That is what autograd knows it for a view of; or, where it is known for none, a tensor of its own.
+    """
+    root = mirror.root
+    known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
+    return [
+        (tensor, base if type(base) is DeferredTensor and base._storage is root else _whole(root, root.value.dtype))
+        for tensor, base in known
+    ]
+
+
+def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
+    """What `tensor`, a view, shows of the storage of `base`, which was deferred and is real now, as a view of `base`.
+
+    By its geometry, and not by the calls that made it: `base` may have been given another shape in place since then.
+    """
+    size, stride, offset, dtype = geometry_of(tensor)
+    return bits_of(tensor)(vector_of(base, dtype).as_strided(size, stride, offset))
+
+
+def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
+    """A tensor that shows, of what a mirror is of, what `tensor` shows of the mirror; `tensor` where it is of none."""
+    root = tensor._storage.root
+    return tensor if root is tensor._storage else DeferredTensor.wrap(root, *geometry_of(tensor))
+
+
+def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes, of what `unmirrored(tensor)` shows, the view of it that has the bits of `tensor`."""
+    conjugated, negated, alternating = lazy_bits(tensor)
+    if alternating:
+        size, stride, offset, _ = geometry_of(tensor)
+        odd = torch.arange(offset + span(size, stride)).as_strided(size, stride, offset) % 2
+        return lambda shown: shown * (1 - 2 * (odd ^ negated)).to(shown)
+    if conjugated:
+        return (lambda shown: neg_view(shown.conj())) if negated else torch.conj
+    return neg_view if negated else lambda shown: shown
+
+
+def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole storage of `base`, as a vector of `dtype`."""
+    count = base.untyped_storage().nbytes() // base.itemsize
+    flat = base.as_strided((count,), (1,), 0)
+    if dtype == base.dtype:
+        return flat
+    if base.dtype.is_complex and base.dtype.to_real() == dtype:
+        return torch.view_as_real(flat).view(-1)
+    if dtype.is_complex and dtype.to_real() == base.dtype:
+        return torch.view_as_complex(flat[: count // 2 * 2].view(-1, 2))
+    return flat.view(dtype)

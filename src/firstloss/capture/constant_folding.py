@@ -1,0 +1,110 @@
+"""Constant folding in a traced step: values that are computed from constants alone are known while it is traced.
+
+While a step is traced its inputs have no values. `torch.tensor([3, 1])` and `torch.arange(4) > 2` have: they will be
+the same at every execution. So they may be read, and may say how large a result is, just as Python numbers may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch
+from ..engine import replay
+from ..program.graph import Value
+from . import session
+from .constants import constant_tensor
+from .op_call import OpCall
+from .tensor import DeferredTensor, Hooks
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+_UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)
+
+
+def known(tensor: Any) -> Tensor | None:
+    """The value of a tensor that the step under way has made from constants alone; None of any other."""
+    if type(tensor) is not DeferredTensor or tensor._storage.trace is not session.trace:
+        return None
+    if not _from_constants(tensor._storage.value):
+        return None
+    with DisableTorchDispatch():
+        return replay.compute([tensor._ref()])[0]
+
+
+def _from_constants(value: Value) -> bool:
+    """Depth first, since most values are not, and an input is soon found."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if value.known:
+            continue
+        node = value.node
+        if node is None or node.draw is not None or node.op in _UNWRITTEN or node.op.namespace != "aten":
+            return False
+        if node.index not in seen:
+            seen.add(node.index)
+            todo.extend(node.reads())
+    return True
+
+
+def fold_call(call: OpCall) -> Any:
+    """What `call` returns, where its shape depends on values that are known; else None."""
+    if call.traits.writes or call.traits.random is not None:
+        return None
+    if call.op is aten.masked_select.default:
+        return _masked_select(*call.args[:2])
+    if call.op is aten.index.Tensor:
+        return _index_by_masks(*call.args[:2])
+    values = [known(t) for t in call.deferred]
+    if call.real or not values or any(v is None for v in values):
+        return None
+    fresh = iter(values)
+
+    def made(arg: Any) -> Any:
+        if type(arg) is DeferredTensor:
+            return next(fresh)
+        return [made(a) for a in arg] if type(arg) in (list, tuple) else arg
+
+    args, kwargs = [made(a) for a in call.args], {k: made(v) for k, v in call.kwargs.items()}
+    with DisableTorchDispatch(), torch.no_grad():
+        result = call.op(*args, **kwargs)
+    if isinstance(result, (list, tuple)):
+        return type(result)(_constant(r) for r in result)
+    return _constant(result)
+
+
+def _constant(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return result
+    out = constant_tensor(result, copy=False)
+    out._storage.trace = session.trace
+    return out
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
+    found = known(mask)
+    if found is None:
+        return None
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    x = Hooks.dispatch(aten.expand.default, (x, shape), {})
+    return _index_by_masks(x, [_constant(found.expand(shape).clone())])
+
+
+def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
+    """`x[indices]`, masks that are known in it as the places that they select."""
+    places: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            places.append(index)
+            continue
+        mask = known(index)
+        if mask is None:
+            return None
+        with DisableTorchDispatch():
+            found = mask.nonzero().unbind(1)
+        places.extend(_constant(place.clone()) for place in found)
+    return Hooks.dispatch(aten.index.Tensor, (x, places), {})

@@ -1,0 +1,375 @@
+"""Control flow inside a step: `torch.cond`, `torch.while_loop` and `scan`, captured as Programs within the Program.
+
+A branch or a loop's body is a *region*: its Python runs once, on tensors that stand for its arguments, and what it
+reads from outside (weights, tensors of the step) is *lifted*: found while it runs, and made an argument too. The step's
+own Program has one operation for the whole, `firstloss::region`, whose lowering is in `lower/control_flow.py`.
+
+A region is differentiated by running its Python again with autograd on, inside a region of the backward pass: nothing
+but the arguments is kept between the two, as under `torch.utils.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..compat.patches import replaces
+from ..compat.torch_names import DisableTorchFunction, pytree
+from ..errors import TraceError
+from ..program import operations
+from ..program.operations import FLOWS, Flow, Region
+from ..program.program import Program
+from ..program.source import here
+from . import session
+from .tensor import DeferredTensor
+
+Tensor = torch.Tensor
+
+
+_numbers: dict[Any, int] = {}  # by what tells flows apart: a step that is traced again has the same numbers
+
+
+class _Lift(TorchFunctionMode):
+    """Puts local tensors in place of those from outside, and remembers which."""
+
+    def __init__(self, trace: Any, known: dict[int, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._trace = trace
+        self.known = known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._local, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _local(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or type(x) is DeferredTensor and x._storage.trace is self._trace:
+            return x
+        with DisableTorchFunction():
+            found = self.known.get(id(x))
+            if found is None:
+                local = self._trace.new_input(x, f"lifted{len(self.known)}")
+                if x.requires_grad:
+                    local.requires_grad_()
+                found = self.known[id(x)] = (x, local)
+            return found[1]
+
+
+def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
+    """Run `function` once on tensors shaped as those of `like`. `lifted`: what it is known to read from outside."""
+    from .step import StepTrace  # which builds on the recorder, as this does
+
+    tracing = StepTrace()
+    with tracing.active():
+        made = [tracing.new_input(x, f"operand{i}") for i, x in enumerate(like)]
+        outside = [tracing.new_input(x, f"lifted{i}") for i, x in enumerate(lifted)]
+        inputs = [x._storage.value for x in (*made, *outside)]
+        lift = _Lift(tracing, {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)})
+        with lift:
+            results = function(*made)
+        results = [results] if isinstance(results, Tensor) else list(results)
+        results = [_as_local(lift, x) for x in results]
+        found = list(lift.known.values())[len(outside) :]
+        outputs = {f"out{i}": x._ref() for i, x in enumerate(results)}
+    inputs += [value for value in tracing.inputs if any(tracing.inputs[value] is x for x, _ in found)]
+    locals_: list[Any] = [*made, *outside, *(local for _, local in found)]
+    if any(x._storage.value is not v for x, v in zip(locals_, inputs, strict=True)):
+        raise TraceError(
+            f"{here()}: a branch or a loop's body writes to a tensor from outside of it. Return the new value instead."
+        )
+    if tracing.closures:
+        raise TraceError(
+            f"{tracing.closures[0].source}: a step closure or an assertion within a branch or a loop's body would run "
+            "without knowing whether, or how often. Return its tensors from there, and call it outside."
+        )
+    program = Program({v.label or "in": v for v in inputs}, outputs)
+    read = {value for node in program.nodes for value in node.reads()}
+    if read & set(tracing.inputs) - set(inputs):
+        raise TraceError(f"{here()}: a branch or a loop's body reads a tensor in a way that capture cannot follow.")
+    kinds = [(tuple(x.shape), x.dtype) for x in results]
+    return Region(program, inputs, [*lifted, *(x for x, _ in found)], kinds, tracing.draws)
+
+
+def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
+    if not isinstance(x, Tensor):
+        x = torch.tensor(x)
+    x = lift._local(x)
+    assert type(x) is DeferredTensor
+    return x
+
+
+def run(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
+    """Record the flow as one operation of the step."""
+    number = _numbers.setdefault(_identity(flow), len(_numbers))
+    FLOWS.setdefault(number, flow)
+    draws = any(region.draws for region in flow.regions)
+    op = operations.region_that_draws if draws else operations.region
+    lifted = [x for region in flow.regions for x in region.lifted]
+    return op([*operands, *lifted], number)
+
+
+def _identity(flow: Flow) -> Any:
+    """Equal for flows that compute the same."""
+    texts = []
+    for region in flow.regions:
+        known = [v.real for node in region.program.nodes for v in node.reads() if v.real is not None]
+        constants = tuple(str(x.dtype) + str(x.tolist()) for x in known)
+        texts.append((str(region.program), constants, len(region.inputs), tuple(region.outputs)))
+    return flow.kind, tuple(texts), flow.carried, flow.walked, flow.reverse, tuple(flow.outputs)
+
+
+class _GeneratorState:
+    """The place in the step's random stream, to draw the same once more."""
+
+    def __init__(self) -> None:
+        self._state = torch.get_rng_state()  # the trace's own, while one is under way
+
+    def with_same_draws(self, function: Callable, *args: Any) -> Any:
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            return function(*args)
+        finally:
+            torch.set_rng_state(after)
+
+
+def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int) -> Callable:
+    """(tensors, lifted, gradients of the outputs) → gradients of tensors and of lifted ones: zeros where none flows."""
+    wanted = [x.requires_grad for x in (*tensors, *lifted)]
+
+    def backward(*args: Tensor) -> list[Tensor]:
+        inputs, grads = args[: len(wanted)], args[len(wanted) :]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
+            here_, there = leaves[: len(tensors)], leaves[len(tensors) :]
+            known = {id(x): (x, local) for x, local in zip(lifted, there, strict=True)}
+            with _Lift(session.trace, known):
+                outputs = function(*here_)
+            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
+            targets = [x for x in leaves if x.requires_grad]
+            found = iter(
+                torch.autograd.grad([y for y, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
+                if pairs
+                else [None] * len(targets)
+            )
+        out = []
+        for x in leaves:
+            g = next(found) if x.requires_grad else None
+            out.append(torch.zeros_like(x) if g is None else g)
+        return [g for g, w in zip(out, wanted, strict=True) if w]
+
+    return backward
+
+
+# -- torch.cond --
+
+
+def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Tensor]) -> Any:
+    """`torch.cond` in a step."""
+    single = False
+
+    def flat(function: Callable) -> Callable:
+        def call(*args: Tensor) -> Any:
+            nonlocal single
+            result = function(*args)
+            single = isinstance(result, Tensor)
+            return [result] if single else list(result)
+
+        return call
+
+    if not isinstance(pred, Tensor):
+        return true_fn(*operands) if pred else false_fn(*operands)
+    out = _Cond.apply(
+        pred.reshape(()),
+        flat(true_fn),
+        flat(false_fn),
+        len(operands),
+        *_with_lifted((flat(true_fn), flat(false_fn)), operands),
+    )
+    return out[0] if single else out
+
+
+def _with_lifted(functions: Sequence[Callable], operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands, and whatever else any of the functions reads: what autograd has to know of."""
+    lifted: list[Tensor] = []
+    for function in functions:
+        lifted = capture(function, operands, lifted).lifted
+    return [*operands, *lifted]
+
+
+class _Cond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pred, true_fn, false_fn, count, *tensors):
+        ctx.functions, ctx.count, ctx.state = (true_fn, false_fn), count, _GeneratorState()
+        ctx.save_for_backward(pred, *tensors)
+        return tuple(_either(pred, ctx.functions, tensors[:count], tensors[count:]))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        pred, *tensors = ctx.saved_tensors
+        own, lifted = tensors[: ctx.count], tensors[ctx.count :]
+        backwards = [differentiated(f, own, lifted, len(grads)) for f in ctx.functions]
+        found = iter(ctx.state.with_same_draws(_either, pred, backwards, [*tensors, *grads], ()))
+        return None, None, None, None, *(next(found) if x.requires_grad else None for x in tensors)
+
+
+def _either(pred: Tensor, functions: Sequence[Callable], operands: Sequence[Tensor], lifted: Sequence[Tensor]) -> Any:
+    regions = tuple(capture(f, operands, lifted) for f in functions)
+    a, b = (region.outputs for region in regions)
+    if a != b:
+        raise TraceError(
+            f"{here()}: the branches of torch.cond return {_said(a)} and {_said(b)}. Return the same shapes and dtypes "
+            "from both."
+        )
+    return run(Flow("cond", regions, len(operands), 0, False, a), [pred, *operands])
+
+
+def _said(outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in outputs) + ")"
+
+
+# -- torch.while_loop --
+
+
+def while_loop(
+    cond_fn: Callable, body_fn: Callable, carried: Sequence[Any], additional: Sequence[Any] = (), **_: Any
+) -> Any:
+    """`torch.while_loop` in a step."""
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x) for x in carried]
+    rest = [x if isinstance(x, Tensor) else torch.tensor(x) for x in additional]
+    lifted = _with_lifted((lambda *c: cond_fn(*c, *rest), lambda *c: body_fn(*c, *rest)), tensors)[len(tensors) :]
+    return tuple(
+        _While.apply(lambda *c: cond_fn(*c, *rest), lambda *c: body_fn(*c, *rest), len(tensors), *tensors, *lifted)
+    )
+
+
+class _While(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, cond_fn, body_fn, count, *tensors):
+        ctx.source = here()
+        carried, lifted = tensors[:count], tensors[count:]
+        regions = (capture(cond_fn, carried, lifted), capture(body_fn, carried, lifted))
+        kinds = [(tuple(x.shape), x.dtype) for x in carried]
+        if regions[1].outputs != kinds:
+            raise TraceError(
+                f"{here()}: the body of torch.while_loop returns {_said(regions[1].outputs)} for {_said(kinds)}. "
+                "Return what it carries with the same shapes and dtypes."
+            )
+        return tuple(run(Flow("while", regions, count, 0, False, kinds), carried))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise TraceError(
+            f"{ctx.source}: a gradient is asked for through torch.while_loop, whose number of rounds is not known. "
+            "Use scan over a fixed number of rounds, with torch.where for those that should do nothing; or detach."
+        )
+
+
+# -- scan --
+
+
+def scan(
+    combine_fn: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Any] = ()
+) -> Any:
+    """`scan` in a step, with init and xs as lists of tensors; returns what the body returns, structured as it is."""
+    n, m = len(init), len(xs)
+    structure: Any = None
+
+    def body(*args: Tensor) -> list[Tensor]:
+        nonlocal structure
+        leaves, spec = pytree.tree_flatten(combine_fn(*args, *additional_inputs))
+        structure = spec, [isinstance(x, Tensor) for x in leaves]
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    like = [*init, *(x[0] for x in xs)]
+    lifted = _with_lifted((body,), like)[n + m :]
+    out = iter(_Scan.apply(body, n, m, *init, *xs, *lifted))
+    spec, is_tensor = structure
+    return pytree.tree_unflatten([next(out) if there else None for there in is_tensor], spec)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, body, n, m, *tensors):
+        init, xs, lifted = tensors[:n], tensors[n : n + m], tensors[n + m :]
+        ctx.body, ctx.n, ctx.m, ctx.state = body, n, m, _GeneratorState()
+        with_carries = any(x.requires_grad for x in tensors)
+
+        def step(*args: Tensor) -> list[Tensor]:
+            out = body(*args)
+            return [*out, *(c.clone() for c in args[:n])] if with_carries else out
+
+        out = _walk(step, init, xs, lifted, reverse=False)
+        count = len(out) - (n if with_carries else 0)
+        ctx.save_for_backward(*out[count:], *xs, *lifted)
+        ctx.grads = [x.requires_grad for x in tensors]
+        return tuple(out[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        n, m = ctx.n, ctx.m
+        saved = ctx.saved_tensors
+        carries, xs, lifted = saved[:n], saved[n : n + m], saved[n + m :]
+        wanted = ctx.grads
+        # Which of the carried tensors take part is for autograd's sake only: all that can have a gradient do.
+        own = [c[0].detach().requires_grad_(c.is_floating_point() or c.is_complex()) for c in carries]
+        own += [x[0].detach().requires_grad_(w) for x, w in zip(xs, wanted[n : n + m], strict=True)]
+        backward = differentiated(ctx.body, own, lifted, len(grads))
+        smooth = [i for i, c in enumerate(carries) if c.is_floating_point() or c.is_complex()]
+        learned = [x for x in lifted if x.requires_grad]
+        ending, along = grads[:n], grads[n:]
+
+        def step(*args: Tensor) -> list[Tensor]:
+            g_carry, sums, rest = args[:n], args[n : n + len(learned)], args[n + len(learned) :]
+            found = backward(*rest[: n + m], *lifted, *g_carry, *rest[n + m :])
+            new = dict(zip(smooth, found, strict=False))
+            g_carry = tuple(new.get(i, g).to(g.dtype) for i, g in enumerate(g_carry))
+            g_xs = found[len(smooth) : len(found) - len(learned)]
+            return [*g_carry, *(a + b for a, b in zip(sums, found[len(found) - len(learned) :], strict=True)), *g_xs]
+
+        start = [*ending, *(torch.zeros_like(x) for x in learned)]
+        out = ctx.state.with_same_draws(_walk, step, start, [*carries, *xs, *along], lifted, True)
+        found_xs, sums = iter(out[n + len(learned) :]), iter(out[n : n + len(learned)])
+        return (
+            None,
+            None,
+            None,
+            *(g if w else None for g, w in zip(out[:n], wanted[:n], strict=True)),
+            *(next(found_xs) if w else None for w in wanted[n : n + m]),
+            *(next(sums) if x.requires_grad else None for x in lifted),
+        )
+
+
+def _walk(body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool) -> Any:
+    like = [*init, *(x.detach()[0] for x in xs)]
+    region = capture(body, like, lifted)
+    kinds = [(tuple(x.shape), x.dtype) for x in init]
+    if region.outputs[: len(init)] != kinds:
+        raise TraceError(
+            f"{here()}: the body of scan returns {_said(region.outputs[: len(init)])} for {_said(kinds)}, which it "
+            "carries. Return what it carries with the same shapes and dtypes."
+        )
+    length = xs[0].shape[0]
+    outputs = kinds + [((length, *shape), dtype) for shape, dtype in region.outputs[len(init) :]]
+    return run(Flow("scan", (region,), len(init), len(xs), reverse, outputs), [*init, *xs])
+
+
+# -- in place of torch's own, while a step is traced --
+
+
+def _in_a_step(ours: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if session.trace is None else ours(*args[1:], **kwargs)
+
+
+for _name, _ours in (("cond.CondOp", cond), ("while_loop.WhileLoopOp", while_loop), ("scan.ScanOp", scan)):
+    replaces(f"torch._higher_order_ops.{_name}.__call__")(partial(_in_a_step, _ours))
+
+
+@replaces("torch._higher_order_ops.utils._hop_compile_and_call")
+def call(original: Callable, function: Callable, args: Any, kwargs: Any = None) -> Any:
+    """Eager PyTorch has these operations traced by dynamo first."""
+    return original(function, args, kwargs) if session.trace is None else function(*args, **(kwargs or {}))

@@ -1,0 +1,105 @@
+"""Which dtypes PyTorch's kernels accept and return, found by running them on zeros.
+
+Meta kernels, which say what shape a result has, let pass what a CPU's refuses: a product of float32 and float64,
+indices of int32, the softmax of integers. XLA would compute something of it. So a step that is traced asks the CPU's
+kernel too: on a few zeros, once for each operation and the dtypes that it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, current_autograd_node
+from .op_call import OpCall
+from .symbolic_scalars import is_symbolic, stand_in
+
+Tensor = torch.Tensor
+
+_WHOLE = 1 << 12  # elements in all: of so many the kernel is run on tensors of their own sizes
+_SMALLEST = 4  # a larger size becomes one of this and the next few numbers, equal sizes equal ones
+
+# What the kernels say of dtypes. Of anything else that they say, the zeros or their number may be the cause.
+_OF_DTYPES = re.compile(
+    r"dtype|scalar ?type|data type|tensors? of type|[Bb]ool(ean)? (input|tensor)|complex|can't be cast"
+    r"|Integers to negative|not implemented for '|Input type|inputs to be|long tensor|same type|cannot be converted"
+    r"|^Promotion for"
+)
+# LAPACK counts rows from 1, and does not look whether a pivot is one: at 0 the process may end.
+_TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
+_LARGE = 65504.0  # numbers beyond are more than some dtype holds
+_HALVES = (torch.float16, torch.bfloat16)
+
+_given: dict[tuple, list[torch.dtype | None]] = {}
+
+
+def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
+    """The dtypes of what PyTorch's CPU kernel returns for tensors of the dtypes of a call's; None if it cannot be told.
+
+    Raises:
+        Exception: what the kernel raises, if it does not take these dtypes.
+    """
+    tensors = [*call.deferred, *call.real]
+    if not tensors or call.op.namespace != "aten" or call.traits.random or call.traits.view or call.is_foreach:
+        return None
+    if "_backward" in call.op.overloadpacket.__name__ and current_autograd_node() is not None:
+        return None  # autograd calls it with what the operation took
+    if any(t.layout != torch.strided or t.is_quantized for t in tensors):
+        return None
+    named = ((name, _kind(arg)) for name, arg in call.kwargs.items())
+    key = (call.op, torch.get_default_dtype(), *map(_kind, call.args), *named)
+    empty = not all(t.numel() for t in tensors)  # of which kernels take what they do not take otherwise
+    found = _given.get(key) if not empty else None
+    if found is not None:
+        return found
+    sizes = {size for t in tensors for size in t.shape if size > _SMALLEST}
+    few = {size: _SMALLEST + n for n, size in enumerate(sorted(sizes))}
+    whole = sum(t.numel() for t in tensors) <= _WHOLE
+    for of_size in ({}, few) if whole else (few,):
+        args = tuple(_zeros(a, of_size) for a in call.args)
+        kwargs = {k: _zeros(v, of_size) for k, v in call.kwargs.items()}
+        if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, Tensor) and not (given.is_floating_point() or given.is_complex()):
+                    given.fill_(1)
+        try:
+            with DisableTorchDispatch(), torch.no_grad():
+                result = call.op(*args, **kwargs)
+        except Exception as error:
+            dtypes = {t.dtype for t in tensors}
+            only_half = len(dtypes) == 1 and dtypes.pop() in _HALVES  # which other devices may know
+            if _OF_DTYPES.search(str(error)) and not only_half:
+                raise
+        else:
+            results = result if isinstance(result, (list, tuple)) else [result]
+            found = [r.dtype if isinstance(r, Tensor) else None for r in results]
+            if not empty:
+                _given[key] = found
+            return found
+    return None
+
+
+def _kind(arg: Any) -> Any:
+    """What of an argument decides which dtypes are taken."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.dim() == 0
+    if type(arg) in (list, tuple):
+        return tuple(map(_kind, arg))
+    if isinstance(arg, (torch.dtype, bool, str)) or isinstance(arg, float) and abs(arg) > _LARGE:
+        return arg
+    return type(arg)
+
+
+def _zeros(arg: Any, of_size: dict[int, int]) -> Any:
+    """An argument with its tensors replaced by zeros of other sizes."""
+    if isinstance(arg, Tensor):
+        return torch.zeros([of_size.get(size, size) for size in arg.shape], dtype=arg.dtype)
+    if type(arg) in (list, tuple):
+        return type(arg)(_zeros(a, of_size) for a in arg)
+    if isinstance(arg, torch.device):
+        return torch.device("cpu")
+    if is_symbolic(arg):
+        return stand_in(arg)
+    return of_size.get(arg, arg) if type(arg) is int else arg

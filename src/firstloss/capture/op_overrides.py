@@ -1,0 +1,236 @@
+"""Operations that are handled specially instead of being recorded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
+from ..errors import CaptureError
+from ..program.graph import span
+from ..program.source import here
+from . import session
+from .constant_folding import known
+from .constants import constant_tensor, edits, owned_by_torch
+from .evaluation import run_for_real, value_of
+from .file_value import is_in_file
+from .metadata_mutation import OPERATIONS, resize
+from .op_call import OpCall
+from .op_schema import traits
+from .shapes import infer
+from .symbolic_scalars import number_of
+from .tensor import DeferredTensor, Hooks
+from .tensor_states import state_of
+from .validations import validated
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    tensor = args[0]
+    if session.trace is not None and _is_real(tensor):
+        tensor = session.trace.read_real(tensor)
+    if type(tensor) is not DeferredTensor:
+        with DisableTorchDispatch():
+            return op(tensor)
+    if session.trace is not None:
+        real = known(tensor)
+        if real is not None:
+            return real.item()
+        answer = validated(tensor) if tensor.dtype == torch.bool else None
+        return number_of(tensor) if answer is None else answer
+    return value_of(tensor).item()
+
+
+def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """A question for which no tensor's content is needed."""
+    with DisableTorchDispatch():
+        return op(*args, **kwargs)
+
+
+def _same_storage_numel(op: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Asked by forward-mode differentiation."""
+    held = []
+    for tensor in args:
+        value = tensor._storage.value if type(tensor) is DeferredTensor else None
+        with DisableTorchDispatch():
+            real = tensor.untyped_storage().nbytes() // tensor.itemsize if value is None else 0
+        held.append(real if value is None else span(value.shape, value.stride))
+    return held[0] == held[1]
+
+
+def _is_real(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and type(arg) is not DeferredTensor
+
+
+def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    if session.trace is not None:
+        args = tuple(session.trace.read_real(a) if _is_real(a) else a for a in args)
+    with DisableTorchDispatch():
+        return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
+
+
+def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """`torch.tensor(data)`: a tensor just made from Python data, that nobody else holds; or numpy's own memory."""
+    tensor = args[0]
+    if type(tensor) is DeferredTensor:
+        return Hooks.dispatch(aten.alias.default, args, kwargs)
+    if session.trace is None and (not session.depth or edits(tensor) is None):
+        return tensor  # numpy may edit its memory at any time, and this tensor has to show it
+    if session.trace is not None and not owned_by_torch(tensor):
+        return tensor  # an input, which is read again at each step
+    out = constant_tensor(tensor, copy=False)
+    out._storage.trace = session.trace
+    return out
+
+
+def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """An assertion on values: a traced step checks it whenever it has run."""
+    if session.trace is not None and known(args[0]) is None:
+        return Hooks.assert_later(*args)
+    return _equal(op, args, kwargs)
+
+
+def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Asked by a derivative whether it is defined (of complex singular vectors): checked whenever the step has run."""
+    node = current_autograd_node() if session.trace is not None else None
+    if node is None or all(known(a) is not None for a in args[:2]):
+        return _equal(op, args, kwargs)
+    a, b, rtol, atol = (*args, 1e-5, 1e-8)[:4] if len(args) == 2 else (*args, 1e-8)[:4]
+    distance = Hooks.dispatch(aten.abs.default, (Hooks.dispatch(aten.sub.Tensor, (a, b), {}),), {})
+    allowed = Hooks.dispatch(aten.mul.Scalar, (Hooks.dispatch(aten.abs.default, (b,), {}), rtol), {})
+    near = Hooks.dispatch(aten.le.Tensor, (distance, Hooks.dispatch(aten.add.Scalar, (allowed, atol), {})), {})
+    Hooks.assert_later(
+        Hooks.dispatch(aten.all.default, (near,), {}),
+        f"{node.name()} has no gradient here: the loss depends on the phase of complex vectors, which is arbitrary",
+    )
+    return True
+
+
+# -- factories that take shape and dtype from a tensor, and do not read it -------------------------------------------
+
+# What fills the result, with which further arguments.
+_LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
+    aten.empty_like.default: lambda args: None,
+    aten.new_empty.default: lambda args: None,
+    aten.new_empty_strided.default: lambda args: None,
+    aten.zeros_like.default: lambda args: (aten.zero_.default,),
+    aten.new_zeros.default: lambda args: (aten.zero_.default,),
+    aten.ones_like.default: lambda args: (aten.fill_.Scalar, 1),
+    aten.new_ones.default: lambda args: (aten.fill_.Scalar, 1),
+    aten.full_like.default: lambda args: (aten.fill_.Scalar, args[1]),
+    aten.new_full.default: lambda args: (aten.fill_.Scalar, args[2]),
+    aten.rand_like.default: lambda args: (aten.uniform_.default, 0.0, 1.0),
+    aten.randn_like.default: lambda args: (aten.normal_.default, 0.0, 1.0),
+}
+
+
+def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    call = OpCall(op, traits(op), args, kwargs)
+    pending = any(state_of(t._storage).pending and not is_in_file(t) for t in call.deferred)
+    if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
+        return _keep_recipe(args[0], kwargs)
+    if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
+        return run_for_real(call)
+    fill = _LIKE[op](args)
+    if fill is not None and fill[0] is aten.normal_.default and not args[0].numel():
+        fill = None  # nothing to draw, not even of a dtype that cannot be drawn, as PyTorch sees it
+        call = OpCall(aten.empty_like.default, traits(aten.empty_like.default), args, kwargs)
+    ((size, stride, _, dtype),) = infer(call).geometry
+    options = {"dtype": dtype, "device": call.device()}
+    out = Hooks.dispatch(aten.empty_strided.default, (size, stride), options)
+    if fill is not None:
+        Hooks.dispatch(fill[0], (out, *fill[1:]), {})
+    return out
+
+
+def _keep_recipe(tensor: Tensor, kwargs: dict) -> Any:
+    """`torch.empty_like` of a tensor that has a recipe: one that has it too.
+
+    Scripts for the meta device write it (`Module.to_empty` does), to give weights memory that their constructor has yet
+    to fill. Here it has been called, so what it would leave there is known; where it is filled, this is never computed.
+    """
+    dtype = kwargs.get("dtype") or tensor.dtype
+    chosen = {name: kwargs[name] for name in ("device", "memory_format") if kwargs.get(name) is not None}
+    with torch.no_grad():
+        if dtype.is_complex != tensor.is_complex():
+            tensor = Hooks.dispatch(aten.zeros_like.default, (tensor,), {})  # nobody has this in mind
+        return Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype, **chosen})
+
+
+# Factories that write their numbers into `out`: in its dtype, which only the twin without `out` can be told.
+_INTO_OUT = {
+    getattr(packet, name): getattr(packet, twin)
+    for packet, name, twin in (
+        (aten.arange, "out", "default"),
+        (aten.arange, "start_out", "start_step"),
+        (aten.eye, "out", "default"),
+        (aten.eye, "m_out", "m"),
+        (aten.full, "out", "default"),
+        (aten.zeros, "out", "default"),
+        (aten.ones, "out", "default"),
+        *((packet, "out", "default") for packet in (aten.linspace, aten.logspace)),
+        *(
+            (packet, f"{kind}_out", kind)
+            for packet in (aten.linspace, aten.logspace)
+            for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+        ),
+    )
+}
+
+
+def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    out = kwargs["out"]
+    if type(out) is not DeferredTensor and session.trace is None:
+        with DisableTorchDispatch():
+            return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
+    made = Hooks.dispatch(_INTO_OUT[op], args, {"dtype": out.dtype, "device": out.device})
+    if out.shape != made.shape and type(out) is DeferredTensor:
+        resize(out, tuple(made.shape))
+    if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise CaptureError(
+            f"{here()}: {op} writes to a tensor of shape {list(out.shape)} that shows one element in several places "
+            "(expand). Write to a clone of it."
+        )
+    Hooks.dispatch(aten.copy_.default, (out, made), {})
+    return out
+
+
+def _is_meta(call: OpCall) -> bool:
+    return call.kwargs.get("device") is None and any(t.is_meta for t in call.real)
+
+
+def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Batch norm's first overload writes to its running statistics without saying so in its schema; this one does."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None:
+        return Hooks.dispatch(
+            aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps), kwargs
+        )
+    if not training:
+        return Hooks.dispatch(
+            aten._native_batch_norm_legit_no_training.default, (x, weight, bias, mean, var, momentum, eps), kwargs
+        )
+    return Hooks.dispatch(aten._native_batch_norm_legit.default, args, kwargs)
+
+
+SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
+    **dict.fromkeys(_LIKE, _like),
+    **dict.fromkeys(_INTO_OUT, _into_out),
+    aten.native_batch_norm.default: _normalize,
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.can_cast.default: _of_dtypes,
+    aten.is_same_size.default: _of_dtypes,
+    aten._has_same_storage_numel.default: _same_storage_numel,
+    aten.equal.default: _equal,
+    aten.allclose.default: _allclose,
+    aten.lift_fresh.default: _lift,
+    aten.lift_fresh_copy.default: _lift,
+    aten._has_compatible_shallow_copy_type.default: lambda op, args, kwargs: type(args[0]) is type(args[1]),
+    aten._assert_async.default: _assert_async,
+    aten._assert_async.msg: _assert_async,
+    **OPERATIONS,
+}

@@ -1,0 +1,198 @@
+"""Random operations: where in its stream each begins to draw, and how far it advances the stream.
+
+On a GPU nothing has to be drawn to know: a CUDA generator is a seed and an offset in PyTorch's Philox stream, which is
+advanced past each recorded fill. So code that saves, restores or seeds the generator finds it as eager PyTorch would
+have left it, and a fill is run later by PyTorch's own kernel on a generator with that seed and offset. Every other
+random operation there runs at once. How far a fill advances the offset depends on the GPU (`rng/cuda_layout.py`): the
+rule is checked on this GPU before it is relied on, and where it does not hold, fills run at once as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch, schema_of
+from ..engine.counter_fill import words_of
+from ..engine.rejection import Rejection
+from ..errors import CaptureError
+from ..program.graph import Draw, Geometry, Node, is_contiguous
+from ..program.node_kinds import has_counter_rule
+from ..program.random_overload import with_generator
+from ..rng import cuda_layout, words_drawn
+from ..rng.counter_stream import CounterStream, next_draw
+from ..rng.deferred_stream import DeferredOffsetStream
+from ..rng.philox_stream import PhiloxStream
+from ..rng.stream import Position, Stream
+from . import session
+from .op_call import OpCall
+
+
+def draws_at_all(call: OpCall) -> bool:
+    """Whether the call draws: attention does only if it drops out."""
+    name = schema_of(call.op).name
+    return not name.startswith("aten::_scaled_dot_product") or call.plain_arguments().get("dropout_p", 0.0) != 0.0
+
+
+def record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> bool:
+    """Give `node` its stream position and move the generator on; False if how far cannot be said."""
+    with session.generators.lock:
+        return _record_draw(call, node, geometry)
+
+
+def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> bool:
+    if node.writes:
+        target = node.writes[0]
+        size, dtype, device = target.size, target.dtype, target.value.device
+        dense = is_contiguous(target.size, target.stride)
+    elif geometry:
+        size, stride, _, dtype = geometry[0]
+        device = call.device()
+        dense = is_contiguous(size, stride)
+    else:
+        return False
+    if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
+        given = call.generator_argument()
+        return _record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, given)
+    generator = call.generator()
+    counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
+    if not counted:
+        check_device(node, device, generator)
+    stream, position = session.generators.where(generator)
+    if isinstance(stream, CounterStream):
+        _record_counted(node, generator, stream, position, math.prod(size), dtype)
+        return True
+    if call.op.namespace == "firstloss":
+        _record_rejection(node, generator, stream, position)
+        return True
+    if with_generator(call.op) is None:  # it would have to be made with the global generator, later
+        return False
+    drawn = words_drawn.draw(
+        call.traits.random or "",
+        dtype_name(dtype),
+        math.prod(size),
+        contiguous=dense,
+        spare=position.spare is not None,
+        **call.plain_arguments(),
+    )
+    if drawn is None:
+        return False
+    after = words_drawn.advance(position, drawn)
+    node.draw = Draw(stream, position, after)
+    session.generators.move(generator, stream, after)
+    if not session.depth:
+        session.generators.settle()
+    return True
+
+
+def _record_counted(
+    node: Node, generator: torch.Generator, stream: CounterStream, position: Position, numel: int, dtype: torch.dtype
+) -> None:
+    """Under the counter policy every operation has a part of the stream to itself, however much it draws."""
+    node.draw = Draw(stream, position, Position(position.words + words_of(numel, dtype)))
+    session.generators.move(generator, stream, next_draw(position))
+    if not session.depth:
+        session.generators.settle()
+
+
+def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:
+    """A `trunc_normal_`: what comes after it draws from a stream that begins where it will turn out to end."""
+    _, mean, std, a, b = node.args[:5]
+    dtype, numel = node.writes[0].dtype, math.prod(node.writes[0].size)
+    with DisableTorchDispatch():
+        lo, hi = (torch.tensor(bound, dtype=dtype).item() for bound in (a, b))
+    rejection = Rejection(stream, position, numel, dtype, mean, std, lo, hi)
+    after = Position(position.words + rejection.words_a_round, position.spare)
+    node.draw = Draw(stream, position, after, rejection)
+    late = DeferredOffsetStream(stream, position, rejection.words)
+    session.generators.move(generator, late, late.start)
+    if not session.depth:
+        session.generators.settle()
+
+
+def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:
+    """Only the streams of CPUs and GPUs are known, each drawn from by its own device."""
+    if device.type == "meta":
+        raise CaptureError(
+            f"{node.source}: {node.op} initialises a weight that has been moved to the meta device in a deferred "
+            "block, where nothing is remembered. Leave out what moves weights there (accelerate's "
+            "init_empty_weights, .to('meta')): firstloss.deferred takes its place."
+        )
+    if device.type != "cpu" or generator.device.type != "cpu":
+        raise CaptureError(
+            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on a CPU's or GPU's "
+            f"stream: construct under the CPU device, and say device='{device}' to firstloss.materialize_module."
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the table of words drawn calls it."""
+    return str(dtype).removeprefix("torch.")
+
+
+_FILLS = frozenset({"normal", "uniform", "rand", "randn"})
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+# Fills of less than a block, of many, and of more than the device runs at once.
+_TRIED = (1, 1000, 300_001, 4_000_003)
+
+
+def _record_on_gpu(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, given: Any) -> bool:
+    """Give `node`, which draws `numel` elements on a GPU, its offset, and move the generator on.
+
+    False where it has to be run to find out. `given` is the call's own generator, or None.
+    """
+    if name not in _FILLS or dtype not in _DTYPES:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index] if given is None else given
+    if generator.device.type != "cuda" or not layout_is_supported(index):
+        return False
+    offset = generator.get_offset()
+    after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
+    node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
+    if session.generators.preserve:
+        session.generators.will_draw(generator)
+    generator.set_offset(after)
+    return True
+
+
+@functools.lru_cache
+def _stream(seed: int) -> PhiloxStream:
+    return PhiloxStream(seed)
+
+
+def generator_at(stream: PhiloxStream, position: Position, device: torch.device) -> torch.Generator:
+    """A generator of our own on `device`, at a place in its stream."""
+    generator = torch.Generator(device)
+    generator.set_state(torch.from_numpy(stream.state_at(position)))
+    return generator
+
+
+def gpu(index: int) -> cuda_layout.GpuProperties:
+    """What of a GPU decides how it fills."""
+    found = torch.cuda.get_device_properties(index)
+    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
+
+
+@functools.cache
+def layout_is_supported(index: int) -> bool:
+    """Whether fills on this GPU move the offset as `cuda_layout` has it."""
+    with DisableTorchDispatch():
+        generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)
+        for dtype, name in _DTYPES.items():
+            for numel in _TRIED:
+                target = torch.empty(numel, dtype=dtype, device=generator.device)
+                for fill in (target.normal_, target.uniform_):
+                    before = generator.get_offset()
+                    fill(generator=generator)
+                    if generator.get_offset() != cuda_layout.advance(numel, gpu(index), before, name):
+                        return False
+    return True

@@ -1,0 +1,219 @@
+"""Swap the storage under a tensor, the Python object: `.data = ...`, and from real to deferred and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from ..compat.patches import original, replaces
+from ..compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, DisableTorchDispatch, is_parameter, swap_tensor_impl
+from ..errors import BackendError, CaptureError, MaterializeError
+from ..program.graph import Geometry, geometry_of
+from ..program.source import here
+from . import session
+from .autograd_boundary import without_history
+from .exported_memory import record_exported_memory, storages_met_by
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize_views, on_backend, to_host
+
+Tensor = torch.Tensor
+
+
+def point_at(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Let a deferred tensor be a view of `storage` from now on."""
+    _set_data(tensor, DeferredTensor.wrap(storage, *geometry))
+    tensor._storage = storage
+    storage.add(tensor)
+
+
+def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Let `tensor`, the Python object, look at `storage` from now on; a real one becomes deferred."""
+    if session.trace is not None and is_state(tensor):
+        session.trace.new_layouts.change(tensor)
+    if type(tensor) is DeferredTensor:
+        if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
+            session.reseated += 1
+        point_at(tensor, storage, geometry)
+        return
+    new = DeferredTensor.wrap(storage, *geometry)
+    if tensor.grad_fn is not None and session.trace is None:  # it stays what a gradient goes through
+        _set_data(tensor, to_host(new))
+        return
+    kind = type(tensor)
+    if isinstance(tensor, UninitializedTensorMixin):
+        kind = tensor.cls_to_become
+    if kind is not Tensor and kind is not torch.nn.Parameter:
+        raise CaptureError(
+            f"{here()}: a real {kind.__name__} cannot be given the memory of a deferred tensor. Call "
+            "firstloss.materialize_tensor on the deferred one first."
+        )
+    become(tensor, new)
+    if kind is torch.nn.Parameter:
+        setattr(tensor, PARAMETER_FLAG, True)
+    storage.add(tensor)
+
+
+def share_memory(tensor: Tensor, real: Tensor, is_computed: bool = False) -> None:
+    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory.
+
+    With `is_computed` it has been computed, for autograd, from what wants gradients.
+    """
+    with DisableTorchDispatch(), torch.no_grad():
+        become(tensor, like(tensor, real.detach(), is_computed or not is_leaf(tensor), str(here())))
+
+
+def like(tensor: Tensor, real: Tensor, is_computed: bool, where: str) -> Tensor:
+    """A real tensor that shows what `real` does, and is a parameter if `tensor` is one.
+
+    One that `is_computed` has lost its history at the line `where`: a gradient that comes to it is an error.
+    """
+    lost = without_history(real.detach(), where) if is_computed else None
+    if not is_parameter(tensor):
+        return real if lost is None else lost
+    real = torch.nn.Parameter(real, tensor.requires_grad and not is_computed)
+    if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
+        with torch.enable_grad():
+            real.copy_(lost)
+    return real
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
+    leaf = is_leaf(tensor)
+    requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
+    hooks = hook_tables(tensor) if leaf else {}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_storage", PARAMETER_FLAG)}
+    if requires_grad and not other.requires_grad:
+        other.requires_grad_(True)
+    if grad is not None:
+        tensor.grad = None
+    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_storage", PARAMETER_FLAG)}
+    tensor.__class__ = type(other)
+    tensor.__dict__.clear()
+    tensor.__dict__.update({**other.__dict__, **attributes})
+    try:
+        swap_tensor_impl(tensor, other)
+    except RuntimeError as error:
+        tensor.__class__ = was
+        tensor.__dict__.clear()
+        tensor.__dict__.update({**had, **attributes})
+        if grad is not None:
+            tensor.grad = grad
+        raise MaterializeError(
+            f"{here()}: a deferred tensor of shape {tuple(tensor.shape)} cannot be made here: PyTorch holds a weak "
+            "reference to it in C++, as torch.jit.trace does of what it traces. Call "
+            f"firstloss.materialize_module(model) before. ({str(error).splitlines()[0]})"
+        ) from error
+    # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
+    other.__class__ = was
+    other.__dict__.clear()
+    other.__dict__.update(had)
+    if was is DeferredTensor:
+        had["_storage"].add(other)
+    if grad is not None:
+        _set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
+    set_hook_tables(tensor, hooks)
+
+
+def _set_gradient(tensor: Tensor, grad: Tensor) -> None:
+    """Assign `grad`; one of another shape or dtype, too: `.data` may have been assigned since it was computed."""
+    if (tensor.shape, tensor.dtype) == (grad.shape, grad.dtype):
+        tensor.grad = grad
+        return
+    data: Tensor
+    fitting: Tensor
+    if type(tensor) is DeferredTensor:
+        data, fitting = (DeferredTensor.wrap(tensor._storage, *geometry_of(t)) for t in (tensor, grad))
+    else:
+        data, fitting = _data.__get__(tensor), torch.empty_like(grad)
+    _set_data(tensor, fitting)
+    tensor.grad = grad
+    _set_data(tensor, data)
+
+
+def hook_tables(tensor: Tensor) -> dict[str, Any]:
+    """The tables of the hooks of `tensor`, by attribute; empty ones too: hooks are put into them later."""
+    return {name: table for name in HOOK_TABLES if (table := getattr(tensor, name)) is not None}
+
+
+def set_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
+    """Have autograd run the hooks in `tables`, now and when they change: `tensor` is another below its Python object,
+    where `register_hook` makes a table known only when it makes one."""
+    for name, table in tables.items():
+        setattr(tensor, name, table)
+
+
+# -- Tensor.data -----------------------------------------------------------------------------------------------------
+# PyTorch assigns `.data` without telling the dispatcher, and gives a real tensor the null pointer of a deferred one.
+
+_data: Any = original("torch.Tensor.data")
+_set_data = _data.__set__
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
+    if type(tensor) is not DeferredTensor:
+        return session.trace is not None
+    storage = tensor._storage
+    if storage.resident is not None or session.trace is None:
+        return storage.resident is not None
+    return storage.trace is not session.trace or session.trace.is_external(storage)
+
+
+def _assign_data(self: Tensor, other: Any) -> None:
+    if type(self) is DeferredTensor:
+        materialize_views(self)
+    if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
+        if session.trace is not None:
+            session.trace.new_memory.refuse(self, "is memory from outside of the step")
+        _set_data(self, other)
+        return
+    alike = self.shape == other.shape and self.dtype == other.dtype
+    if session.trace is None and on_backend(self):
+        if (
+            type(other) is DeferredTensor
+            and other._storage is self._storage
+            and geometry_of(other) == geometry_of(self)
+        ):
+            return
+        # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
+        alone = alike and self._ref().whole and all(t is self for t in self._storage.alive())
+        met = [] if type(other) is DeferredTensor else list(storages_met_by(other))  # which hold it as well
+        if any(offset is None for _, offset in met):
+            raise BackendError(
+                f"{here()}: the memory assigned to a tensor of shape {list(self.shape)} and that of another one on the "
+                "backend overlap, and neither is a view of the other's whole. Write tensor.data.copy_(...), or "
+                "tensor.data = ....clone()."
+            )
+        if alone and not met and self._storage.resident.exchange(other):
+            record_exported_memory(self._storage)
+            # A step knows the new memory as another's, or a real tensor that lies in the memory that was left.
+            if any(trace.shares(other) or self._storage in trace.aliased_storages for trace in list(session.traces)):
+                session.reseated += 1
+            return
+        if type(other) is not DeferredTensor:
+            other = Hooks.to_backend(other)
+    elif is_state(self) and alike:
+        session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
+        return
+    if type(other) is not DeferredTensor:
+        if session.trace is None and type(other) in (Tensor, torch.nn.Parameter):
+            share_memory(self, other)
+            return
+        other = Hooks.constant_tensor(other)
+    if session.trace is not None and is_state(self) and session.trace.is_external(other._storage):
+        session.trace.new_memory.refuse(self, "is memory from outside of the step")
+    reseat(self, other._storage, geometry_of(other))
+
+
+def _get_data(self: Tensor) -> Tensor:
+    if session.trace is not None and type(self) in (Tensor, torch.nn.Parameter):
+        return self.detach()  # which PyTorch does without telling the dispatcher
+    return _data.__get__(self)
+
+
+@replaces("torch.Tensor.data")
+def data(original: Any) -> property:
+    """As `torch.Tensor.data`."""
+    return property(_get_data, _assign_data, doc=original.__doc__)

@@ -1,0 +1,226 @@
+"""Symbolic scalars: numbers that are not known until the step runs.
+
+Where PyTorch wants a number and is given a tensor without dimensions (`add_(x, alpha=lr)`, `addcdiv_(a, b, value=lr)`),
+it reads the tensor's value. A traced tensor has none yet, so it reads a symbolic number: PyTorch's own `SymFloat` or
+`SymInt`, around a `SymbolicNumber` that holds the traced tensor. The recorder passes that tensor to the operation as a
+number. Arithmetic on such a number is recorded like arithmetic on tensors; a branch on it is refused, as a branch
+on a tensor is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compat.torch_names import schema_of
+from ..errors import TraceError
+from ..program.graph import Ref
+from ..program.source import here
+from . import session
+from .constants import ref_of
+from .op_call import OpCall
+from .tensor import DeferredTensor, Hooks
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+# The methods by which PyTorch's symbolic numbers compute, and the same on tensors.
+_ARITHMETIC: dict[str, Callable] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "float_truediv": operator.truediv,
+    "int_truediv": operator.truediv,
+    "pow": operator.pow,
+    "float_pow": operator.pow,
+    "pow_by_natural": operator.pow,
+    "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "neg": operator.neg,
+    "sym_float": lambda x: x.double(),
+    "sym_sqrt": lambda x: torch.sqrt(x),
+    "sym_min": lambda x, y: torch.where(x < y, x, y),
+    "sym_max": lambda x, y: torch.where(x > y, x, y),
+}
+
+
+_KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
+
+
+class SymbolicNumber:
+    """What PyTorch's `SymNode` is, for a traced tensor without dimensions or a constant.
+
+    Args:
+        what: the tensor, float64 or int64; or a Python number, which an operation's other operand was.
+    """
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+        self._kind: Any = _KINDS[what.dtype] if isinstance(what, Tensor) else type(what)
+
+    # -- what PyTorch asks of a node --
+
+    def is_int(self) -> bool:
+        return self._kind is int
+
+    def is_float(self) -> bool:
+        return self._kind is float
+
+    def is_bool(self) -> bool:
+        return self._kind is bool
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return False
+
+    def _unknown(self) -> None:
+        return None
+
+    maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_float = constant_bool = _unknown
+
+    def wrap_int(self, number: int) -> SymbolicNumber:
+        return SymbolicNumber(number)
+
+    def wrap_float(self, number: float) -> SymbolicNumber:
+        return SymbolicNumber(number)
+
+    def wrap_bool(self, number: bool) -> SymbolicNumber:
+        return SymbolicNumber(number)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        compute = _ARITHMETIC.get(name)
+        if compute is None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return self._refuse
+        return lambda *others: self._computed(compute, others)
+
+    def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
+        with torch.no_grad():
+            return SymbolicNumber(compute(self.what, *(other.what for other in others)))
+
+    def _refuse(self, *args: Any) -> Any:
+        """Somebody wants the value: to compare, to print, to use as a size."""
+        if session.trace is None:
+            raise TraceError(
+                f"{here()}: this number was computed inside a traced step, and has no value outside of it. Return the "
+                "tensor that it came from."
+            )
+        return session.trace.refuse_read(aten._local_scalar_dense.default)
+
+    __str__ = __repr__ = guard_int = guard_float = guard_bool = bool_ = _refuse
+
+
+class Hyperparameter(SymbolicNumber):
+    """A number in an optimizer's parameter group that changes from step to step.
+
+    It can be compared with zero, as PyTorch's optimizers do to leave out what a zero makes vanish
+    (`if weight_decay != 0`): by its sign. Where that is not known (it is None), it compares as a positive number does;
+    whoever makes such a one sees to what then is wrong for zero.
+    """
+
+    def __init__(self, what: Tensor, sign: int | None = None) -> None:
+        super().__init__(what)
+        self.sign = sign
+
+    def bool_(self) -> bool:
+        return self.sign != 0
+
+    def ne(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.ne, other)
+
+    def eq(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.eq, other)
+
+    def gt(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.gt, other)
+
+    def ge(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.ge, other)
+
+    def lt(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.lt, other)
+
+    def le(self, other: SymbolicNumber) -> SymbolicNumber:
+        return self._against_zero(operator.le, other)
+
+    def _against_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
+        if not isinstance(other.what, (int, float)) or other.what != 0:
+            return self._refuse()
+        return DecidedComparison(compare(1 if self.sign is None else self.sign, 0))
+
+
+class DecidedComparison(SymbolicNumber):
+    """The answer to a comparison."""
+
+    def bool_(self) -> bool:
+        return self.what
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.what
+
+
+def number_of(tensor: DeferredTensor) -> Any:
+    """The number that a traced tensor decays to."""
+    assert session.trace is not None
+    if tensor.dtype == torch.bool or tensor.dtype.is_complex:
+        return session.trace.refuse_read(aten._local_scalar_dense.default)
+    floating = tensor.dtype.is_floating_point
+    # Straight to the recorder: this is called from below autograd, where the tensor's methods do not lead there.
+    if tensor.dim():
+        tensor = Hooks.dispatch(aten.view.default, (tensor, ()), {})
+    wide = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
+    return (torch.SymFloat if floating else torch.SymInt)(SymbolicNumber(wide))
+
+
+def is_symbolic(arg: Any) -> bool:
+    """Whether `arg` is a number that is not known yet."""
+    return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
+
+
+def tensor_of(number: Any) -> Tensor:
+    """The traced tensor behind a symbolic number."""
+    return number.node.what
+
+
+def stand_in(number: Any) -> float | int:
+    """A number of the same kind, for an operation's meta kernel to look at: shapes do not depend on it."""
+    return 2 if type(number) is torch.SymInt else 0.5
+
+
+def check_places(call: OpCall) -> None:
+    """A symbolic number may stand where the operation takes any number, and not for a size, an index or a dimension."""
+    by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
+    pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]
+    pairs += [(by_name[name], arg) for name, arg in call.kwargs.items()]
+    for spec, arg in pairs:
+        numbers = [a for a in (arg if type(arg) in (list, tuple) else (arg,)) if is_symbolic(a)]
+        if numbers and str(spec.type) not in _PLACES:
+            numbers[0].node._refuse()
+
+
+_PLACES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
+
+
+def number_ref(number: Any) -> Ref:
+    """What an operation's node holds in place of the number."""
+    trace = session.trace
+    if trace is None:
+        return number.node._refuse()
+    tensor = tensor_of(number)
+    if type(tensor) is DeferredTensor and tensor._storage.trace is not trace:
+        trace.adopt(tensor._storage)
+    return ref_of(tensor)

@@ -1,0 +1,126 @@
+"""`torch.nn.init.trunc_normal_`, a loop that depends on the values drawn, recorded as one operation.
+
+Since torch 2.12 it draws by rejection. Where the bounds are so wide that no normal can fall outside (most vision
+transformers: a standard deviation of 0.02 between -2 and 2), it is a `normal_`. Where they are not, it becomes one
+node, and what is drawn after it counts from a place that is found later (`engine/rejection.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..compat.patches import original, replaces
+from ..compat.torch_names import DisableTorchDispatch
+from ..engine.rejection import can_be_split
+from ..program import operations
+from ..program.graph import is_contiguous
+from ..rng.counter_stream import CounterStream
+from . import session
+from .constants import constant_tensor
+from .dtensor_init import fill_as_one_process, shard_is_deferred
+from .tensor import DeferredTensor, Hooks, is_pending
+
+_NAME = "torch.nn.init._no_grad_trunc_normal_"
+
+# The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
+# smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
+_LARGEST_BLOCK, _LARGEST = 6.0, 9.0
+# An interval of so few of float32's uniforms is too coarse for the inverse of the distribution.
+_NARROW = 2.0**-8
+_HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@replaces(_NAME)
+def trunc_normal_(
+    original: Callable[..., torch.Tensor],
+    tensor: torch.Tensor,
+    mean: float,
+    std: float,
+    a: float,
+    b: float,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.init._no_grad_trunc_normal_`."""
+    if shard_is_deferred(tensor):
+        return fill_as_one_process(tensor, lambda whole: trunc_normal_(original, whole, mean, std, a, b, generator))
+    if not _by_rejection(original):  # before torch 2.12: operations like any others
+        return original(tensor, mean, std, a, b, generator=generator)
+    if session.trace is not None or not is_pending(tensor):
+        return original(tensor, mean, std, a, b, generator=generator)
+    if (mean < a - 2 * std) or (mean > b + 2 * std):
+        warnings.warn(
+            "mean is more than 2 std from [a, b] in nn.init.trunc_normal_. "
+            "The distribution of values may be incorrect.",
+            stacklevel=4,
+        )
+    with torch.no_grad():
+        source = torch.default_generator if generator is None else generator
+        if tensor.device.type == "cuda" and session.generators.policy != "counter":
+            return original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
+        if isinstance(session.generators.where(source)[0], CounterStream):
+            return _counted(tensor, mean, std, a, b, generator)
+        blocks = is_contiguous(tensor.shape, tensor.stride()) and can_be_split(tensor.numel(), tensor.dtype)
+        if not _mostly_in_bounds(mean, std, a, b):
+            return _now(tensor, mean, std, a, b, generator)
+        reach = std * (_LARGEST_BLOCK if blocks and tensor.dtype in _HALF_AND_SINGLE else _LARGEST)
+        lo, hi = rounded(a, tensor.dtype), rounded(b, tensor.dtype)
+        if mean - reach >= lo and mean + reach <= hi:
+            return tensor.normal_(mean, std, generator=generator)
+        if not blocks:
+            return _now(tensor, mean, std, a, b, generator)
+        args = (tensor, float(mean), float(std), float(a), float(b))
+        return Hooks.dispatch(operations.trunc_normal_, args, {"generator": generator})
+
+
+def rounded(bound: float, dtype: torch.dtype) -> float:
+    """The bound that values of `dtype` are compared with."""
+    with DisableTorchDispatch():
+        return torch.tensor(bound, dtype=dtype).item()
+
+
+def _mostly_in_bounds(mean: float, std: float, a: float, b: float) -> bool:
+    """Whether PyTorch draws normals, and not uniforms accepted by the normal's density."""
+    return _below((b - mean) / std) - _below((a - mean) / std) > 0.3
+
+
+def _below(x: float) -> float:
+    """The share of standard normals below x."""
+    return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
+
+
+def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
+    """Under the counter policy: one uniform an element, through the inverse of the normal's distribution.
+
+    Rejection would ask for more words where a value lies outside, and whether it does may hang on its last bit, in
+    which engines differ.
+    """
+    low, high = (2 * _below((bound - mean) / std) - 1 for bound in (a, b))
+    if high - low < _NARROW:
+        return _now(tensor, mean, std, a, b, generator)
+    if max(-low, high) == 1.0 and min(-low, high) == 1.0:
+        return tensor.normal_(mean, std, generator=generator)
+    single = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+    made = torch.empty(tensor.shape, dtype=single, device=tensor.device)
+    made.uniform_(low, high, generator=generator).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+    return tensor.copy_(made)
+
+
+def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
+    """Draw now: the few tensors that are small, laid out otherwise, or cut from the normal's tail."""
+    session.generators.load(torch.default_generator if generator is None else generator)
+    with DisableTorchDispatch(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        original(_NAME)(real, mean, std, a, b, generator=generator)
+        known = constant_tensor(real, copy=False)
+    tensor.copy_(known)
+    return tensor
+
+
+def _by_rejection(function: Any) -> bool:
+    return "erfinv_" not in function.__code__.co_names

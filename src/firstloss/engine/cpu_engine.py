@@ -1,0 +1,465 @@
+"""The CPU engine: compute Values, or boxes of them, on all cores.
+
+Nearly all the work of a constructor is random fills, which depend only on their stream positions. So the work is split
+into tasks, which are ordered by stream position and divided into segments of about equal cost. A thread runs one
+segment at a time: each task begins where the previous one ended in the stream, and only a gap (a dead fill, another
+device's shard) needs a jump. Operations that cannot be run on a range are replayed afterwards, node by node, with
+independent ones in parallel.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..compat.torch_names import DisableTorchDispatch
+from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
+from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
+from .huge_pages import allocate_huge
+from .plan import RangePlanner, RangeStep
+from .reader import Reader, Wholes, flat
+from .replay import Replay
+from .splits import Box, cut_dimension
+
+# Elements of a task, which one thread makes. Fewer if there are few in total, so that all threads have some.
+_SPAN = 1 << 22
+_LEAST_SPAN = 1 << 18
+# A segment of this many elements takes 30 ms with the native kernels and 100 ms without, and a few ms to jump to.
+_SEGMENT = 1 << 25
+_TASKS = 8  # per thread at least, so that all threads end at about the same time
+_LEAST = 1 << 16  # elements of the smallest segment that is worth a thread
+_JUMP_COST = 1 << 14  # the fixed cost of a task, in elements drawn
+# Bytes of a block of rows from which columns are copied; it fits in a core's cache.
+_ROWS_BYTES = 1 << 21
+_APART_BYTES = 1 << 25  # longer rows are jumped to one by one
+# Copies from a smaller Value than this make all of it, at no noticeable cost.
+_WORTH = 1 << 16
+
+
+def default_threads() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
+    """An initializer for a pool's threads: the n-th thread sets the n-th niceness, further ones none.
+
+    So some threads yield their cores to work that the first loss waits for.
+    """
+    mine = iter(niceness)
+
+    def lower_priority() -> None:
+        priority = next(mine, 0)
+        if priority and sys.platform == "linux":  # on other systems niceness applies to the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+
+    return lower_priority
+
+
+class Task(NamedTuple):
+    """A unit of work: its place in the order of recording and drawing, its cost in elements, and a function."""
+
+    order: tuple[int, int]
+    cost: int
+    run: Callable[[Reader], None]
+
+
+def materialize_values(
+    values: Iterable[Value],
+    allocate: Callable[[Value], torch.Tensor] = allocate_huge,
+    num_threads: int | None = None,
+    done: Callable[[int], None] | None = None,
+    niceness: Sequence[int] = (),
+) -> dict[Value, torch.Tensor]:
+    """Make each of `values`; returns a new buffer for each, with its layout.
+
+    Args:
+        allocate: returns the memory for a Value; called from several threads.
+        num_threads: default all cores of this process.
+        done: called with the number of bytes of each piece that has been made, from several threads.
+        niceness: of the first threads, so that they yield to work that the first loss waits for.
+    """
+    wanted = list(dict.fromkeys(values))
+    planner = RangePlanner()
+    ranged = by_range(wanted, planner)
+    nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
+    hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
+    outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
+    span = sum(value.numel for value in outputs) // (_TASKS * (num_threads or default_threads()))
+    span = min(max(span // _LEAST_SPAN, 1) * _LEAST_SPAN, _SPAN)
+    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, span, done)]
+    covered = {node for chain in hoisted.values() for node in chain}
+    rest = [node for node in nodes if node not in covered]
+    with torch.no_grad(), DisableTorchDispatch():
+        execute(tasks, Wholes(make_whole), planner, num_threads, niceness)
+        made = {value: output.buffer() for value, output in outputs.items()}
+        if len(ranged) < len(wanted):
+            edited = set(wanted) & {ref.value for node in rest for ref in node.writes}
+            replay = Replay(allocate)
+            replay.buffers.update((v, buffer.clone() if v in edited else buffer) for v, buffer in made.items())
+            _replay(replay, rest, num_threads, niceness)
+            made.update((value, replay.buffer(value)) for value in wanted if value not in made)
+        return {value: made[value] for value in wanted}
+
+
+def make_whole(value: Value) -> torch.Tensor:
+    """All of one Value."""
+    return materialize_values([value])[value]
+
+
+class WantedPart(NamedTuple):
+    """A part of what a Ref shows, and the tensors that it is written to."""
+
+    box: Box
+    into: list[torch.Tensor]
+
+
+def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
+    """Make parts of what each Ref shows; parts that are adjacent in the stream are drawn together."""
+    planner = RangePlanner()
+    with torch.no_grad(), DisableTorchDispatch():
+        tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
+        execute(tasks, Wholes(make_whole), planner, None, niceness)
+
+
+def execute(
+    tasks: list[Task],
+    whole: Callable[[Value], torch.Tensor],
+    planner: RangePlanner,
+    num_threads: int | None = None,
+    niceness: Sequence[int] = (),
+) -> None:
+    """Run all tasks on all cores; the first error cancels the rest."""
+    threads = num_threads or default_threads()
+    failed = threading.Event()
+
+    def work(segment: list[Task]) -> None:
+        reader = Reader(whole, planner)
+        with torch.no_grad(), DisableTorchDispatch():
+            for task in segment:
+                if failed.is_set():
+                    return
+                try:
+                    task.run(reader)
+                except BaseException:
+                    failed.set()
+                    raise
+
+    segments = _segments(tasks, threads)
+    if not niceness and len(segments) <= 1:
+        for segment in segments:
+            work(segment)
+        return
+    with ThreadPoolExecutor(threads, "firstloss-init", lower_thread_priority(niceness)) as pool:
+        for future in [pool.submit(work, segment) for segment in segments]:
+            future.result()
+
+
+def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
+    """Divide the tasks, in stream order, into segments of about equal cost."""
+    tasks = sorted(tasks, key=lambda task: task.order)
+    total = sum(task.cost + _JUMP_COST for task in tasks)
+    rounds = max(-(-total // (threads * _SEGMENT)), 1)  # the same number for each thread, so that all end together
+    goal = max(total / (threads * rounds), _LEAST)
+    segments: list[list[Task]] = []
+    spent = 0
+    for task in tasks:
+        cost = task.cost + _JUMP_COST
+        if spent + cost / 2 >= goal * len(segments):
+            segments.append([])
+        segments[-1].append(task)
+        spent += cost
+    return segments
+
+
+# -- whole Values --------------------------------------------------------------------------------------------------
+
+
+class _Output:
+    """The memory of a Value, allocated by the thread that makes its first piece."""
+
+    def __init__(self, value: Value, allocate: Callable[[Value], torch.Tensor]) -> None:
+        self.value = value
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._buffer: torch.Tensor | None = None
+
+    def buffer(self) -> torch.Tensor:
+        """The memory, with the layout of the Value."""
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = self._allocate(self.value)
+            return self._buffer
+
+
+def _whole_value_tasks(
+    output: _Output, planner: RangePlanner, span: int, done: Callable[[int], None] | None
+) -> Iterator[Task]:
+    value = output.value
+    _resolve(value, planner)
+    order = planner.first_draw(value)
+
+    def make(begin: int, end: int, reader: Reader) -> None:
+        if end - begin == value.numel:
+            reader.make(value, output.buffer())
+        else:
+            reader.window(value, begin, end, flat(output.buffer(), value)[begin:end])
+        if done is not None:
+            done((end - begin) * value.dtype.itemsize)
+
+    step = span if value.numel > span and planner.can_run(value, True) else max(value.numel, 1)
+    for begin in range(0, value.numel, step):
+        end = min(begin + step, value.numel)
+        yield Task((order, begin), end - begin, partial(make, begin, end))
+
+
+def _resolve(value: Value, planner: RangePlanner, depth: int = 8) -> None:
+    """Resolve the origins of the streams that a recipe draws from now, while all cores are free for it."""
+    for step in planner.plan(value, False).steps:
+        if step.node.draw is not None:
+            step.node.draw.stream.absolute(step.node.draw.position)
+        for ref in _reads(step) if depth else ():
+            if planner.can_run(ref.value, False):
+                _resolve(ref.value, planner, depth - 1)
+
+
+def by_range(wanted: Sequence[Value], planner: RangePlanner) -> set[Value]:
+    """Those of `wanted` that are made by ranges: they share no work with others, or need only a part of it.
+
+    Shards are no special case: `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view of the
+    whole weight, which is recorded like any operation. Here such a copy makes only what it reads.
+    """
+    found = set()
+    sources: dict[Value, list[Ref | None]] = {}
+    for value in wanted:
+        if not value.known and planner.can_run(value, False):
+            reads = list(_sources(value, planner))
+            if reads:
+                sources[value] = reads
+            elif planner.can_run(value, True):
+                found.add(value)
+    if not sources:
+        return found
+    users: dict[Value, int] = dict.fromkeys(wanted, 1)
+    for node in slice_for(wanted):
+        for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
+            users[value] = users.get(value, 0) + 1
+    parts = {value: [ref for ref in reads if ref is not None and _is_part(ref)] for value, reads in sources.items()}
+    taken: dict[Value, int] = {}
+    for ref in (ref for refs in parts.values() for ref in refs):
+        taken[ref.value] = taken.get(ref.value, 0) + math.prod(ref.size)
+    rest = slice_for(value for value in wanted if not parts.get(value))
+    made_anyway = {value for node in rest for value in node.outputs}
+    for value, reads in sources.items():
+        alone = all(ref is not None and (_is_part(ref) or users.get(ref.value, 1) == 1) for ref in reads)
+        leaves_out = any(r.value not in made_anyway and taken[r.value] < r.value.numel for r in parts[value])
+        if alone and (leaves_out or not parts[value] and planner.can_run(value, True)):
+            found.add(value)
+    return found
+
+
+def _is_part(ref: Ref) -> bool:
+    """Whether a read is so much smaller than the Value that making only that much pays."""
+    return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _WORTH
+
+
+def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Ref | None]:
+    """The reads of other Values that have to be made for a recipe; None if there are too many."""
+    if not depth:
+        yield None
+        return
+    for step in planner.plan(value, False).steps:
+        for edit in step.edits:
+            yield Ref.of(edit.target.value)
+        if step.node.writes and not step.node.overwrites:
+            yield Ref.of(step.does.target.value)
+        for ref in _reads(step):
+            yield ref
+            if not _is_part(ref) and planner.can_run(ref.value, False):
+                yield from _sources(ref.value, planner, depth - 1)
+
+
+def _reads(step: RangeStep) -> list[Ref]:
+    """The reads, by a step, of Values that have to be made."""
+    does = step.does
+    if isinstance(does, Fill):
+        return []
+    operands = does.sources if isinstance(does, Copy) else does.args[1 if does.in_place else 0 :]
+    refs = (a for a in operands if type(a) is Ref)
+    return [ref for ref in refs if not ref.value.known and not is_unwritten(ref.value.node)]
+
+
+def _hoisted(nodes: list[Node], wanted: set[Value], planner: RangePlanner) -> dict[Value, list[Node]]:
+    """The fills among `nodes`, each with the edits after it that nothing else reads, by the Value that they make."""
+    users: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
+            users.setdefault(value, []).append(node)
+    out: dict[Value, list[Node]] = {}
+    for node in nodes:
+        if node.draw is None or not isinstance(kind_of(node), Fill) or any(True for _ in node.reads()):
+            continue
+        (value,) = node.outputs
+        plan = planner.plan(value, False)
+        if plan.base is not None or len(plan.steps) != 1:
+            continue
+        chain = [node]
+        while value not in wanted and len(users.get(value, ())) == 1:
+            (user,) = users[value]
+            does = kind_of(user)
+            if not isinstance(does, Pointwise) or not does.in_place:
+                break
+            plan = planner.plan(user.outputs[0], False)
+            if plan.base is not None or len(plan.steps) != 1 or len(plan.steps[0].edits) != len(chain):
+                break
+            chain.append(user)
+            value = user.outputs[0]
+        out[value] = chain
+    return out
+
+
+def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness: Sequence[int]) -> None:
+    """Replay the remaining nodes; groups that share no Value run in parallel."""
+
+    def run_component(component: list[Node]) -> None:
+        with DisableTorchDispatch():
+            own = Replay(shared.allocate)
+            own.buffers = shared.buffers  # groups share no Value, and a dict may be written from several threads
+            own.run(component)
+
+    components = _components(nodes)
+    if not components:
+        return
+    with ThreadPoolExecutor(
+        num_threads or default_threads(), "firstloss-init", lower_thread_priority(niceness)
+    ) as pool:
+        for future in [pool.submit(run_component, component) for component in components]:
+            future.result()
+
+
+def _components(nodes: list[Node]) -> list[list[Node]]:
+    """Groups of nodes that share no Value, each in the order of recording."""
+    owner: dict[Value, int] = {}
+    parent: list[int] = []
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i, node in enumerate(nodes):
+        parent.append(i)
+        touched = [*node.reads(), *(ref.value for ref in node.writes), *node.outputs]
+        for value in touched:
+            j = owner.setdefault(value, i)
+            a, b = find(i), find(j)
+            if a != b:
+                parent[max(a, b)] = min(a, b)
+    groups: dict[int, list[Node]] = {}
+    for i, node in enumerate(nodes):
+        groups.setdefault(find(i), []).append(node)
+    return list(groups.values())
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Iterator[Task]:
+    """The tasks for some parts of what `ref` shows."""
+    value = ref.value
+    number = planner.first_draw(value)
+    if not math.prod(ref.size):
+        return
+    straight = is_contiguous(ref.size, ref.stride) and ref.dtype == value.dtype
+    if not (straight and planner.can_run(value, True)):
+        yield Task((number, 0), value.numel, partial(_cut_whole, ref, parts))
+        return
+    _resolve(value, planner)
+    strides = [math.prod(ref.size[d + 1 :]) for d in range(len(ref.size))]
+    rows: dict[tuple[int, int], list[WantedPart]] = {}
+    for part in parts:
+        if not is_contiguous(part.box.size, strides):
+            rows.setdefault((part.box.begin[0], part.box.size[0]), []).append(part)
+            continue
+        first = ref.offset + sum(b * s for b, s in zip(part.box.begin, strides, strict=True))
+        count = math.prod(part.box.size)
+        for begin in range(0, count, _SPAN):
+            end = min(begin + _SPAN, count)
+            yield Task((number, first + begin), end - begin, partial(_straight, value, first, begin, end, part))
+    row = strides[0] if strides else 1
+    for (begin, size), group in rows.items():
+        if row * value.dtype.itemsize > _APART_BYTES and len(group) == 1:  # experts, say: rows far apart
+            yield Task((number, begin * row), size * row, partial(_apart, ref, group[0]))
+            continue
+        step = max(_SPAN // row, 1)
+        for top in range(begin, begin + size, step):
+            bottom = min(top + step, begin + size)
+            yield Task((number, top * row), (bottom - top) * row, partial(_columns, ref, top, bottom, group))
+
+
+def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
+    """Elements [begin, end) of a part that is contiguous in the whole, where it begins at element `first`."""
+    own = part.into[0].view(-1)[begin:end]
+    reader.window(value, first + begin, first + end, own)
+    for other in part.into[1:]:
+        other.view(-1)[begin:end].copy_(own)
+
+
+def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
+    """Rows [top, bottom) of the whole, from which each part of the group takes its columns."""
+    group = sorted(group, key=lambda part: part.box.begin)
+    cut = cut_dimension(ref.size, [part.box for part in group])
+    own = [[into[top - part.box.begin[0] : bottom - part.box.begin[0]] for into in part.into] for part in group]
+    if cut is None or not reader.fill_columns(ref, cut, (top, bottom), [into[0] for into in own]):
+        _copy_columns(reader, ref, top, bottom, group, own)
+    for first, *others in own:
+        for other in others:
+            other.copy_(first)
+
+
+def _copy_columns(
+    reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], own: list[list[torch.Tensor]]
+) -> None:
+    """Make the rows in blocks, and copy the columns from these."""
+    row = math.prod(ref.size[1:])
+    step = min(max(_ROWS_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
+    memory = torch.empty(step * row, dtype=ref.dtype)
+    columns = [_narrowed(memory.view(-1, *ref.size[1:]), part.box, 1) for part in group]
+    blocks = [into[0].split(step) for into in own]
+    for first, *rows in zip(range(top, bottom, step), *blocks, strict=True):
+        count = len(rows[0])
+        reader.window(ref.value, ref.offset + first * row, ref.offset + (first + count) * row, memory[: count * row])
+        torch._foreach_copy_(rows, [part[:count] for part in columns])
+
+
+def _apart(ref: Ref, part: WantedPart, reader: Reader) -> None:
+    """A part whose rows are so far apart that each needs a jump."""
+    reader.materialize(ref, part.box, part.into[0])
+    for other in part.into[1:]:
+        other.copy_(part.into[0])
+
+
+def _cut_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
+    """Make a Value whole, because it is small or has no plan, and copy each part from it."""
+    if len(parts) == 1 and parts[0].box.size == ref.size:
+        _apart(ref, parts[0], reader)
+        return
+    shown = ref.view(reader.content(ref.value))
+    for part in parts:
+        for into in part.into:
+            into.copy_(_narrowed(shown, part.box))
+
+
+def _narrowed(whole: torch.Tensor, box: Box, first: int = 0) -> torch.Tensor:
+    for dim in range(first, whole.dim()):
+        whole = whole.narrow(dim, box.begin[dim], box.size[dim])
+    return whole

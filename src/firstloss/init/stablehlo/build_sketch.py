@@ -1,0 +1,230 @@
+"""Build the sketch of a recipe (`sketch.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...lower.functional_overloads import functional
+from ...lower.mt19937_fills import kernel
+from ...lower.program import View, constant, template_of, view_of
+from ...lower.rules import RULES
+from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
+from ...program.node_kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
+from ...rng import words_drawn
+from ...rng.counter_stream import CounterStream, number_and_word
+from .sketch import Apply, Constant, Data, DrawOrigin, Masked, RandomFill, Sketch, SketchStep, Truncated, WholeSketch
+
+aten = torch.ops.aten
+
+_DEPTH = 64
+
+
+class Unsketchable(Exception):
+    """What has no rule on a device, and where: the node."""
+
+    def __init__(self, node: Node, why: str) -> None:
+        super().__init__(f"{node.op} at {node.source} {why}")
+        self.node = node
+
+
+class _No(Exception):
+    """This recipe does not go element by element."""
+
+
+def sketch(ref: Ref) -> Sketch:
+    """The sketch of the recipe that makes what `ref` shows.
+
+    Raises:
+        Unsketchable: if a device cannot do it.
+    """
+    order = tuple(sorted(range(len(ref.size)), key=lambda d: (-ref.stride[d], d)))
+    if ref.covers and 0 not in ref.size:
+        shape = tuple(ref.size[d] for d in order)
+        drawer = _Drawer(shape)
+        try:
+            tree = drawer.value(ref.value, _DEPTH)
+            return Sketch(tree, shape, order, drawer.places, drawer.data)
+        except _No:
+            pass
+    drawer = _Drawer(ref.size)
+    return Sketch(drawer.whole(ref), ref.size, tuple(range(len(ref.size))), drawer.places, drawer.data)
+
+
+class _Drawer:
+    """Builds one sketch of a weight of `shape`, row-major."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.numel = math.prod(shape)
+        self.places: list[DrawOrigin] = []
+        self.data: dict[str, np.ndarray] = {}
+
+    # -- element by element ------------------------------------------------------------------------------------------
+
+    def value(self, value: Value, depth: int) -> Any:
+        """The tree of a Value of as many elements as the weight."""
+        if value.numel != self.numel or dense_count(value.shape, value.stride) != self.numel or depth == 0:
+            raise _No
+        if value.real is not None:
+            return self._known(value)
+        node = value.node
+        if is_unwritten(node):
+            return Constant(float, 0.0, value.dtype)  # memory that nobody wrote
+        assert node is not None
+        does = kind_of(node)
+        if isinstance(does, Opaque):
+            raise _No
+        target = does.target
+        if node.writes and target.dtype != value.dtype:
+            raise _No
+        if target.covers:
+            if isinstance(does, Copy):
+                return self._copy(node, does, depth, value.dtype)
+            if isinstance(does, Pointwise):
+                return self._apply(node, value.dtype, node.args, depth, target)
+            if does.name == "constant":
+                return _number(does.value, value.dtype)
+            if node.draw is None or (node.writes and not node.overwrites):
+                raise _No
+            return self.fill(node, target)
+        return self._in_part(node, does, depth, value.dtype)
+
+    def _known(self, value: Value) -> Data:
+        if not is_contiguous(value.shape, value.stride):
+            raise _No
+        return self._values_of(value)
+
+    def _values_of(self, value: Value) -> Data:
+        return self.data_of(constant(value.content()), value.dtype)
+
+    def data_of(self, array: np.ndarray, dtype: torch.dtype) -> Data:
+        """Values that are known, as a leaf of the tree."""
+        digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        self.data[digest] = array
+        return Data(digest, array.shape, dtype)
+
+    def _copy(self, node: Node, copy: Copy, depth: int, dtype: torch.dtype) -> Any:
+        if copy.dim is not None:
+            raise _No
+        if node.writes:
+            return self._argument(copy.sources[0], copy.target, depth, cast=dtype)
+        return self._apply(node, dtype, node.args, depth, copy.target)
+
+    def _in_part(self, node: Node, does: Fill | Copy | Pointwise, depth: int, dtype: torch.dtype) -> Masked:
+        """What writes a part of the weight."""
+        target = does.target
+        if node.draw is not None or not is_contiguous(target.size, target.stride):
+            raise _No
+        begin, end = target.offset, target.offset + math.prod(target.size)
+        if isinstance(does, Fill):
+            new: Any = _number(does.value, dtype)
+        elif all(type(a) in (int, float, bool) for a in (*node.args[1:], *node.kwargs.values())):
+            everything = Ref.of(target.value)
+            new = self._apply(node, dtype, (everything, *node.args[1:]), depth, everything)
+        else:
+            raise _No
+        return Masked(begin, end, new, self.value(target.value, depth - 1))
+
+    def _apply(self, node: Node, dtype: torch.dtype, args: tuple, depth: int, like: Ref) -> Apply:
+        op = functional(node.op)
+        if RULES.get(op) is None and RULES.get(node.op) is None:
+            raise Unsketchable(node, "has no lowering")
+        out = tuple(self._argument(a, like, depth) for a in args)
+        kwargs = tuple((k, self._argument(v, like, depth)) for k, v in node.kwargs.items() if k != "generator")
+        return Apply(op if op in RULES else node.op, out, kwargs, dtype)
+
+    def _argument(self, arg: Any, like: Ref, depth: int, cast: torch.dtype | None = None) -> Any:
+        if type(arg) in (list, tuple):
+            raise _No
+        if type(arg) is not Ref:
+            return (type(arg), arg) if type(arg) in (int, float, bool) else arg
+        if math.prod(arg.size) == 1 != self.numel:
+            if arg.value.real is None or arg.value.numel != 1:
+                raise _No
+            return self._values_of(arg.value)
+        if arg.size != like.size or arg.stride != like.stride or not arg.covers:
+            raise _No
+        tree = self.value(arg.value, depth - 1)
+        return tree if cast is None or cast == arg.dtype else Apply(aten.clone.default, (tree,), (), cast)
+
+    # -- draws -------------------------------------------------------------------------------------------------------
+
+    def fill(self, node: Node, target: Ref) -> RandomFill | Truncated:
+        """The fill that `node` makes of `target`."""
+        does = kind_of(node)
+        assert node.draw is not None
+        count = math.prod(target.size)
+        straight = is_contiguous(target.size, target.stride)
+        if not isinstance(does, Fill) or not straight or target.value.device.type != "cpu":
+            raise Unsketchable(node, "draws in a way that only PyTorch's kernel knows")
+        name, arguments = does.name, does.numbers
+        stream, position = node.draw.stream.absolute(node.draw.position)
+        dtype = target.dtype
+        if isinstance(stream, CounterStream):
+            if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise Unsketchable(node, "draws with a generator of its own under the counter policy")
+            self.places.append(DrawOrigin(stream, number_and_word(position)[0]))
+            return RandomFill(len(self.places) - 1, name, arguments, dtype, 0)
+        if kernel(name, dtype, dict(arguments)) is None or (name == "normal" and count < words_drawn.MIN_PIECE):
+            raise Unsketchable(node, f"has no {_short(dtype)} kernel for {count} elements")
+        words = node.draw.after.words - node.draw.position.words
+        self.places.append(DrawOrigin(stream, position.words))
+        fill = RandomFill(len(self.places) - 1, name, arguments, dtype, words)
+        again = node.draw.rejection
+        return fill if again is None else Truncated(fill, again.low, again.high)
+
+    # -- whole -------------------------------------------------------------------------------------------------------
+
+    def whole(self, ref: Ref) -> WholeSketch:
+        """The recipe of what `ref` shows, node by node."""
+        numbers: dict[Value, int] = {}
+        inputs: list[Any] = []
+        nodes = slice_for([ref.value])
+        made = {value for node in nodes for value in node.outputs}
+        for value in [v for node in nodes for v in (*node.reads(), *(r.value for r in node.writes))] + [ref.value]:
+            if value not in made and value not in numbers:
+                numbers[value] = len(inputs)
+                if value.real is None:
+                    inputs.append((value.shape, value.dtype))
+                else:
+                    inputs.append(self._values_of(value))
+        steps = []
+        for node in nodes:
+            slots: list[Value] = []
+            template = template_of(node, slots)._replace(keyed=False)
+            fill: Any = None
+            size: tuple[int, ...] = ()
+            view: View | None = None
+            if node.draw is not None:
+                target = node.writes[0] if node.writes else None
+                out = node.outputs[0]
+                shown = target or Ref.of(out)
+                fill, size = self.fill(node, shown), shown.size
+                view = None if target is None else view_of(target)
+                template = template._replace(args=(), kwargs=())
+                slots = [target.value] if target is not None else []
+            elif functional(node.op) not in RULES and node.op not in RULES:
+                raise Unsketchable(node, "has no lowering")
+            steps.append(SketchStep(template, tuple(numbers[v] for v in slots), fill, size, view))
+            for value in node.outputs:
+                numbers[value] = len(numbers)
+        return WholeSketch(tuple(inputs), tuple(steps), numbers[ref.value], view_of(ref), ref.dtype)
+
+
+def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:
+    """The sketch of a weight whose values are available."""
+    drawer = _Drawer(array.shape)
+    return Sketch(drawer.data_of(array, dtype), array.shape, tuple(range(array.ndim)), [], drawer.data)
+
+
+def _number(value: Any, dtype: torch.dtype) -> Constant:
+    return Constant(type(value), value, dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

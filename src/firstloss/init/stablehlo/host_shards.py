@@ -1,0 +1,74 @@
+"""Shards computed by PyTorch's kernels directly in the memory of JAX's CPU devices.
+
+What lies together in the stream is drawn together, whichever devices it is for: rows are drawn once, and the columns
+of each device copied out of blocks of them. Where the devices are not this machine's CPU, shards are made on the host
+and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import torch
+from jax.sharding import Sharding
+
+from ...compat.torch_names import DisableTorchDispatch
+from ...engine.cpu_engine import WantedPart, materialize_parts
+from ...engine.splits import Box
+from ...lower.dtypes import to_jax
+from ...lower.program import constant
+from ...program.graph import Ref
+from .shard_memory import ArraySpec, tensor_at, unwritten
+
+K = TypeVar("K")
+
+
+def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[int] = ()) -> dict[K, jax.Array]:
+    """Arrays of what is `wanted`, by the same keys: each with what its Ref shows, sharded as its sharding says.
+
+    Args:
+        niceness: as in `engine.run.run`.
+    """
+    out: dict[K, jax.Array] = {}
+    sent: list[tuple[K, dict[Any, torch.Tensor]]] = []
+    parts: list[tuple[Ref, list[WantedPart]]] = []
+    ours = [key for key, (_, sharding) in wanted.items() if _ours(sharding)]
+    kinds = [ArraySpec(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
+    made = dict(zip(ours, unwritten(kinds), strict=True))
+    out.update((key, array) for key, (array, _) in made.items())
+    with DisableTorchDispatch():
+        for key, (ref, sharding) in wanted.items():
+            shape, dtype = ref.size, ref.dtype
+            if key in made:
+                local = sharding.shard_shape(shape)
+                memory = {device: tensor_at(at, local, dtype) for device, at in made[key][1].items()}
+            else:
+                boxes = sharding.addressable_devices_indices_map(shape)
+                memory = {device: torch.empty(_box(shape, i).size, dtype=dtype) for device, i in boxes.items()}
+                sent.append((key, memory))
+            parts.append((ref, _parts(shape, sharding, memory)))
+    materialize_parts(parts, niceness)
+    for key, memory in sent:
+        ref, sharding = wanted[key]
+        arrays = [jax.device_put(constant(tensor), device) for device, tensor in memory.items()]
+        out[key] = jax.make_array_from_single_device_arrays(ref.size, sharding, arrays)
+    return out
+
+
+def _ours(sharding: Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _box(shape: tuple[int, ...], index: tuple[slice, ...]) -> Box:
+    ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(r[0] for r in ranges), tuple(r[1] - r[0] for r in ranges))
+
+
+def _parts(shape: tuple[int, ...], sharding: Sharding, memory: dict[Any, torch.Tensor]) -> list[WantedPart]:
+    found: dict[Box, WantedPart] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = _box(shape, index or ())
+        found.setdefault(box, WantedPart(box, [])).into.append(memory[device])
+    return list(found.values())

@@ -1,0 +1,161 @@
+"""Split foreach operations: one node for each weight, placed where that weight's update can begin.
+
+An optimizer's step is captured as a few operations on the lists of all weights, after the whole backward pass. Taken
+apart, what updates a layer's weights can follow that layer's backward pass at once: its gradients need not outlive it,
+and layers whose steps are alike look alike from end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..compat.torch_names import schema_of
+from ..program.graph import Node, Ref, Value
+from .program import LoweredCall, call_of
+
+# So few calls that they cost nothing wherever they are.
+_FEW = 12
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+
+
+def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
+    """`nodes` as Calls in an order that is as good: list operations apart, each weight's as early as it can be."""
+    calls: list[LoweredCall] = []
+    apart: list[bool] = []
+    for node in nodes:
+        pieces = _pieces(node) or [call_of(node)]
+        calls.extend(pieces)
+        apart.extend([len(pieces) > 1] * len(pieces))
+    return [calls[i] for i in _early(calls, apart)] if any(apart) else calls
+
+
+def _pieces(node: Node) -> list[LoweredCall] | None:
+    """A call for each element of the node's lists; None if it works on none, or on its lists as a whole."""
+    name = schema_of(node.op).name.removeprefix("aten::")
+    if not (name.startswith("_foreach_") or name in _FUSED):
+        return None
+    lists = [arg for arg in (*node.args, *node.kwargs.values()) if type(arg) in (list, tuple)]
+    count = max(map(len, lists), default=0)
+    within = {id(ref) for arg in lists if len(arg) == count for ref in arg}
+    alike = all(len(arg) in (0, count) for arg in lists) and all(id(ref) in within for ref in node.writes)
+    if count < 2 or not alike or len(node.writes) % count or len(node.outputs) % count:
+        return None
+    written = {id(ref): value for ref, value in zip(node.writes, node.outputs, strict=False)}
+    made = node.outputs[len(node.writes) :]
+    known: dict[tuple, LoweredCall] = {}
+    return [_piece(node, i, count, written, made[i::count], known) for i in range(count)]
+
+
+def _piece(
+    node: Node, i: int, count: int, written: dict[int, Value], made: tuple, known: dict[tuple, LoweredCall]
+) -> LoweredCall:
+    """Element `i` of `node`. `known` has a call for each kind of element so far."""
+
+    def element(arg: Any) -> Any:
+        return [arg[i]] if type(arg) in (list, tuple) and len(arg) == count else arg
+
+    args = tuple(element(arg) for arg in node.args)
+    kwargs = {name: element(arg) for name, arg in node.kwargs.items()}
+    values: dict[Value, int] = {}
+    key: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is Ref:
+            arg = [arg]
+        elif type(arg) is not list:
+            continue
+        for ref in arg:
+            if type(ref) is Ref:
+                value = ref.value
+                key.append((values.setdefault(value, len(values)), ref[1:], value.shape, value.stride, value.dtype))
+            else:
+                key.append((type(ref), ref))
+    writes = tuple(ref for arg in (*args, *kwargs.values()) if type(arg) is list for ref in arg if id(ref) in written)
+    outputs = (*(written[id(ref)] for ref in writes), *made)
+    call = known.get(tuple(key))
+    if call is not None:
+        return call._replace(inputs=tuple(values), outputs=outputs)
+    piece = Node(node.index, node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
+    piece.outputs = outputs
+    call = known[tuple(key)] = call_of(piece)
+    assert call.inputs == tuple(values)
+    return call
+
+
+def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
+    """An order of `calls` in which each group of pieces that belong together comes as soon as all it needs is there."""
+    maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
+    needs = [sorted({maker[v] for v in call.inputs if v in maker}) for call in calls]
+    group = _groups(needs, apart)
+    members: dict[int, list[int]] = {}
+    for i, g in enumerate(group):
+        if apart[i]:
+            members.setdefault(g, []).append(i)
+    waits: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}  # for a call, the groups that need it from outside
+    for g, indices in members.items():
+        outside = {n for i in indices for n in needs[i] if not (apart[n] and group[n] == g)}
+        waits[g] = len(outside)
+        for n in outside:
+            waiting.setdefault(n, []).append(g)
+    order: list[int] = []
+    done = [False] * len(calls)
+
+    def emit(call: int) -> None:
+        todo = [call]
+        while todo:
+            i = todo[-1]
+            missing = [n for n in needs[i] if not done[n]]
+            if missing and not done[i]:
+                todo.extend(reversed(missing))
+                continue
+            todo.pop()
+            if done[i]:
+                continue
+            done[i] = True
+            order.append(i)
+            for g in waiting.get(i, ()):
+                waits[g] -= 1
+                if not waits[g]:
+                    todo.extend(reversed(members[g]))
+
+    for i in sorted(waiting):  # the learning rate and what is made of it is there from the start
+        if _ancestors(i, needs, _FEW) is not None:
+            emit(i)
+    for i in range(len(calls)):
+        if not apart[i]:
+            emit(i)
+    for i in range(len(calls)):
+        emit(i)
+    return order
+
+
+def _ancestors(call: int, needs: Sequence[Sequence[int]], most: int) -> set[int] | None:
+    """`call` and all that it needs; None if these are more than `most`."""
+    found: set[int] = set()
+    todo = [call]
+    while todo:
+        i = todo.pop()
+        if i not in found:
+            found.add(i)
+            if len(found) > most:
+                return None
+            todo.extend(needs[i])
+    return found
+
+
+def _groups(needs: Sequence[Sequence[int]], apart: Sequence[bool]) -> list[int]:
+    """For each piece, the group that it belongs to: pieces of which one needs the other are in one group."""
+    parent = list(range(len(needs)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i, before in enumerate(needs):
+        for n in before:
+            if apart[i] and apart[n]:
+                parent[find(i)] = find(n)
+    return [find(i) for i in range(len(needs))]

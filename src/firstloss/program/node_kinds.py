@@ -1,0 +1,200 @@
+"""The kind of a node, `Fill`, `Copy`, `Pointwise` or `Opaque`: classified here, and nowhere else.
+
+`Fill`: replaces its target and reads nothing. `Copy`: shows other Values' elements, converted perhaps. `Pointwise`:
+each element of the result depends on the same element of its operands. `Opaque`: all else, run as PyTorch runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compat.torch_names import schema_of
+from .graph import Node, Ref
+from .operations import trunc_normal_
+
+aten = torch.ops.aten
+
+# oneDNN's layer of an LSTM: its kernel asks PyTorch whether gradients are on, and rounds otherwise, on some processors,
+# where they are. A node has the answer of its time for its last argument, `train`, which no kernel reads.
+ASKS_GRAD_MODE = aten.mkldnn_rnn_layer.default
+
+
+class Fill(NamedTuple):
+    """Replaces what `target` held.
+
+    Attributes:
+        name: "uniform", "normal", "bernoulli" or "random", which draw; "constant"; or "unwritten".
+        numbers: by name, in this order: low and high; mean and std; p; low and high (None: as far as the dtype goes);
+            value; none.
+    """
+
+    target: Ref
+    name: str
+    numbers: tuple[tuple[str, Any], ...]
+
+    @property
+    def value(self) -> Any:
+        """The number of a constant."""
+        return self.numbers[0][1]
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """The two numbers of uniforms and normals."""
+        (_, first), (_, second) = self.numbers
+        return float(first), float(second)
+
+
+class Copy(NamedTuple):
+    """`target` becomes what `sources` show: one of them, or several side by side along dimension `dim`."""
+
+    target: Ref
+    sources: tuple[Ref, ...]
+    dim: int | None
+
+
+class Pointwise(NamedTuple):
+    """`op` on its operands, element by element.
+
+    Attributes:
+        args: the operation's arguments, `target` first if it is in place.
+        exact: whether its kernel gives the same bits wherever in memory an element lies.
+    """
+
+    target: Ref
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    exact: bool
+    in_place: bool
+
+
+class Opaque(NamedTuple):
+    """Anything else."""
+
+
+Kind = Fill | Copy | Pointwise | Opaque
+_OPAQUE = Opaque()
+
+_UNIFORM = (("low", "from", 0.0), ("high", "to", 1.0))
+_NORMAL = (("mean", "mean", 0.0), ("std", "std", 1.0))
+_STANDARD_UNIFORM = (("low", None, 0.0), ("high", None, 1.0))
+_STANDARD_NORMAL = (("mean", None, 0.0), ("std", None, 1.0))
+# What fills draw or write: the fill's name, and of each of its numbers the operation's argument and its default.
+_FILLS: dict[Any, tuple[str, tuple[tuple[str, str | None, Any], ...]]] = {
+    aten.uniform_.default: ("uniform", _UNIFORM),
+    aten.normal_.default: ("normal", _NORMAL),
+    aten.normal.float_float: ("normal", _NORMAL),
+    trunc_normal_: ("normal", _NORMAL),  # between bounds, which the draw has
+    aten.rand.default: ("uniform", _STANDARD_UNIFORM),
+    aten.rand.generator: ("uniform", _STANDARD_UNIFORM),
+    aten.randn.default: ("normal", _STANDARD_NORMAL),
+    aten.randn.generator: ("normal", _STANDARD_NORMAL),
+    aten.bernoulli_.float: ("bernoulli", (("p", "p", 0.5),)),
+    aten.random_.default: ("random", (("low", None, None), ("high", None, None))),
+    aten.random_.to: ("random", (("low", None, 0), ("high", "to", None))),
+    getattr(aten.random_, "from"): ("random", (("low", "from", None), ("high", "to", None))),
+    aten.randint.default: ("random", (("low", None, 0), ("high", "high", None))),
+    aten.randint.low: ("random", (("low", "low", None), ("high", "high", None))),
+    aten.zero_.default: ("constant", (("value", None, 0.0),)),
+    aten.zeros.default: ("constant", (("value", None, 0.0),)),
+    aten.ones.default: ("constant", (("value", None, 1.0),)),
+    aten.fill_.Scalar: ("constant", (("value", "value", None),)),
+    aten.full.default: ("constant", (("value", "fill_value", None),)),
+    aten.empty.memory_format: ("unwritten", ()),
+    aten.empty_strided.default: ("unwritten", ()),
+}
+_COPIES = {aten.copy_, aten.clone, aten._to_copy}
+# Rounded exactly by IEEE 754, so that vector code and scalar code give the same bits, and a kernel may begin anywhere.
+# Exponentials, sines and the like are not among them: vectorised they may differ in the last bit. erfinv_ is not exact,
+# but PyTorch has one kernel of it for vectors and their ends (`tests/engine/test_epilogue.py`).
+EXACT = {
+    getattr(aten, name)
+    for name in (
+        "add add_ sub sub_ mul mul_ div div_ neg neg_ abs abs_ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ "
+        "sqrt sqrt_ where masked_fill masked_fill_ erfinv_"
+    ).split()
+}
+# In-place operations whose result does not depend on what the target held.
+_REPLACING = {
+    *(f"aten::{name}_" for name in "zero fill copy uniform normal bernoulli exponential random cauchy".split()),
+    *("aten::log_normal_", "aten::geometric_", "aten::_foreach_zero_", "aten::_foreach_copy_"),
+    schema_of(trunc_normal_).name,
+}
+
+
+def replaces_target(op: Any) -> bool:
+    """Whether an in-place operation's result does not depend on what its target held."""
+    return schema_of(op).name in _REPLACING
+
+
+def has_counter_rule(op: Any) -> bool:
+    """Whether the counter policy draws this operation by itself, the same on any device."""
+    return op in _FILLS and _FILLS[op][0] in ("uniform", "normal") and op is not trunc_normal_
+
+
+def fill_pair(op: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[str, tuple[float, float]] | None:
+    """Of an operation that the counter policy draws by itself: "uniform" or "normal", and its two numbers."""
+    numbers = _numbers(op, _by_name(op, args, kwargs)) if has_counter_rule(op) else None
+    return None if numbers is None else (_FILLS[op][0], (float(numbers[0][1]), float(numbers[1][1])))
+
+
+def kind_of(node: Node) -> Kind:
+    """What `node` does; worked out when it is first asked for."""
+    if node.kind is None:
+        node.kind = _classify(node)
+    return node.kind
+
+
+def is_unwritten(node: Node | None) -> bool:
+    """Whether what this node makes is memory that nobody has written."""
+    return node is None or node.op in _FILLS and _FILLS[node.op][0] == "unwritten"
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """A node's arguments by their schema's names, where they were given."""
+    return _by_name(node.op, node.args, node.kwargs)
+
+
+def _by_name(op: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in schema_of(op).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _classify(node: Node) -> Kind:
+    if len(node.outputs) != 1 or len(node.writes) > 1:
+        return _OPAQUE
+    in_place = bool(node.writes)
+    if in_place and (not node.args or node.args[0] is not node.writes[0]):
+        return _OPAQUE
+    target = node.writes[0] if in_place else Ref.of(node.outputs[0])
+    op: Any = node.op
+    if op in _FILLS:
+        return _fill(node, target)
+    if op is aten.cat.default:
+        return Copy(target, tuple(node.args[0]), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
+    if op.overloadpacket in _COPIES:
+        source = node.args[1] if op.overloadpacket is aten.copy_ else node.args[0]
+        return Copy(target, (source,), None) if type(source) is Ref else _OPAQUE
+    exact = op.overloadpacket in EXACT
+    if exact or torch.Tag.pointwise in op.tags:
+        exact = exact and node.kwargs.get("alpha", 1) == 1
+        return Pointwise(target, op, node.args, node.kwargs, exact, in_place)
+    return _OPAQUE
+
+
+def _fill(node: Node, target: Ref) -> Kind:
+    numbers = _numbers(node.op, arguments_of(node))
+    return _OPAQUE if numbers is None else Fill(target, _FILLS[node.op][0], numbers)
+
+
+def _numbers(op: Any, given: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+    """The numbers of a fill, by name; None where one of them is a tensor."""
+    numbers = []
+    for ours, theirs, default in _FILLS[op][1]:
+        number = given.get(theirs, default) if theirs is not None else default
+        if number is not None and type(number) not in (int, float, bool, complex):
+            return None
+        numbers.append((ours, number))
+    return tuple(numbers)

@@ -1,0 +1,70 @@
+"""Transfer batches to the device ahead of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...capture.tensor import DeferredTensor
+from ...compat.torch_names import pytree
+from .. import backend as backends
+from ..lazy_jax import is_imported, on_cpu
+from ..mesh.processes import processes
+from ..pytrees import flatten
+from .lazy_array import LazyArray, share_later, to_device_later
+from .numpy_arrays import from_numpy
+
+
+def put(batch: Any) -> Any:
+    """`batch` with its tensors on the current backend's device; the transfer goes on while Python does.
+
+    Tensors in lists, tuples, dicts (a tokenizer's too), named tuples and dataclasses are found, and NumPy's arrays of
+    numbers become tensors; everything else stays as it is. On the XLA backend they become tensors of the backend, in
+    memory of their own: the loader may use its own again.
+    """
+    backend = backends.current_backend(raise_exception=False)
+    leaves, spec = flatten(batch)
+    leaves = [as_tensor(leaf) for leaf in leaves]
+    if backend is not None:
+        send = _on_xla if backend.is_xla else _eagerly(backend.torch_device)
+        leaves = [send(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """The tensor of an array of numbers, in its memory where that can be; anything else as it is."""
+    if type(leaf) is not np.ndarray or leaf.dtype.kind not in "biufcV":
+        return leaf
+    return from_numpy(leaf)
+
+
+def _eagerly(device: torch.device) -> Any:
+    return lambda tensor: tensor.to(device, non_blocking=True)
+
+
+def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
+        return tensor
+    from .tensors import resident
+
+    mesh = backends.current_backend().mesh
+    if mesh is not None and processes().count > 1:
+        # It may be what this process has read for itself, for `global_batch`: the step sends it if it is all of it.
+        return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+    if mesh is not None:
+        sharding = mesh.batch_sharding(tuple(tensor.shape))
+        sent = to_device_later(tensor, sharding)
+        lazily = (tuple(tensor.shape), tensor.dtype, sharding) if type(sent) is LazyArray else ()
+        made = resident(sent, *lazily)
+        return made.requires_grad_(True) if tensor.requires_grad else made
+    with torch.no_grad():
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if is_imported() or not on_cpu():
+            from ..jax_support import share_memory
+
+            made = resident(share_memory(own))
+        else:
+            made = resident(share_later(own), tuple(own.shape), own.dtype)
+    return made.requires_grad_(True) if tensor.requires_grad else made

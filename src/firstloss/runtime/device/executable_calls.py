@@ -1,0 +1,159 @@
+"""Call executables so that an interrupt loses no results, and no more of them at a time than XLA can run."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
+from ...errors import StepMemoryError
+from ..jax_support import on_cpu, x64
+
+called = itertools.starmap  # yields the results of calls, from C
+flat = itertools.chain.from_iterable
+
+
+class _ThreadLocal(threading.local):
+    """The run that is calling compiled functions in this thread."""
+
+    run: Any = None
+
+
+_this_thread = _ThreadLocal()
+
+
+def calling(run: Any) -> None:
+    """Note that `run` is about to call compiled functions in this thread; None when it is done."""
+    _this_thread.run = run
+
+
+# XLA's CPU client lets each device have 32 executions begun, and launches the 33rd in a thread that the others need to
+# end: with several devices in a process all would wait forever.
+_MOST_BEGUN = 16
+
+
+class _Begun:
+    """The latest executions on a mesh of CPU devices, of which so many are under way at a time."""
+
+    def __init__(self) -> None:
+        self._arrays: collections.deque[jax.Array] = collections.deque()
+
+    def wait(self) -> None:
+        """Until another one may begin."""
+        while len(self._arrays) >= _MOST_BEGUN:
+            array = self._arrays.popleft()
+            if array.is_deleted():  # donated to a later one, which is waited for
+                continue
+            with contextlib.suppress(Exception):  # raised where what it makes is needed
+                array.block_until_ready()
+
+    def add(self, array: jax.Array) -> None:
+        """One has begun that makes `array`."""
+        self._arrays.append(array)
+
+
+begun = _Begun()
+
+
+class Shield:
+    """A call through JAX's Python code, in a thread of its own, where nothing interrupts it.
+
+    From the second call on, with arguments of the same types, a compiled function runs in C++ only. The first call runs
+    Python code of JAX, where an interrupt would lose the results; so they are kept here.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the call within the run
+        self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
+        self._done = threading.Event()
+        self._outcome: tuple[Any, BaseException | None] = (None, None)
+
+    def call(self, function: Callable[..., Any], args: tuple) -> Any:
+        """`function(*args)`."""
+        threading.Thread(target=self._work, args=(function, args), name="firstloss-dispatch").start()
+        return self.result()
+
+    def _work(self, function: Callable[..., Any], args: tuple) -> None:
+        if not self._decided.acquire(blocking=False):
+            return
+        try:
+            with x64():
+                self._outcome = function(*args), None
+        except BaseException as error:  # raised by `result`
+            self._outcome = None, error
+        del function, args
+        self._done.set()
+
+    def result(self) -> Any:
+        """What the call has returned; waits for that."""
+        self._done.wait()
+        results, error = self._outcome
+        if error is not None:
+            raise error
+        return results
+
+    def rescued(self) -> Any:
+        """After an interrupt: the results in a flat list; None if the call has not begun, which cancels it."""
+        if self._decided.acquire(blocking=False):
+            return None
+        self._done.wait()
+        return self._outcome[0]
+
+
+class _Shielded(ExecuteReplicated):
+    """JAX's Python entry to an executable, shielded while a run is calling compiled functions."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> Any:
+        return _shield(super().__call__, args)
+
+
+def _shield(function: Callable[..., Any], args: tuple) -> Any:
+    run = _this_thread.run
+    if run is None:
+        return function(*args)
+    run.shield = Shield(run.next_call())
+    return run.shield.call(function, args)
+
+
+def direct(compiled: Any) -> Callable[..., Any]:
+    """A function that calls `compiled` without Python in between; first calls are shielded."""
+    executable: Any = executable_of(compiled)
+    execute = getattr(executable, "unsafe_call", None)
+    if getattr(execute, "has_host_callbacks", False):
+        return compiled  # nothing is donated
+    if type(execute) is ExecuteReplicated:
+        execute.__class__ = _Shielded
+    if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
+        return call
+    return lambda *args: _shield(compiled, args)  # a version of JAX that is not known
+
+
+def probe_memory(executables: Iterable[Any]) -> None:
+    """Check that there is memory for the temporaries of these, before state is donated to them.
+
+    Raises:
+        StepMemoryError: if there is not. When a device runs out of memory within a step, the state is gone already.
+    """
+    if not on_cpu():
+        return
+    for executable in executables:
+        analysis = executable.memory_analysis()
+        if analysis is None:
+            continue
+        needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        try:
+            np.empty(max(needed, 0), np.uint8)
+        except (MemoryError, ValueError):
+            raise StepMemoryError(
+                f"the step needs {needed / 2**30:.1f} GiB of memory for temporaries, which the device "
+                "does not have. Nothing has been changed: call the step with a smaller batch."
+            ) from None

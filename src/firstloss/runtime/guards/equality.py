@@ -1,0 +1,66 @@
+"""Equality of values as far as a step's Python can tell."""
+
+from __future__ import annotations
+
+import operator
+from math import copysign
+from typing import Any
+
+import numpy as np
+import torch
+
+from .native import native
+
+
+class ComparedState(str):
+    """The state of something, compared as text.
+
+    Attributes:
+        state: what it is a text of.
+    """
+
+    state: Any
+
+    def __new__(cls, state: Any) -> ComparedState:
+        text = super().__new__(cls, repr(state))
+        text.state = state
+        return text
+
+
+# Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
+_PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, ComparedState}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether they are the same object, or equal values of the same plain type."""
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in _PLAIN:
+        return bool(a == b)
+    if kind is float:
+        return a == b and (a != 0 or copysign(1, a) == copysign(1, b)) or a != a and b != b
+    if kind is complex:
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, np.generic) and not isinstance(a, (np.void, np.object_)):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if kind is tuple or isinstance(a, tuple) and not kind.__dictoffset__:
+        return len(a) == len(b) and (all(map(operator.is_, a, b)) or all(map(same, a, b)))
+    if kind is frozenset:
+        return len(a) == len(b) and {(type(x), x) for x in a} == {(type(x), x) for x in b}
+    return False
+
+
+def same_items(a: list, b: list) -> bool:
+    """Whether two lists hold the same items. (`==` would compare tensors, and takes True for 1.)"""
+    return _identical(a, b) or len(a) == len(b) and all(map(same, a, b))
+
+
+def _same_objects(a: list, b: list) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+# The C part compares addresses, eight bytes at a time.
+_identical = getattr(native, "same_items", _same_objects)

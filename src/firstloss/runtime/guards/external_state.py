@@ -1,0 +1,295 @@
+"""External state that a step reads: files, clocks, the operating system.
+
+The answers can be something else at the next call without any object having changed, so that the step has to be traced
+at each call. Settings of the process's are no matter of this: see `step/process_settings.py`.
+
+Seen while a step is traced: each function written in C that its Python calls, by name. Those of unknown modules count,
+since nobody can say what they look at. What only writes does not: it is done where the step is traced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import datetime
+import io
+import locale
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...compat.torch_names import DisableTorchDispatch
+from ...program.source import Source
+from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
+
+
+class ExternalCall(NamedTuple):
+    """A call of a function whose result no guard can check."""
+
+    what: str
+    where: Source | None  # the line of the user's code that called it
+
+
+class Outside:
+    """The external calls of one trace.
+
+    Attributes:
+        asked: the functions whose answers cannot be watched, by name.
+        sets_by_string: the user's code calls `setattr` or `delattr`.
+        warns: a warning is issued, by Python.
+        kept: the modules in C whose functions look at what they keep for the process, as `KEPT` says.
+        handling: the caller of the step is handling an exception.
+        generators: PyTorch's, by id, whose states are asked for or set, each with the state that it had.
+        initial_seed: PyTorch's own generator is asked for the seed that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[str, ExternalCall] = {}
+        self.sets_by_string = False
+        self.warns = False
+        self.kept: set[str] = set()
+        self.handling = is_handling()
+        self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
+        self.initial_seed = False
+
+    def ran(self, codes: Iterable[types.CodeType]) -> None:
+        """Record Python code that has run, if it reads external state."""
+        for code in codes:
+            if code in _IN_PYTHON:
+                self.asked.setdefault(_IN_PYTHON[code], ExternalCall(_IN_PYTHON[code], None))
+
+    def called(self, function: Any, frame: types.FrameType) -> bool:
+        """Record a call of a C function by the code of `frame`.
+
+        Returns:
+            Whether its next call is to be noted as well.
+        """
+        if function in _BY_STRING:
+            name = frame.f_globals.get("__name__") or ""
+            self.sets_by_string |= not is_closed(name) and not is_installed(name)
+            return not self.sets_by_string
+        owner = function.__self__
+        if owner is torch.default_generator and function.__name__ == "initial_seed":
+            self.initial_seed |= not _is_of_runtime(frame)
+            return True
+        if isinstance(owner, torch.Generator) and function.__name__ in _OF_GENERATORS:
+            if id(owner) not in self.generators and owner is not torch.default_generator:
+                self.generators[id(owner)] = (owner, state_of(owner))
+            return True
+        module, what = _name_of(function)
+        if function in _WARN:
+            self.warns |= not _is_of_runtime(frame)
+            return not self.warns
+        if module in KEPT:
+            self.kept.add(module)
+            return False
+        if function in _OF_HANDLED and not self.handling:
+            return False
+        if not _is_external_call(function, module, frame):
+            return False
+        if what not in self.asked:
+            asks, where = _asked_by(frame, module in _OF_NO_LIBRARY)
+            if asks:
+                self.asked[what] = ExternalCall(what, where)
+        return True
+
+
+def is_handling() -> bool:
+    """Whether the caller is handling an exception, which the step's Python could raise again or inspect."""
+    return sys.exc_info()[0] is not None
+
+
+_BY_STRING = (setattr, delattr)
+_WARN = (warnings.warn, warnings.warn_explicit)
+_OF_HANDLED = (sys.exc_info, sys.exception)
+_OF_GENERATORS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state"}
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """The state of a PyTorch generator, to be compared."""
+    with DisableTorchDispatch():
+        return generator.get_state().numpy().tobytes()
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Set it."""
+    with DisableTorchDispatch():
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+# Modules of Python's own, in C, whose functions look at what they are given, and at nothing else.
+_PURE = {"builtins", "math", "cmath", "_operator", "operator", "itertools", "_functools", "functools", "_collections",
+         "collections", "_abc", "abc", "_sre", "re", "_struct", "struct", "_json", "json", "array", "copy", "_codecs",
+         "codecs", "zlib", "binascii", "_bisect", "bisect", "_heapq", "heapq", "_random", "random", "unicodedata",
+         "_thread", "threading", "_weakref", "weakref", "_string", "string", "atexit", "marshal", "_csv", "csv",
+         "datetime", "_datetime", "_hashlib", "hashlib", "_md5", "_sha1", "_sha2", "_sha3", "_sha256", "_sha512",
+         "_blake2", "_decimal", "decimal", "_statistics", "statistics", "_stat", "stat", "errno", "_warnings",
+         "warnings", "_contextvars", "contextvars", "types", "typing", "_typing", "enum", "_opcode", "opcode", "_ast",
+         "ast", "_tokenize", "_symtable", "_pickle", "pickle", "_elementtree", "pyexpat", "_zoneinfo", "zoneinfo",
+         "_bz2", "_lzma", "_lsprof", "inspect", "_imp", "_frozen_importlib", "importlib", "_queue", "queue", "sys",
+         "gc", "_io", "io", "_ctypes", "ctypes", "_suggestions", "_sysconfig", "_interpreters", "uuid",
+         "_testcapi"}  # fmt: skip
+# All functions of the others ask, but for these, which write, convert or wait.
+_ALL_BUT: dict[str, set[str]] = {
+    "posix": {"fspath", "_path_normpath", "_path_splitroot", "_path_splitroot_ex", "getpid", "cpu_count", "strerror",
+              "write", "close", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "chmod", "chown", "link",
+              "symlink", "truncate", "ftruncate", "fsync", "fdatasync", "utime", "kill", "putenv", "unsetenv", "isatty",
+              "getcwd", "getcwdb", "chdir",
+              "get_terminal_size", "sched_yield", "register_at_fork", "set_inheritable", "get_inheritable", "uname",
+              "sysconf", "dup", "dup2", "_exit", "fchmod", "waitstatus_to_exitcode"},
+    "time": {"sleep"},
+    "_socket": {"htons", "htonl", "ntohs", "ntohl", "close"},
+    "_signal": {"raise_signal"},
+    "mmap": {"flush", "close"},
+    "fcntl": {"flock", "lockf"},
+    "resource": {"setrlimit"},
+    "faulthandler": {"enable", "disable"},
+    "_tracemalloc": {"start", "stop"},
+}  # fmt: skip
+_ALL_BUT["nt"] = _ALL_BUT["posix"]
+_ALL_BUT["socket"] = _ALL_BUT["_socket"]
+# Modules of which some functions ask.
+_SOME: dict[str, set[str]] = {
+    "_io": {"open", "open_code", "read", "readline", "readlines", "readinto", "readinto1", "read1", "readall", "peek"},
+    "builtins": {"open", "input"},
+    "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
+    "sys": {
+        "getallocatedblocks",
+        "_current_frames",
+        "_current_exceptions",
+        "getrefcount",
+        "_getframe",
+        "_getframemodulename",
+        "getswitchinterval",
+        "gettrace",
+        "getprofile",
+        "getdlopenflags",
+        "get_asyncgen_hooks",
+        "get_coroutine_origin_tracking_depth",
+        "exc_info",
+        "exception",
+        "is_finalizing",
+    },
+    "_weakref": {"getweakrefcount", "getweakrefs"},
+    "_thread": {"_count", "get_ident", "get_native_id", "stack_size"},
+    "numpy": {"fromfile"},
+    "functools": {"cache_clear", "cache_info"},
+    "_ctypes": {"get_errno", "get_last_error"},
+}
+
+
+def _csv_dialects() -> tuple:
+    kept = [csv.get_dialect(name) for name in csv.list_dialects()]
+    fields = [(d.delimiter, d.doublequote, d.escapechar, d.lineterminator, d.quotechar, d.quoting, d.skipinitialspace)
+              for d in kept]  # fmt: skip
+    return csv.field_size_limit(), *csv.list_dialects(), *fields
+
+
+# Modules in C whose functions look at what they keep for the process, and how that is read.
+KEPT: dict[str, Callable[[], tuple]] = {"_csv": _csv_dialects}
+# Python's own and NumPy's, in Python, that ask for what they keep for the process or the thread, or set it.
+_IN_PYTHON: dict[types.CodeType, str] = {
+    function.__code__: f"{function.__module__}.{function.__name__}"
+    for function in (
+        threading.active_count,
+        threading.enumerate,
+        np.get_printoptions,
+        np.set_printoptions,
+        torch.set_printoptions,
+        locale.getlocale,
+    )
+    if isinstance(function, types.FunctionType)
+}
+_SOME["io"] = _SOME["_io"]
+_CLOCKS = {"time", "datetime"}
+# What libraries look at for messages, and for locks.
+_OF_NO_LIBRARY = {*_CLOCKS, "sys", "_thread", "_weakref"}
+_NOW = {"now", "utcnow", "today"}
+# What these look at decides what they write: messages, progress bars.
+_WRITERS = {"logging", "warnings", "traceback", "linecache", "importlib", "tokenize", "tqdm", "rich", "tensorboard",
+            "tensorboardX", "wandb", "mlflow", "loguru"}  # fmt: skip
+# Parts of libraries that read files for whoever calls them.
+_READERS = ("torch.serialization", "torch.hub", "numpy.lib", "safetensors")
+
+
+def _name_of(function: Any) -> tuple[str, str]:
+    """The module of a function, or of the class that it is a method of, and its name for messages."""
+    owner = function.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        module = function.__module__ or getattr(owner, "__name__", "") or ""
+        shown = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
+        return module, function.__name__ if function.__name__ == "open" else f"{shown}.{function.__name__}"
+    cls = owner if isinstance(owner, type) else type(owner)
+    return str(_defining(cls, function).__module__), f"{cls.__qualname__}.{function.__name__}"
+
+
+def _defining(cls: type, method: Any) -> type:
+    return next((base for base in cls.__mro__ if method.__name__ in vars(base)), cls)
+
+
+def _is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:
+    name, owner = function.__name__, function.__self__
+    if module == "_thread" and (caller := frame.f_globals.get("__name__")) in sys.stdlib_module_names:
+        if caller != "threading":  # to know that it is not within itself, as in `repr`
+            return False
+    if isinstance(owner, (io.StringIO, io.BytesIO)):
+        return False
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        return name in _NOW
+    if module == "builtins" and owner is not None and not isinstance(owner, types.ModuleType):
+        if _is_foreign(_defining(owner if isinstance(owner, type) else type(owner), function)):
+            return True
+    if module in _SOME:
+        return name in _SOME[module]
+    top = module.partition(".")[0]
+    if not module:
+        return name == "from_file"  # of PyTorch's storages
+    if top in _PURE:
+        return False
+    if top in sys.stdlib_module_names:
+        return name not in _ALL_BUT.get(top, ())
+    return not is_closed(module) and not is_harmless_module(module)
+
+
+def _is_foreign(cls: type) -> bool:
+    """Whether a class that claims to be one of Python's own belongs to an extension that does not say so
+    (safetensors)."""
+    return bool(cls.__flags__ & _MADE_AT_RUN_TIME) and vars(builtins).get(cls.__name__) is not cls
+
+
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which nearly all of Python's own have not
+
+
+def _is_of_runtime(frame: types.FrameType | None) -> bool:
+    """Whether our own code makes a call, directly or through PyTorch."""
+    while frame is not None and (frame.f_globals.get("__name__") or "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _asked_by(frame: types.FrameType | None, of_no_library: bool) -> tuple[bool, Source | None]:
+    """Whether user code makes the call of `frame`, directly or through a library, and the user's line."""
+    asks = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        top = name.partition(".")[0]
+        if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
+            return asks, None
+        if not asks and top in _WRITERS:
+            return False, None
+        if not is_closed(name) and not is_installed(name):
+            return True, Source(frame.f_code.co_filename, frame.f_lineno)
+        if name.startswith(_READERS):
+            asks = True
+        elif not asks and top not in sys.stdlib_module_names:
+            if is_closed(name) or of_no_library:
+                return False, None
+            asks = True
+        frame = frame.f_back
+    return asks, None

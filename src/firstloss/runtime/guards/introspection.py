@@ -1,0 +1,124 @@
+"""Read and fill objects directly, without calling methods that their classes override."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...compat.python_names import is_python_class
+from .object_kinds import ObjectKind, kind_of
+
+MISSING: Any = object()
+
+
+def own_attributes(what: Any) -> dict | None:
+    """The dict of an object's own attributes, if it has one."""
+    if not type(what).__dictoffset__ and not isinstance(what, threading.local):
+        return None
+    table = what.__dict__ if isinstance(what, threading.local) else object.__getattribute__(what, "__dict__")
+    return table if isinstance(table, dict) else None
+
+
+def slot_value(what: Any, name: str) -> Any:
+    """The value of a slot, MISSING if it is empty."""
+    for base in type(what).__mro__:
+        member = base.__dict__.get(name)
+        if isinstance(member, types.MemberDescriptorType):
+            try:
+                return member.__get__(what)
+            except AttributeError:
+                return MISSING
+    return MISSING
+
+
+def slot_reader(what: Any, name: str) -> Callable[[], Any]:
+    """A function that returns the value of the slot."""
+    return functools.partial(slot_value, what, name)
+
+
+def cell_content(cell: types.CellType) -> Any:
+    """The value of a cell, MISSING if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def class_table(cls: type) -> dict:
+    """The dict behind a class's `__dict__`, which is a read-only view of it."""
+    return gc.get_referents(cls.__dict__)[0]
+
+
+def definition(function: types.FunctionType) -> tuple:
+    """The parts of a function that can be replaced: code, defaults and the like."""
+    defaults = function.__kwdefaults__
+    return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
+
+
+def define(function: types.FunctionType, made_of: tuple) -> None:
+    """Restore what `definition` returned."""
+    function.__code__, function.__defaults__, keywords = made_of
+    function.__kwdefaults__ = None if keywords is None else dict(keywords)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Every global and attribute that `code`, or a function within it, names, as a name or in a string."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, tuple):  # of a match statement, or of keywords
+            yield from (c for c in constant if isinstance(c, str))
+
+
+def empty_like(container: Any) -> Callable[[], Any]:
+    """A function that creates an empty container of the same class."""
+    cls = type(container)
+    base = _builtin(cls)
+    if isinstance(container, collections.deque):
+        length = container.maxlen
+        return lambda: _initialized(base.__new__(cls), base, (), length)
+    if isinstance(container, collections.defaultdict):
+        factory = container.default_factory
+        return lambda: _initialized(base.__new__(cls), base, factory)
+    return lambda: base.__new__(cls)
+
+
+def _initialized(new: Any, base: Any, *args: Any) -> Any:
+    base.__init__(new, *args)
+    return new
+
+
+def _builtin(cls: type) -> Any:
+    """The builtin class that `cls` derives from."""
+    return next(base for base in cls.__mro__ if not is_python_class(base))
+
+
+def set_items(container: Any, items: list[Any]) -> None:
+    """Replace the items of a list, set or deque."""
+    kind = kind_of(type(container))
+    if kind is ObjectKind.LIST:
+        list.__setitem__(container, slice(None), items)
+        return
+    base = _builtin(type(container))
+    base.clear(container)
+    (set.update if kind is ObjectKind.SET else base.extend)(container, items)
+
+
+def set_table(table: dict, entries: dict) -> None:
+    """Replace the entries of a dict, in order."""
+    if type(table) is dict:
+        table.clear()
+        table.update(entries)
+        return
+    base = _builtin(type(table))
+    base.clear(table)
+    for key, value in entries.items():
+        base.__setitem__(table, key, value)

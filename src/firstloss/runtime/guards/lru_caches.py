@@ -1,0 +1,68 @@
+"""Guards on `functools.lru_cache`: cached results, which a step may read without running any code.
+
+Python shows of such a cache how many results it holds, and not which; the garbage collector can say.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from .mutable_state import LARGEST
+
+
+def results(cached: Any) -> list[Any]:
+    """The cached results, unless there are too many."""
+    referents, table = _parts(cached)
+    if table is None:
+        return []
+    if cached.cache_info().maxsize is None:
+        return list(islice(dict.values(table), LARGEST))
+    # The type of the function; of each entry its key, its result and its type; the table; ...
+    entries = [referents[at : at + 3] for at in range(1, next(i for i, r in enumerate(referents) if r is table), 3)]
+    types = {type(entry) for entry in dict.values(table)}
+    return [entry[1] for entry in entries[:LARGEST] if len(entry) == 3 and entry[2] in types]
+
+
+def unchanged(cached: Any) -> Callable[[], bool]:
+    """A function that tells whether all entries that the cache has now are still in it."""
+    before = _entries(cached)
+
+    def read() -> bool:
+        now = _entries(cached)
+        return len(now) >= len(before) and all(a is b or a == b for a, b in zip(before, now, strict=False))
+
+    return read
+
+
+def _entries(cached: Any) -> list[Any]:
+    """Keys and results of the oldest entries: the same objects as long as they are cached."""
+    _, table = _parts(cached)
+    if table is None:  # another Python's: how many there are, then
+        return [cached.cache_info()[1:]]
+    return [_Identity(value) for value in islice(dict.values(table), LARGEST)]
+
+
+class _Identity:
+    """Equal to another that holds the same object, which is kept alive, so that its address is not reused."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _parts(cached: Any) -> tuple[list[Any], dict | None]:
+    """All objects that the garbage collector sees behind the function, the cache's table among them."""
+    referents = gc.get_referents(cached)
+    own = cached.__dict__
+    size = cached.cache_info().currsize
+    tables = [part for part in referents if type(part) is dict and part is not own and len(part) == size]
+    return referents, tables[-1] if tables else None  # results may be dicts, and come before it

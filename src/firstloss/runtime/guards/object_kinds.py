@@ -1,0 +1,345 @@
+"""The kinds of objects that guards distinguish."""
+
+from __future__ import annotations
+
+import array
+import ast
+import collections
+import contextlib
+import contextvars
+import datetime
+import decimal
+import enum
+import functools
+import gc
+import logging
+import operator
+import os
+import random
+import re
+import struct
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+import zoneinfo
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_wrapper
+from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, has_readable_position, is_iterator_of_c
+from .native import native
+
+# Code here reads no state of the user's.
+_LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safetensors", "sympy", "mpmath",
+              "typing_extensions", "opt_einsum", "ml_dtypes", "triton", "packaging", "_pytest", "pytest"}  # fmt: skip
+_CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
+# Objects of these are not looked into: they are the runtime itself.
+_OURS = ("firstloss.", "jax.", "jaxlib.")
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # our own code
+INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
+
+
+WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+
+
+class ObjectKind(Enum):
+    """How the snapshot treats an object."""
+
+    LEAF = auto()  # nothing can change in it
+    TENSOR = auto()
+    DICT = auto()
+    LIST = auto()
+    SET = auto()
+    DEQUE = auto()
+    TUPLE = auto()  # or a frozenset: nothing can change in it, but in what it holds
+    FUNCTION = auto()
+    CELL = auto()
+    BINDING = auto()  # a method, a partial, a property: it leads to others
+    CLASS = auto()
+    MODULE = auto()  # a Python module
+    OPAQUE = auto()  # its content is not in attributes or items, but `mutable_state.py` can tell whether it has changed
+    OURS = auto()  # what the user holds of this package: schedules, metrics
+    INSTANCE = auto()
+    UNKNOWN = auto()  # an object of C: nobody can tell whether it has changed
+
+
+# In objects of these nothing changes, and from them nothing leads on. Each is named: a class made in C is not known by
+# the module that it says it is from.
+LEAVES: tuple[type, ...] = (
+    int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, types.CodeType,
+    types.WrapperDescriptorType, types.MethodDescriptorType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.GenericAlias,
+    types.UnionType, operator.attrgetter, re.Pattern, re.Match, struct.Struct, decimal.Decimal, contextvars.Token,
+    datetime.date, datetime.time, datetime.timedelta, datetime.timezone,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.Stream,
+    type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), np.dtype, np.generic, np.ufunc,
+    logging.Manager,
+)  # fmt: skip
+# Classes made in C from which others are made by Python, and in whose objects nothing is hidden.
+_PLAIN_BASES = {object, types.SimpleNamespace, datetime.tzinfo, zoneinfo.ZoneInfo}
+# Modules of packages whose classes, made in C, have objects in which nothing changes that decides anything.
+_HARMLESS = {"typing", "torch", "pybind11_builtins", "_abc", "_collections"}
+# What is held by objects of these, made in C, and cannot be exchanged: all that leads on from them.
+_HOLDERS: tuple[type, ...] = (
+    slice, super, operator.itemgetter, operator.methodcaller, type(functools.cmp_to_key(lambda a, b: 0)),
+    type({}.keys()), type({}.values()), type({}.items()),
+)  # fmt: skip
+# Of these nobody can tell what they hold, or what is in memory that they show.
+_UNKNOWN: tuple[type, ...] = (
+    weakref.finalize,  # it looks at a table of Python's own
+    torch.jit.ScriptModule,  # its attributes are in C++
+    torch.UntypedStorage, torch.TypedStorage, memoryview, types.FrameType, types.TracebackType, types.CoroutineType,
+    types.AsyncGeneratorType, *FOREIGN,
+)  # fmt: skip
+
+
+def kind_of(cls: type) -> ObjectKind:
+    """The kind of the objects of a class. A container that has attributes as well is a container."""
+    kind = _kinds.get(cls)
+    if kind is None:
+        kind = _kinds[cls] = _kind_of(cls)
+    return kind
+
+
+_kinds: dict[type, ObjectKind] = {}
+
+
+def _kind_of(cls: type) -> ObjectKind:
+    if issubclass(cls, enum.Enum):
+        return ObjectKind.LEAF if is_closed_class(cls) and not _changes(cls) else ObjectKind.INSTANCE
+    if issubclass(cls, np.void):  # a row of an array
+        return ObjectKind.UNKNOWN if issubclass(cls, np.record) else ObjectKind.OPAQUE
+    if issubclass(cls, LEAVES):
+        return ObjectKind.INSTANCE if _has_attributes(cls) and not is_closed_class(cls) else ObjectKind.LEAF
+    if issubclass(cls, _UNKNOWN) or issubclass(cls, C_DATA) and has_pointers(cls):
+        return ObjectKind.UNKNOWN
+    for kinds, kind in (
+        (torch.Tensor, ObjectKind.TENSOR),
+        (dict, ObjectKind.DICT),
+        (list, ObjectKind.LIST),
+        (set, ObjectKind.SET),
+        (collections.deque, ObjectKind.DEQUE),
+        ((tuple, frozenset), ObjectKind.TUPLE),
+        (types.FunctionType, ObjectKind.FUNCTION),
+        (types.CellType, ObjectKind.CELL),
+        ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType, functools.partial, property,
+          staticmethod, classmethod, functools.cached_property, *_HOLDERS,
+          *WEAK, types.MappingProxyType,
+          lru_cache_wrapper), ObjectKind.BINDING),
+        (type, ObjectKind.CLASS),
+        (types.ModuleType, ObjectKind.MODULE),
+        ((np.ndarray, bytearray, array.array, contextvars.ContextVar, contextvars.Context, types.GeneratorType,
+          random.Random, np.random.Generator, np.random.RandomState, logging.Logger, decimal.Context, *LOCKS, *C_DATA),
+         ObjectKind.OPAQUE),
+    ):  # fmt: skip
+        if issubclass(cls, kinds):
+            return kind
+    if is_iterator_of_c(cls):
+        return ObjectKind.OPAQUE if has_readable_position(cls) else ObjectKind.UNKNOWN
+    if module_of_class(cls).partition(".")[0] == "tokenizers":
+        return ObjectKind.OPAQUE
+    if is_ours(module_of_class(cls)) and not issubclass(cls, (torch.optim.Optimizer, ModuleProxy)):
+        held = module_of_class(cls).startswith(_THE_USERS) and bool(cls.__dictoffset__) and not issubclass(cls, type)
+        return ObjectKind.OURS if held else ObjectKind.LEAF
+    if issubclass(cls, threading.local):
+        return ObjectKind.INSTANCE
+    if not all(is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
+        return ObjectKind.UNKNOWN
+    if module_of_class(cls).partition(".")[0] in _STATELESS:
+        return ObjectKind.LEAF
+    return ObjectKind.INSTANCE if _has_attributes(cls) else ObjectKind.LEAF
+
+
+_THE_USERS = ("firstloss.optim.", "firstloss.metrics.", "firstloss.amp.")
+_PLAIN = (ObjectKind.LEAF, ObjectKind.FUNCTION, ObjectKind.TUPLE)
+
+
+def _has_attributes(cls: type) -> bool:
+    return bool(cls.__dictoffset__ or slots(cls))
+
+
+def _changes(cls: type[enum.Enum]) -> bool:
+    """Whether the values of an enumeration's members may change."""
+    return any(kind_of(type(value)) not in _PLAIN for value in _values(cls))
+
+
+def _values(cls: type[enum.Enum]) -> Iterator[Any]:
+    """The values of an enumeration's members."""
+    for member in cls:
+        yield from member.value if type(member.value) is tuple else (member.value,)
+
+
+# Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
+_STATELESS = {"typing", "importlib", "abc"}
+
+
+def is_of_python(cls: type) -> bool:
+    """Whether a class was made by Python code, so that its objects have nothing but attributes."""
+    return has_managed_dict(cls) or "__slots__" in vars(cls)
+
+
+def _is_harmless(base: type) -> bool:
+    if base in _PLAIN_BASES or issubclass(base, (BaseException, threading.local, ast.AST)):
+        return True
+    return is_harmless_module(module_of_class(base))
+
+
+def is_harmless_module(module: str) -> bool:
+    """Whether no mutable state of the objects of a module's C classes affects a computation."""
+    return module in _HARMLESS or module.partition(".")[0] in _HARMLESS
+
+
+def is_ours(module: str | None) -> bool:
+    """Whether a module is part of the runtime."""
+    return module is not None and f"{module}.".startswith(_OURS)
+
+
+def is_closed(module: Any) -> bool:
+    """Whether the code of that module reads no state of the user's."""
+    # Of a class made in C it may be a descriptor.
+    return not isinstance(module, str) or module.partition(".")[0] in _CLOSED and module != "__main__"
+
+
+def module_of_class(cls: type) -> str:
+    """The module that a class says it is from. Some of ctypes say none; of one made in C it may be a descriptor."""
+    module = getattr(cls, "__module__", None)
+    return module if isinstance(module, str) else "builtins"
+
+
+def is_closed_class(cls: type) -> bool:
+    """As `is_closed`, of the module that a class is from: one that was made without a module says `builtins`, and one
+    of `dataclasses.make_dataclass` says `types`."""
+    module = module_of_class(cls)
+    if module in ("builtins", "types") and is_python_class(cls):
+        return vars(sys.modules[module]).get(cls.__qualname__) is cls
+    return is_closed(module)
+
+
+def own_module(function: types.FunctionType) -> str | None:
+    """The module in which a function was made, or that it says it is from, as where `functools.wraps` has made it: the
+    user's, if one of them is. None if it was made without."""
+    names = [None if n == "builtins" else n for n in (function.__globals__.get("__name__"), function.__module__)]
+    return next((n for n in names if n is None or not is_closed(n) and not is_installed(n)), names[1])
+
+
+def is_closed_function(function: types.FunctionType) -> bool:
+    """As `is_closed`, of that module."""
+    module = own_module(function)
+    return module is not None and is_closed(module)
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a module belongs to an installed package, and not to the user."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and os.path.realpath(file).startswith(INSTALLED_FOLDERS)
+
+
+def can_be_instrumented(cls: type) -> bool:
+    """Whether attribute reads of its objects can be recorded: a class made by Python, whose look-up can be replaced."""
+    if cls is types.SimpleNamespace:
+        return native is not None
+    return (
+        is_python_class(cls)
+        and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))
+        and (not is_ours(module_of_class(cls)) or issubclass(cls, torch.optim.Optimizer))
+    )
+
+
+def slots(cls: type) -> tuple[str, ...]:
+    """The names in the `__slots__` of a class made by Python."""
+    names = _slots.get(cls)
+    if names is None:
+        bases = [base for base in cls.__mro__ if is_python_class(base) and "__slots__" in vars(base)]
+        members = [(name, member) for base in bases for name, member in vars(base).items()]
+        names = _slots[cls] = tuple(n for n, member in members if isinstance(member, types.MemberDescriptorType))
+    return names
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def may_expire(reference: Any) -> bool:
+    """Whether a weak reference may expire, as far as can be told. Not if its referent is a part of the training itself,
+    as an optimizer is to its schedulers."""
+    return any(
+        held is not None
+        and not isinstance(held, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.FunctionType))
+        for held in referents(reference)
+    )
+
+
+# Methods of generators whose state is watched in any case.
+_OF_THE_PROCESS = {
+    method
+    for module in (random, np.random)
+    for method in vars(module).values()
+    if isinstance(method, types.BuiltinFunctionType)
+}
+
+
+def referents(binding: Any) -> Iterator[Any]:
+    """The objects behind a method, a partial, a property and the like."""
+    if isinstance(binding, types.MethodType):
+        yield from (binding.__func__, binding.__self__)
+    elif isinstance(binding, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        if binding not in _OF_THE_PROCESS and not isinstance(binding.__self__, (types.ModuleType, type)):
+            yield binding.__self__
+    elif isinstance(binding, functools.partial):
+        yield from (binding.func, *binding.args, binding.keywords, binding.__dict__)
+    elif isinstance(binding, property):
+        yield from (f for f in (binding.fget, binding.fset, binding.fdel) if f is not None)
+    elif isinstance(binding, functools.cached_property):
+        yield binding.func
+    elif isinstance(binding, (staticmethod, classmethod)):
+        yield binding.__func__
+    elif isinstance(binding, weakref.ref):
+        yield binding()
+    elif type(binding) in (weakref.ProxyType, weakref.CallableProxyType):
+        with contextlib.suppress(ReferenceError):
+            yield binding.__reduce_ex__.__self__
+    elif isinstance(binding, types.MappingProxyType):
+        yield from binding.values()
+    elif isinstance(binding, lru_cache_wrapper):
+        yield binding.__wrapped__
+    elif isinstance(binding, _HOLDERS):
+        yield from gc.get_referents(binding)
+
+
+def items_of(container: Any) -> list[Any]:
+    """A shallow copy of the items of a list, set, deque or tuple."""
+    return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))
+
+
+_PLAIN_ITERATION = {list.__iter__, set.__iter__, tuple.__iter__, frozenset.__iter__, collections.deque.__iter__}
+
+
+def _raw_iteration(container: Any) -> Iterator[Any]:
+    bases: tuple[Any, ...] = (list, set, tuple, frozenset, collections.deque)
+    return next((base.__iter__(container) for base in bases if isinstance(container, base)), iter(container))
+
+
+def table_of(table: dict) -> dict:
+    """A shallow copy of a dict, in order, without calling overridden methods."""
+    if type(table) is dict:
+        return table.copy()
+    if isinstance(table, collections.OrderedDict):
+        return {key: dict.__getitem__(table, key) for key in collections.OrderedDict.__iter__(table)}
+    return dict(dict.items(table))
+
+
+class ModuleProxy:
+    """A proxy: its attributes, all but `_model`, are those of the module behind it."""
+
+    __slots__ = ()
+
+
+def module_of(compiled: ModuleProxy) -> torch.nn.Module:
+    """The module behind a proxy."""
+    return compiled.__dict__["_model"]

@@ -1,0 +1,373 @@
+"""Reconstruct at each call what a step returns or leaves in Python: tensors, and containers and objects with them."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...capture.conjugate_views import bits_of, unmirrored, vector_of
+from ...capture.tensor import DeferredTensor, Hooks
+from ...errors import TraceError
+from ...program.graph import geometry_of
+from ...program.source import here
+from .introspection import MISSING, empty_like, own_attributes, set_items, set_table, slot_value
+from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
+
+
+class CallFrame:
+    """The state of one call: its new tensors, its arguments and their containers, and replacements of tensors that
+    existed when the step was traced."""
+
+    __slots__ = ("fresh", "arguments", "containers", "stand_in", "made")
+
+    def __init__(
+        self,
+        fresh: Callable[[int], torch.Tensor],
+        arguments: list[Any],
+        containers: Callable[[], list[Any]],
+        stand_in: dict[int, torch.Tensor],
+    ) -> None:
+        self.fresh = fresh
+        self.arguments = arguments
+        self.containers = containers
+        self.stand_in = stand_in
+        self.made: dict[int, Any] = {}
+
+
+Make = Callable[[CallFrame], Any]
+
+
+class ArgumentStandIns(NamedTuple):
+    """The traced tensors and containers that represent the arguments of a step while it is traced.
+
+    Attributes:
+        tensors: by id, the traced tensors, each with the number of the argument that it stands for.
+        storages: by id, their storages, likewise.
+        containers: by id, the dicts, lists and objects that hold them, each with its number.
+        view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
+        outside: the tensor from outside, whole, that a storage stands for, if it does.
+        lent: whether a real tensor that the step has made lies in memory of an array that was there before.
+    """
+
+    tensors: dict[int, int]
+    storages: dict[int, int]
+    containers: dict[int, int]
+    view: Callable[[torch.Tensor, Any], torch.Tensor]
+    outside: Callable[[Any], torch.Tensor | None]
+    lent: Callable[[torch.Tensor], bool]
+
+
+NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda storage: None, lambda tensor: False)
+
+
+class Reconstructor:
+    """The values that a step returns or leaves, as functions that recreate them at each call.
+
+    Attributes:
+        tensors: the traced tensors among them, each once; `CallFrame.fresh` is asked for them by number.
+        retrace_reason: what cannot be recreated, in words; then the step has to be traced at each call.
+    """
+
+    def __init__(
+        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: ArgumentStandIns = NO_ARGUMENTS
+    ) -> None:
+        """
+        Args:
+            is_traced: whether a tensor was made by the step.
+            is_old: whether an object was there before the step.
+            given: what stands for the arguments.
+        """
+        self.tensors: list[DeferredTensor] = []
+        self.retrace_reason: str | None = None
+        self._numbers: dict[int, int] = {}
+        self._is_traced = is_traced
+        self._is_old = is_old
+        self._given = given
+        self._makes: dict[int, Make] = {}
+        self._constant: set[int] = set()
+        self._kept: list[Any] = []
+
+    def number(self, tensor: DeferredTensor) -> int:
+        """The index of a traced tensor among those that are recreated."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def release(self) -> None:
+        """All values are known: release the tensors."""
+        self.tensors.clear()
+        self._kept.clear()
+        self._is_old = lambda what: True
+        self._given = NO_ARGUMENTS  # which knows all that was there before the step
+
+    def place(self, container: Any) -> Make:
+        """A function that returns `container` at each call: itself, unless it contains arguments."""
+        if id(container) not in self._given.containers:
+            return _constant(container)
+        number = self._given.containers[id(container)]
+        return lambda env: env.containers()[number]
+
+    def holds_arguments(self, container: Any) -> bool:
+        """Whether it represents a container of arguments, which differs at each call."""
+        return id(container) in self._given.containers
+
+    def make(self, value: Any) -> Make:
+        """A function that recreates `value` at each call."""
+        if id(value) in self._given.containers:
+            return self.place(value)
+        known = self._makes.get(id(value))
+        if known is not None:
+            return known
+        kind = kind_of(type(value))
+        if type(value) is UnavailableNumber:
+            value.refuse()
+        if kind is ObjectKind.LEAF or kind is not ObjectKind.TENSOR and self._is_old(value):
+            return _constant(value)
+        self._kept.append(value)  # so that its id stays its own
+        box: list[Make] = []
+        self._makes[id(value)] = lambda env: box[0](env)  # it may contain itself
+        made = self._make(value, kind)
+        box.append(made)
+        self._makes[id(value)] = made
+        return made
+
+    def _make(self, value: Any, kind: ObjectKind) -> Make:
+        if kind is ObjectKind.TENSOR:
+            return self._tensor(value)
+        if kind is ObjectKind.TUPLE:
+            parts = [self.make(part) for part in items_of(value)]
+            if all(isinstance(part, _Constant) for part in parts):
+                return _constant(value)
+            cls = type(value)
+            if cls in (tuple, frozenset):
+                return lambda env: cls([part(env) for part in parts])
+            if isinstance(getattr(cls, "_fields", None), tuple):
+                return lambda env: tuple.__new__(cls, [part(env) for part in parts])
+            return self._cannot(value)
+        if kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE):
+            return self._once(value, self._sequence(value))
+        if kind is ObjectKind.DICT:
+            return self._once(value, self._dict(value))
+        if kind is ObjectKind.FUNCTION:
+            return self._function(value)
+        if kind is ObjectKind.BINDING:
+            return self._binding(value)
+        if kind is ObjectKind.CELL:
+            content = self.make(value.cell_contents)
+            return self._once(
+                value, lambda env: (types.CellType(), lambda new: setattr(new, "cell_contents", content(env)))
+            )
+        if kind is ObjectKind.INSTANCE:
+            return self._once(value, self._instance(value))
+        if kind in (ObjectKind.CLASS, ObjectKind.MODULE):
+            return _constant(value)
+        if hasattr(value, "copy") and type(value).__module__ == "numpy":
+            kept = value.copy()
+            return lambda env: kept.copy()
+        return self._cannot(value)
+
+    def _cannot(self, value: Any) -> Make:
+        self.retrace_reason = self.retrace_reason or f"an object of type {type(value).__name__}"
+        return _constant(value)
+
+    def _tensor(self, value: torch.Tensor) -> Make:
+        argument = self._given.tensors.get(id(value))
+        if argument is not None:
+            return lambda env: env.arguments[argument]
+        key = id(value)
+        if not self._is_traced(value) and self._is_old(value):
+            return lambda env: env.stand_in.get(key, value)
+        new, more = self._new_tensor(value), self._attributes_and_gradient(value)
+        return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
+
+    def _new_tensor(self, value: torch.Tensor) -> Make:
+        """A tensor that the step has made, without attributes and gradient."""
+        if self._is_traced(value):
+            assert type(value) is DeferredTensor
+            if value._storage.mirrors is not None:
+                shows, view_of = self._new_tensor(unmirrored(value)), bits_of(value)
+                return lambda env: view_of(shows(env))
+            geometry = geometry_of(value)
+            shown = self._given.storages.get(id(value._storage))
+            if shown is not None:
+                view = self._given.view
+                return lambda env: view(env.arguments[shown], geometry)
+            home = self._given.outside(value._storage)
+            if home is not None:
+                key = id(home)
+                return lambda env: same_memory(env.stand_in.get(key, home), geometry)
+            number = self.number(value)
+            return lambda env: env.fresh(number)
+        if type(value) is not DeferredTensor:
+            if self._given.lent(value):
+                return lambda env: value.detach()
+            with torch.no_grad():
+                kept = value.detach().clone()
+            return lambda env: kept.clone()
+        if value._storage.resident is None and value._storage.value.known:  # the step has made it of constants
+            known = Hooks.value_of(value)
+            return lambda env: known.clone()
+        storage, geometry = value._storage, geometry_of(value)  # a view of a weight, which shows it as it will be
+        return lambda env: DeferredTensor.wrap(storage, *geometry)
+
+    def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, CallFrame], None]:
+        """Copies attributes and gradient of `value` to the recreated tensor."""
+        parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_storage"}
+        leaf = value.requires_grad and value.is_leaf
+        kept = value.grad if value.is_leaf or value.retains_grad else None
+        gradient = None if kept is None else self.make(kept)
+
+        def give(new: torch.Tensor, env: CallFrame) -> None:
+            if parts:
+                new.__dict__.update({key: part(env) for key, part in parts.items()})
+            if leaf:
+                new.requires_grad_(True)
+            if gradient is not None:
+                if not new.is_leaf:
+                    new.retain_grad()
+                new.grad = gradient(env)
+
+        return give
+
+    @staticmethod
+    def _once(value: Any, how: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
+        """Recreated once a call, even if it occurs in several places or contains itself."""
+        key = id(value)
+
+        def make(env: CallFrame) -> Any:
+            if key not in env.made:
+                new, fill = how(env)
+                env.made[key] = new
+                fill(new)
+            return env.made[key]
+
+        return make
+
+    def _sequence(self, value: Any) -> Callable[[CallFrame], tuple]:
+        parts = [self.make(part) for part in items_of(value)]
+        empty, more = empty_like(value), self._more(value)
+
+        def fill(new: Any, env: CallFrame) -> None:
+            set_items(new, [part(env) for part in parts])
+            more(new, env)
+
+        return lambda env: (empty(), lambda new: fill(new, env))
+
+    def _dict(self, value: dict) -> Callable[[CallFrame], tuple]:
+        parts = [(self.make(key), self.make(part)) for key, part in table_of(value).items()]
+        empty, more = empty_like(value), self._more(value)
+
+        def fill(new: Any, env: CallFrame) -> None:
+            set_table(new, {key(env): part(env) for key, part in parts})
+            more(new, env)
+
+        return lambda env: (empty(), lambda new: fill(new, env))
+
+    def _more(self, value: Any) -> Callable[[Any, CallFrame], None]:
+        """Copies the attributes of `value` to the recreated container."""
+        parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
+
+        def give(new: Any, env: CallFrame) -> None:
+            if parts:
+                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
+
+        return give
+
+    def _instance(self, value: Any) -> Callable[[CallFrame], tuple]:
+        table = own_attributes(value) or {}
+        parts = {key: self.make(part) for key, part in table.items()}
+        held = {name: slot_value(value, name) for name in slots(type(value))}
+        slotted = {name: self.make(part) for name, part in held.items() if part is not MISSING}
+        cls = type(value)
+
+        def fill(new: Any, env: CallFrame) -> None:
+            if parts:
+                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
+            for name, part in slotted.items():
+                object.__setattr__(new, name, part(env))
+
+        base: Any = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
+        try:
+            base.__new__(cls)
+        except TypeError:
+            made = self._cannot(value)
+            return lambda env: (made(env), lambda new: None)
+        return lambda env: (base.__new__(cls), lambda new: fill(new, env))
+
+    def _function(self, value: types.FunctionType) -> Make:
+        cells = [self.make(cell) for cell in value.__closure__ or ()]
+        if all(isinstance(cell, _Constant) for cell in cells):
+            return _constant(value)
+
+        def make(env: CallFrame) -> Any:
+            made = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(c(env) for c in cells)
+            )
+            made.__kwdefaults__ = value.__kwdefaults__
+            return functools.update_wrapper(made, value)
+
+        return make
+
+    def _binding(self, value: Any) -> Make:
+        if isinstance(value, types.MethodType):
+            function, owner = self.make(value.__func__), self.make(value.__self__)
+            return lambda env: types.MethodType(function(env), owner(env))
+        if isinstance(value, functools.partial):
+            f, args = self.make(value.func), [self.make(a) for a in value.args]
+            kwargs = {k: self.make(v) for k, v in value.keywords.items()}
+            return lambda env: functools.partial(
+                f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()}
+            )
+        return _constant(value)
+
+
+def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
+    """A tensor with this geometry in the same storage."""
+    if type(tensor) is DeferredTensor:
+        return DeferredTensor.wrap(tensor._storage, *geometry)
+    size, stride, offset, dtype = geometry
+    return vector_of(tensor.detach(), dtype).as_strided(size, stride, offset)
+
+
+class _Constant:
+    """Returns the same object at each call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, env: CallFrame) -> Any:
+        return self.value
+
+
+def _constant(value: Any) -> _Constant:
+    return _Constant(value)
+
+
+class UnavailableNumber:
+    """Replaces a number in a parameter group, while a step is traced, that a scheduler sets after the step."""
+
+    def __init__(self, what: str, scheduler: str) -> None:
+        self._text = (
+            f"the traced step reads {what} after {scheduler}.step(), which runs in Python when the step has been run. "
+            "Read it before, or outside of the traced step."
+        )
+
+    def refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise the error for a read."""
+        raise TraceError(f"{here()}: {self._text}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse
+    __pow__ = __rpow__ = __float__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = refuse
+    __iter__ = __getitem__ = __len__ = refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [value for value in (*args, *(kwargs or {}).values()) if type(value) is cls]
+        return found[0].refuse() if found else NotImplemented

@@ -1,0 +1,399 @@
+"""Guard sources: what a step has read, collected after its trace from the code that ran and the recorded look-ups.
+
+All that the step's Python has read counts: attributes that were looked up while it was traced, globals and variables
+that the code that ran names, what is in the containers that these hold, hooks, the functions themselves. A name that
+was not there counts as missing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import logging
+import operator
+import os
+import random
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import bytecode, mutable_state
+from .bytecode import Use
+from .executed_code import Executed
+from .external_state import KEPT, ExternalCall, state_of
+from .guard_set import GuardSet
+from .guards import CellGuard, describe_attribute, describe_global, with_article
+from .introspection import MISSING, cell_content, own_attributes, slot_reader
+from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
+from .pytorch_namespaces import namespaces, undisguised
+from .recording import Recording, Site, is_closed_code
+from .snapshot import Snapshot, is_guarded_elsewhere
+from .store_guards import guard_stored_names
+from .value_guards import Values
+
+
+class GuardSources:
+    """What a step has read, from which its guards are made.
+
+    Attributes:
+        updates: what decides nothing.
+        unknown: functions that ran, and that were not known before: what they read before is not known either.
+        ran: code that is known to have run, libraries' as well.
+        generators: PyTorch's, whose states the step asks for or sets, with the states that they had.
+        sets_filters: some of the user's code may set the filters of warnings.
+    """
+
+    def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
+        self._snapshot = snapshot
+        self._executed = Executed(snapshot, recording)
+        self._values = Values(snapshot, self._executed)
+        self.updates = self._values.updates
+        self.unknown: list[types.CodeType] = []
+        self.ran = {code for code, _ in (recording.codes or {}).values()}
+        recording.outside.ran(self.ran)
+        self.asked = list(recording.outside.asked.values())
+        if recording.outside.handling and self._executed.reads_handled_exception():
+            self.asked.append(ExternalCall("sys.exception", None))
+        self.generators = list(recording.outside.generators.values())
+        for generator, state in recording.outside.generators.values():
+            self._values.read(
+                id(generator), functools.partial(state_of, generator), state, "the state of a generator", "Generator"
+            )
+        if recording.outside.initial_seed:
+            self._values.read(
+                "seed", torch.initial_seed, snapshot.seed, "the seed of PyTorch's generator", "initial_seed"
+            )
+        self._functions(recording)
+        self._attributes(recording)
+        guard_stored_names(snapshot, recording, self._executed, self._values)
+        for known in list(snapshot.tables.values()):
+            if isinstance(known.owner, threading.local):  # each thread has other attributes there
+                whose = functools.partial(_held_attributes, known.owner)
+                what = f"whose attributes {with_article(type(known.owner).__qualname__)} shows, in this thread"
+                self._values.read((id(known.owner), "__dict__"), whose, (known.table,), what, "")
+        for function in self._executed.cached:
+            self._reads_of(function)
+        for root in snapshot.roots:
+            if kind_of(type(root)) in (ObjectKind.BINDING, ObjectKind.CLASS):  # a method, perhaps of a class
+                self._values.value(root, "the step or its arguments", "")
+        for cls, names in list(self._values.classes.items()):  # attributes that objects share, methods among them
+            self._values.of_class(cls, names)
+
+    def _functions(self, recording: Recording) -> None:
+        snapshot = self._snapshot
+        known = {inner for code in snapshot.functions for inner in bytecode.with_inner(code)}
+        globals_: dict[tuple[int, str], tuple[dict, list[Use]]] = {}
+        cells: dict[int, tuple[types.CellType, str, types.FunctionType, list[Use]]] = {}
+        for code, table in self._executed.code:
+            if code not in known and not _is_generated(code, table) and not is_installed(table.get("__name__")):
+                self.unknown.append(code)
+            for name in bytecode.global_names(code):
+                globals_.setdefault((id(table), name), (table, []))[1].extend(bytecode.uses_of(code, name))
+            if not is_installed(table.get("__name__")):
+                for module in bytecode.imports(code, table):
+                    self._imported(module, code)
+            for function in snapshot.functions.get(code, ()):
+                self._values.definition(function)
+                for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+                    uses = [use for inner in bytecode.with_inner(code) for use in bytecode.uses_of(inner, name)]
+                    cells.setdefault(id(cell), (cell, name, function, []))[3].extend(uses)
+        for (_, name), (table, uses) in globals_.items():
+            self._global(table, name, uses)
+        for code, table in (recording.codes or {}).values():
+            if table.get("__name__") in sys.stdlib_module_names:
+                expected = self._values.table(table, describe_global(table), None).expected
+                for name in bytecode.global_names(code):
+                    if name in table:
+                        expected.setdefault(name, undisguised(table[name]))
+        for cell, name, function, uses in cells.values():
+            self._cell(cell, name, function, uses)
+        for table in recording.whole:
+            if is_ours(table.get("__name__")) or is_installed(table.get("__name__")):
+                continue
+            self._values.table(table, describe_global(table), None)
+            for name, value in self._values.before(table).items():
+                if not name.startswith("__"):
+                    self._values.name(table, name, value, describe_global(table))
+        if not _PRINTS_ARRAYS.isdisjoint(self._executed.modules):
+            self._values.read("numpy prints", _numpy_print_options, _numpy_print_options(), "how NumPy prints", "")
+        if not _READS_ENVIRONMENT.isdisjoint(self.ran) or {"environ", "getenv"} & self._executed.mentioned:
+            self._values.read(
+                "environ", mutable_state.environment, snapshot.environment, "what is in os.environ", "environ"
+            )
+        self.sets_filters = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
+        if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
+            self._values.read("filters", mutable_state.filters, snapshot.filters, "the filters of warnings", "filters")
+        elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
+            what, before = "which warnings are errors", mutable_state.raising(snapshot.filters)
+            self._values.read(
+                "filters", lambda: mutable_state.raising(mutable_state.filters()), before, what, "filters"
+            )
+        for module in sorted(recording.outside.kept):
+            self._values.read(module, KEPT[module], KEPT[module](), f"what {module.strip('_')} keeps", "")
+
+    def _reads_of(self, function: types.FunctionType) -> None:
+        """What a function that did not run may read of objects."""
+        names = [name for code in bytecode.with_inner(function.__code__) for name in bytecode.global_names(code)]
+        held = [self._values.before(function.__globals__).get(name) for name in names]
+        held += [cell_content(cell) for cell in function.__closure__ or ()]
+        for value in held:
+            table = own_attributes(value) if kind_of(type(value)) is ObjectKind.INSTANCE else None
+            if table is not None:
+                self._values.some(table, describe_attribute(value))
+
+    def _global(self, table: dict, name: str, uses: list[Use]) -> None:
+        before = self._values.before(table).get(name, MISSING)
+        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (ObjectKind.FUNCTION, ObjectKind.CLASS):
+            self._values.table(table, describe_global(table), None).expected[name] = before
+            return
+        if self.updates.is_only_updated((id(table), name), before, uses):
+            return
+        self._values.name(table, name, before, describe_global(table), uses)
+        if before is MISSING:
+            own = vars(builtins)
+            self._values.name(own, name, own.get(name, MISSING), describe_global(own))
+
+    def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
+        known = self._snapshot.cells.get(id(cell))
+        before = known[1] if known is not None else MISSING
+        if self.updates.is_only_updated((id(cell), None), before, uses):
+            return
+        what = f"the variable {name} that {function.__qualname__} uses"
+        self._values.cells[id(cell)] = CellGuard(cell, before, what, name)
+        if not self.updates.collects(before, uses):
+            self._values.value(before, what, name)
+
+    def _attributes(self, recording: Recording) -> None:
+        snapshot = self._snapshot
+        for (_, name), (owner, sites) in list(recording.reads.items()):
+            if id(owner) not in snapshot.seen:  # made in the step
+                continue
+            if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
+                continue  # it decides what is written
+            uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
+            self._values.of_object(owner)
+            if isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name):
+                if any(not _is_closed_file(code) or code.co_name in _TELL_ALL for code, _ in sites):
+                    self._of_optimizer(owner, name)
+                continue
+            self._values.classes.setdefault(type(owner), set()).add(name)
+            table = own_attributes(owner)
+            describe = describe_attribute(owner)
+            if name == "__dict__":
+                if table is not None and not isinstance(owner, torch.nn.Module):
+                    self._values.all_of(table, describe)
+                continue
+            if type(owner) in recording.computed or name in _OF_ALL_ATTRIBUTES:
+                self._any_attribute(owner)
+            slotted = snapshot.slotted.get(id(owner))
+            if slotted is not None and name in slotted.names:
+                before = slotted.before[slotted.names.index(name)]
+                if not self.updates.is_only_updated((id(owner), name), before, uses):
+                    self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
+                    if not self.updates.collects(before, uses):
+                        self._values.value(before, describe(name), name)
+                continue
+            if table is None:
+                continue
+            before = self._values.before(table).get(name, MISSING)
+            if not self.updates.is_only_updated((id(table), name), before, uses):
+                self._values.name(table, name, before, describe, uses)
+
+        if self._executed.reads_past_classes:  # nobody has noted which
+            for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
+                if not is_installed(module_of_class(type(known.owner))):
+                    self._any_attribute(known.owner)
+            for slotted in list(snapshot.slotted.values()):
+                self._any_attribute(slotted.owner)
+
+    def _any_attribute(self, owner: Any) -> None:
+        """All attributes of an object, since any of them may have been read."""
+        slotted = self._snapshot.slotted.get(id(owner))
+        describe = describe_attribute(owner)
+        for name, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+            self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
+            self._values.value(before, describe(name), name)
+        table = own_attributes(owner)
+        if table is not None and not isinstance(owner, (torch.nn.Module, torch.optim.Optimizer, type)):
+            self._values.all_of(table, describe)
+
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """Code of the user's reads what `optimizers.py` watches, for its own purposes."""
+        kind = with_article(type(optimizer).__qualname__)
+        if name == "defaults":
+            self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
+        elif name in ("param_groups", "state"):
+            flat = _numbers if name == "param_groups" else _entries
+            before: Any = self._snapshot.groups if name == "param_groups" else self._snapshot.states
+            read = functools.partial(_read_flat, optimizer, name, flat)
+            self._values.read((id(optimizer), name), read, flat(before[id(optimizer)]), f"the {name} of {kind}", name)
+
+    def _imported(self, name: str, code: types.CodeType) -> None:
+        """A module that code imports, each time that it runs."""
+        if is_closed(name) or is_ours(name) or is_installed(name):
+            return
+        module = sys.modules.get(name, MISSING)
+        guard = self._values.table(sys.modules, lambda key: f"the module {key}", None)
+        guard.expected[name] = module
+        if module is not MISSING and id(module) not in self._snapshot.seen:  # imported by the step for the first time
+            self.unknown.append(code)
+        else:
+            self._values.value(module, f"the module {name}", name)
+
+    # -- what effects find out --
+
+    def guard_content(self, container: Any) -> None:
+        """The step has changed what is in it, though it was seen to read nothing there: what was there counts."""
+        self._values.looked_at.discard(id(container))
+        self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
+
+    def guard_collection(self, container: Any, before: list) -> None:
+        """It is only added to; but what a set holds already is not added, and a deque may be full of it."""
+        kind = with_article(type(container).__qualname__)
+        if isinstance(container, set):
+            held = set(before)
+            what = f"what {kind} holds that the step adds to"
+            self._values.read((id(container), "members"), lambda: held <= set(container), True, what, "")
+        elif getattr(container, "maxlen", None) is not None and len(before) == container.maxlen:
+            if all(map(operator.is_, items_of(container), before)):
+                self.guard_content(container)
+
+    def guard_number(self, place: tuple) -> None:
+        """A number whose own update cannot be repeated counts like any other."""
+        before, _, _ = self.updates.numbers.pop(place)
+        where, name = place
+        if where in self._snapshot.cells:
+            cell, _ = self._snapshot.cells[where]
+            self._values.cells[where] = CellGuard(cell, before, "a variable that the step counts in", "")
+        elif where in self._snapshot.slotted:
+            owner = self._snapshot.slotted[where].owner
+            self._values.read(place, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
+        else:
+            known = self._snapshot.tables[where]
+            describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
+            self._values.name(known.table, name, before, describe)
+
+    # -- what there is to watch for at each call --
+
+    def guards(self, state_of_generators: list[Any], weights: set[int]) -> GuardSet:
+        """Everything is collected: the guards to check at each call.
+
+        Args:
+            state_of_generators: as `generators()` gave it before the trace.
+            weights: the ids of tensors whose gradients others watch.
+        """
+        asked = {name for name, words in _ASK_OF_GENERATORS.items() if not words.isdisjoint(self._executed.mentioned)}
+        for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
+            if read() != before or name in asked:
+                self._values.read(name, read, before, f"the state of the random generator of Python's {name}", name)
+        for where, name, table in self._snapshot.hooks:
+            before = self._values.before(table)
+            self._values.read(
+                name,
+                lambda where=where, name=name: tuple(where[name].items()) if where[name] else (),
+                tuple(before.items()),
+                f"PyTorch's {name}",
+                name,
+            )
+            for hook in before.values():
+                self._values.value(hook, f"PyTorch's {name}", name)
+        for namespace in namespaces():
+            if id(namespace.table) in self._values.tables:
+                self._values.tables[id(namespace.table)].expected |= namespace.expected
+            else:
+                self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
+        for module, name, old in self._snapshot.module_names.values():  # what was there before the step set it
+            guard = self._values.tables.get(id(vars(module)))
+            if guard is not None and name in guard.expected:
+                guard.expected = {**guard.expected, name: old}  # a copy: other guard sets share a namespace's
+        return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
+
+
+def _held_attributes(owner: Any) -> tuple:
+    """The dict of an object's attributes, to be compared as an object."""
+    return (own_attributes(owner),)
+
+
+def _numbers(groups: Any) -> tuple:
+    """The content of parameter groups, without the weights."""
+    return tuple([v for group in groups for k, v in group.items() if k != "params"])
+
+
+def _entries(state: Any) -> tuple:
+    """The entries of an optimizer's state, and for which weights."""
+    tables = [held if isinstance(held, dict) else {None: held} for held in state.values()]
+    return (*state, *(part for table in tables for entry in table.items() for part in entry))
+
+
+def _read_flat(optimizer: torch.optim.Optimizer, name: str, flat: Callable[[Any], tuple]) -> tuple:
+    return flat(getattr(optimizer, name))
+
+
+# PyTorch's methods of optimizers that give all of these.
+_TELL_ALL = {"__repr__", "state_dict", "__getstate__"}
+# Methods, in C, that look at all attributes: `copy` and `pickle` call them.
+_OF_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
+
+
+def generators() -> list[Any]:
+    """The states of generators other than PyTorch's, whose draws a trace cannot see."""
+    return [read() for read in _GENERATORS.values()]
+
+
+def restore_generators(states: list[Any]) -> None:
+    """Restore what `generators` returned."""
+    for (name, read), state in zip(_GENERATORS.items(), states, strict=True):
+        if read() != state:
+            _SET_GENERATORS[name](state)
+
+
+def _numpy_state() -> tuple:
+    name, words, *rest = np.random.get_state()
+    return name, words.tobytes(), *rest
+
+
+def _set_numpy_state(state: tuple) -> None:
+    name, words, *rest = state
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+
+
+# PyTorch's own are part of the Program.
+_GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
+# Methods that ask for the state, or set one that may be there already.
+_ASK_OF_GENERATORS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
+_SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
+
+
+_PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter before NumPy 2
+
+
+# Code that looks at what is in `os.environ`, and at the filters of warnings.
+_READS_ENVIRONMENT = {f.__code__ for f in vars(type(os.environ)).values() if isinstance(f, types.FunctionType)}
+_READS_FILTERS = {warnings.catch_warnings.__enter__.__code__}
+# Of the user's code: what modules set as they are imported is not the step's.
+_SETS_FILTERS = {"filters", "simplefilter", "filterwarnings", "resetwarnings"}
+
+
+def _numpy_print_options() -> str:
+    return repr(np.get_printoptions())
+
+
+def _is_generated(code: types.CodeType, table: dict) -> bool:
+    """Whether it is a module's top-level code, or a named tuple's."""
+    return code.co_name == "<module>" or str(table.get("__name__")).startswith("namedtuple_")
+
+
+def _is_of_logging(site: Site) -> bool:
+    code, _ = site
+    return code.co_filename.startswith(os.path.dirname(logging.__file__) + os.sep)
+
+
+def _is_closed_file(code: types.CodeType) -> bool:
+    """Whether code is PyTorch's or ours."""
+    return is_closed_code(code, {"__name__": None}) or f"{os.sep}torch{os.sep}" in code.co_filename

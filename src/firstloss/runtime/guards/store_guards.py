@@ -1,0 +1,109 @@
+"""Guards on names that a step sets or deletes without changing them.
+
+`model.train()` of a model that trains, `trainer.mode = "fast"` where that is what it is: no call needs to do this, as
+long as it is so when the call begins. So they are guarded as if they were read. What a step changes is no matter of
+this: each call changes it (`effects.py`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...compat.torch_names import MODULE_TABLES
+from . import bytecode
+from .executed_code import Executed
+from .guards import CellGuard, describe_attribute, describe_global
+from .introspection import MISSING, cell_content, own_attributes, slot_reader, slot_value
+from .object_kinds import can_be_instrumented, is_closed
+from .recording import Recording
+from .snapshot import DictSnapshot, Snapshot, is_guarded_elsewhere
+from .value_guards import Values
+
+
+def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
+    """Guard what the step has stored without a change; to be called before its effects are undone."""
+    stores = _Stores(snapshot, values)
+    for code, table in executed.code:
+        names, variables = bytecode.stored_names(code)
+        for name in names:
+            stores.name(table, name, describe_global(table))
+        for function in snapshot.functions.get(code, ()) if variables else ():
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+                if name in variables:
+                    stores.variable(cell, name, function)
+    for module, name, _ in snapshot.module_names.values():
+        stores.name(vars(module), name, describe_global(vars(module)))
+    for (_, attribute), (owner, _) in recording.stores.items():
+        if id(owner) in snapshot.seen:  # else the step has made it
+            method = type(owner).__setattr__
+            translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
+            stores.attribute(owner, None if translates else attribute)
+    # Nobody has noted which, at least where the class is not instrumented.
+    attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
+    if executed.stores_past_classes or recording.outside.sets_by_string:
+        for known in attributes:
+            if executed.stores_past_classes or not _stores_are_recorded(type(known.owner)):
+                stores.table(known)
+        for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
+            stores.attribute(slotted.owner, None)
+    stored = {name for code, _ in executed.code for name in bytecode.stored_attributes(code)}
+    for known in attributes if stored else ():
+        for name in stored & known.table.keys() if type(known.owner) is types.SimpleNamespace else ():
+            stores.name(known.table, name, describe_attribute(known.owner))
+
+
+def _stores_are_recorded(cls: type) -> bool:
+    """Whether all stores of its objects' attributes are recorded."""
+    return can_be_instrumented(cls) and cls is not types.SimpleNamespace
+
+
+class _Stores:
+    def __init__(self, snapshot: Snapshot, values: Values) -> None:
+        self._snapshot = snapshot
+        self._values = values
+        self._counted = values.updates.numbers
+
+    def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
+        """In a dict."""
+        known = self._snapshot.module_names.get((id(table), name))
+        before = known[2] if known is not None else self._values.before(table).get(name, MISSING)
+        if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
+            self._values.table(table, describe, None).expected.setdefault(name, before)
+
+    def table(self, known: DictSnapshot) -> None:
+        """Any name of an object's, or a class's."""
+        describe = describe_attribute(known.owner)
+        for name in list(known.table):
+            if isinstance(name, str) and not name.startswith("__"):
+                if not (isinstance(known.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+                    self.name(known.table, name, describe)
+
+    def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
+        """Of an enclosing function."""
+        known = self._snapshot.cells.get(id(cell))
+        if known is not None and known[1] is cell_content(cell) and (id(cell), None) not in self._counted:
+            what = f"the variable {name} that {function.__qualname__} sets"
+            self._values.cells.setdefault(id(cell), CellGuard(cell, known[1], what, name))
+
+    def attribute(self, owner: Any, name: str | None) -> None:
+        """Of an object; None if any may have been set."""
+        describe = describe_attribute(owner)
+        slotted = self._snapshot.slotted.get(id(owner))
+        for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+            place = id(owner), slot
+            if name in (slot, None) and slot_value(owner, slot) is before and place not in self._counted:
+                self._values.read(place, slot_reader(owner, slot), before, describe(slot), slot)
+        table = own_attributes(owner)
+        if table is None:
+            return
+        if name is None:
+            self.table(DictSnapshot(table, table, owner, "attributes"))
+            return
+        if isinstance(owner, torch.nn.Module) and any(name in table.get(part, ()) for part in MODULE_TABLES):
+            self._values.of_object(owner)
+        if not (isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+            self.name(table, name, describe)

@@ -1,0 +1,434 @@
+"""Make guards of what a step reads, and of what is reached through it."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import io
+import operator
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...compat.python_names import is_python_class, lru_cache_wrapper
+from ...compat.torch_names import MODULE_TABLES
+from ...optim.schedule import schedules_of
+from . import lru_caches, mutable_state
+from .bytecode import Use
+from .equality import same
+from .executed_code import Executed
+from .guards import (
+    CellGuard,
+    FunctionGuard,
+    ListGuard,
+    ReadGuard,
+    TableGuard,
+    describe_attribute,
+    describe_global,
+    with_article,
+)
+from .introspection import MISSING, class_table, definition, own_attributes
+from .object_kinds import (
+    WEAK,
+    ObjectKind,
+    can_be_instrumented,
+    is_closed,
+    is_closed_class,
+    is_closed_function,
+    is_installed,
+    is_ours,
+    items_of,
+    kind_of,
+    may_expire,
+    module_of_class,
+    referents,
+)
+from .pytorch_namespaces import undisguised
+from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
+from .updates import Updates
+
+
+class Values:
+    """Collects the guards of one trace.
+
+    Attributes:
+        tables, lists, cells, functions, reads: the guards, by what they guard.
+        objects: by id, those whose class counts.
+        leaves: by id, tensors, for what PyTorch keeps beside their content.
+        classes: with the names that are looked up on their objects.
+        looked_at: the ids of all that guards were made of.
+        updates: what decides nothing.
+        unwatched: what is too large to be compared at each call, by name, and as people say it.
+        unwatchable: what nobody can tell of whether it has changed.
+        weak: something is held by a weak reference, and may be gone.
+    """
+
+    def __init__(self, snapshot: Snapshot, executed: Executed) -> None:
+        self._snapshot = snapshot
+        self._executed = executed
+        self.unwatched: list[tuple[str, str]] = []
+        self.unwatchable: dict[int, tuple[Any, str]] = {}
+        self.weak = False
+        self.tables: dict[int, TableGuard] = {}
+        self.lists: dict[int, ListGuard] = {}
+        self.cells: dict[int, CellGuard] = {}
+        self.objects: dict[int, Any] = {}
+        self.functions: dict[int, FunctionGuard] = {}
+        self.reads: dict[Any, ReadGuard] = {}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.classes: dict[type, set[str]] = {}
+        self.looked_at: set[int] = set()
+        self.updates = Updates(self.looked_at)
+        self._classes_seen: set[tuple[type, int]] = set()
+        self._in_class = 0  # what a class or an installed package holds is code, and no state of the step's
+
+    def before(self, table: dict) -> dict:
+        known: DictSnapshot | None = self._snapshot.tables.get(id(table))
+        return table if known is None else known.before
+
+    def table(self, table: dict, describe: Callable[[Any], str], name: str | None) -> TableGuard:
+        guard = self.tables.get(id(table))
+        if guard is None:
+            guard = self.tables[id(table)] = TableGuard(table, describe, name)
+        return guard
+
+    def name(self, table: dict, name: Any, before: Any, describe: Any, uses: list[Use] | None = None) -> None:
+        """Guard a name in a dict that was read."""
+        guard = self.table(table, describe, None)
+        if name in guard.expected and guard.expected[name] is not MISSING and uses is None:
+            return
+        guard.expected[name] = before
+        if before is not MISSING and not self.updates.collects(before, uses or [None]):
+            self.value(before, describe(name), name)
+
+    def value(self, value: Any, what: str, name: str) -> None:
+        """Guard the content of a value that was read, and what is reached through it."""
+        kind = kind_of(type(value))
+        if kind is ObjectKind.LEAF or id(value) in self.looked_at:
+            return
+        self.looked_at.add(id(value))
+        if kind is ObjectKind.TENSOR:
+            self.leaves[id(value)] = value
+            self._tensor_attributes(value)
+            return
+        inside = f"what is in {what}"
+        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
+            self._container(value, kind, what, inside, name)
+        elif kind is ObjectKind.FUNCTION:
+            if not is_closed_function(value):
+                self.definition(value)
+        elif kind is ObjectKind.BINDING:
+            if id(value) in self._snapshot.opaque:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+            if isinstance(value, WEAK) and may_expire(value):
+                self.weak = True
+                self.unwatchable[id(value)] = (value, f"{what}, by a weak reference")
+                return
+            for part in referents(value):
+                self.value(part, what, name)
+            if isinstance(value, functools.partial):
+                self._in_c(value, ("func", "args", "keywords"), what, name)
+            if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
+                self._cached(value, f"what {what} has cached", name)
+        elif kind is ObjectKind.CELL:
+            known = self._snapshot.cells.get(id(value))
+            if known is not None:
+                self.cells.setdefault(id(value), CellGuard(value, known[1], what, name))
+                self.value(known[1], what, name)
+        elif kind is ObjectKind.CLASS:
+            if not is_closed_class(value):
+                self.of_class(value, set())
+            if isinstance(value, abc.ABCMeta):
+                token = abc.get_cache_token
+                self.read("abc", token, token(), "what is registered of abstract base classes", name)
+        elif kind is ObjectKind.MODULE:
+            if not is_closed(value.__name__) and not is_installed(value.__name__):
+                self.some(vars(value), describe_global(vars(value)))
+            elif is_closed(value.__name__) and not is_ours(value.__name__):
+                self._of_library(vars(value))
+        elif kind is ObjectKind.OPAQUE:
+            self._opaque(value, what, inside, name)
+        elif kind is ObjectKind.OURS:
+            self._ours(value)
+        elif kind is ObjectKind.UNKNOWN and not self._in_class:
+            self.unwatchable[id(value)] = (value, what)
+        if kind in (
+            ObjectKind.INSTANCE,
+            ObjectKind.DICT,
+            ObjectKind.LIST,
+            ObjectKind.SET,
+            ObjectKind.DEQUE,
+        ) and is_python_class(type(value)):
+            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):  # of which not all counts: `of_object`
+                self.objects.setdefault(id(value), value)
+            self.classes.setdefault(type(value), set())
+        if isinstance(value, BaseException):
+            fields: Any = type(value)
+            self._in_c(value, _fields_in_c(fields), what, name)
+        if kind is ObjectKind.INSTANCE and not _reads_are_recorded(type(value)):
+            table = own_attributes(value)
+            if table is not None:
+                self.some(table, describe_attribute(value), all_of_them=True)
+
+    def _of_library(self, table: dict) -> None:
+        """A module of Python's own library, PyTorch or NumPy, in which user code may have set or replaced something."""
+        expected = self.table(table, describe_global(table), None).expected
+        for name in self._executed.mentioned:
+            found = undisguised(table.get(name, MISSING))
+            expected.setdefault(name, found)
+            if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(found, types.ModuleType):
+                self.value(found, f"{table.get('__name__')}.{name}", name)
+
+    def _cached(self, function: Any, what: str, name: str) -> None:
+        """The results cached by a function behind `lru_cache`. Those of this trace could not be copied before it: the
+        step is traced once more."""
+        found = lru_caches.results(function)
+        new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in found)
+        self.read(id(function), lru_caches.unchanged(function), not new, what, name)
+        for result in found:
+            self.value(result, what, name)
+
+    def _container(self, value: Any, kind: ObjectKind, what: str, inside: str, name: str) -> None:
+        large = mutable_state.unwatched(value)
+        if large is not None and name:
+            self.unwatched.append((name, f"{what}, {large}"))
+        if kind is ObjectKind.DICT:
+            if isinstance(value, defaultdict):
+                factory = operator.attrgetter("default_factory")
+                key = (id(value), "default_factory")
+                self.read(key, functools.partial(factory, value), factory(value), f"the factory of {what}", name)
+                self.value(factory(value), what, name)
+            before = self.before(value)
+            if id(value) not in self._snapshot.opaque:
+                guard = self.table(value, lambda key: inside, name)
+                guard.whole = True
+                guard.expected = dict(before)
+                items: Iterable[Any] = [*before, *before.values()]
+            else:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+                return
+        else:
+            known = self._snapshot.sequences.get(id(value))
+            items = known[1] if known is not None else items_of(value)
+            if kind is ObjectKind.LIST and len(items) <= mutable_state.LARGEST:
+                self.lists[id(value)] = ListGuard(value, items, inside, name)
+            elif kind is not ObjectKind.TUPLE and id(value) in self._snapshot.opaque:
+                _, read, reading = self._snapshot.opaque[id(value)]
+                self.read(id(value), read, reading, inside, name)
+            elif kind is not ObjectKind.TUPLE:
+                self.read(id(value), mutable_state.reader(value), _reading_of(value, items), inside, name)
+            if len(items) > mutable_state.LARGEST:
+                return
+        for item in items:
+            self.value(item, what, name)
+
+    def _ours(self, value: Any) -> None:
+        """An object of this package: its plain attributes, except those that the step changes."""
+        _, before = self._snapshot.ours.get(id(value), (value, {}))
+        table = vars(value)
+        expected = self.table(table, describe_attribute(value), None).expected
+        expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
+        expected.update(dict.fromkeys(self._executed.mentioned - table.keys(), MISSING))
+
+    def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
+        """Attributes that are not names in a dict: the objects, and their content."""
+        read = functools.partial(_attributes, value, names)
+        self.read((id(value), names), read, read(), f"what is in {what}", name)
+        for content in read():
+            if content is not MISSING:
+                self.value(content, what, name)
+
+    def _opaque(self, value: Any, what: str, inside: str, name: str) -> None:
+        large = mutable_state.unwatched(value)
+        if large is not None and name:
+            self.unwatched.append((name, f"{what}, {large}"))
+        known = self._snapshot.opaque.get(id(value))
+        if known is not None:
+            self.read(id(value), known[1], known[2], inside, name)
+        for part in mutable_state.inside(value):
+            self.value(part, what, name)
+
+    def some(self, table: dict, describe: Callable[[Any], str], all_of_them: bool = False) -> None:
+        """Of an object whose reads are not noted one by one: the attributes that the code mentions, or may."""
+        before = self.before(table)
+        all_of_them = all_of_them or self._executed.any_attribute
+        for name in before if all_of_them else self._executed.mentioned & before.keys():
+            if name not in _OF_EVERY_MODULE:
+                self.name(table, name, before[name], describe)
+        guard = self.table(table, describe, None)
+        guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
+        for name in self._executed.mentioned - before.keys():
+            guard.expected.setdefault(name, MISSING)
+
+    def all_of(self, table: dict, describe: Callable[[Any], str]) -> None:
+        """All attributes of an object, and that there are no others."""
+        for name, before in self.before(table).items():
+            self.name(table, name, before, describe)
+        self.table(table, describe, None).whole = True
+
+    def _tensor_attributes(self, tensor: torch.Tensor) -> None:
+        known = self._snapshot.tables.get(id(tensor.__dict__))
+        if known is not None:
+            self.some(known.table, lambda key: f"the attribute {key} of a tensor")
+
+    def read(self, key: Any, read: Any, expected: Any, what: str, name: str) -> None:
+        if read is not None and key not in self.reads:
+            place = key if type(key) is int else key[0] if type(key) is tuple else 0
+            self.reads[key] = ReadGuard(read, expected, what, name, place)
+
+    def of_object(self, owner: Any) -> None:
+        """Guard an object of which something is read."""
+        if id(owner) in self.objects:
+            return
+        self.objects[id(owner)] = owner
+        if isinstance(owner, torch.nn.Module):
+            table = owner.__dict__
+            for part in MODULE_TABLES:
+                self.name(table, part, self.before(table).get(part, MISSING), describe_attribute(owner))
+        elif isinstance(owner, torch.optim.Optimizer):
+            for schedule in schedules_of(owner):
+                self.value(schedule, f"a schedule of {with_article(type(owner).__qualname__)}", "")
+            self.read(
+                (id(owner), "params"),
+                lambda: tuple([p for group in owner.param_groups for p in group["params"]]),
+                tuple([p for group in self._snapshot.groups[id(owner)] for p in group["params"]]),
+                f"the parameters of {with_article(type(owner).__qualname__)}",
+                "param_groups",
+            )
+
+    def definition(self, function: types.FunctionType) -> None:
+        if id(function) in self.functions:
+            return
+        name = function.__name__
+        known = self._snapshot.definitions.get(id(function))
+        before = definition(function) if known is None else known[1]
+        what = f"the code of {function.__qualname__} or its default arguments"
+        for told in _TOLD & self._executed.mentioned:
+            read = functools.partial(operator.attrgetter(told), function)
+            self.read((id(function), told), read, read(), f"{told} of {function.__qualname__}", told)
+            self.value(read(), f"{told} of {function.__qualname__}", told)
+        if "__globals__" in self._executed.mentioned:
+            self.some(function.__globals__, describe_global(function.__globals__), all_of_them=True)
+        if not _LOOKS_AT_VARIABLES.isdisjoint(self._executed.mentioned):
+            for cell in function.__closure__ or ():
+                self.value(cell, f"a variable that {function.__qualname__} uses", "")
+        if id(function.__dict__) in self._snapshot.tables:
+            self.some(function.__dict__, describe_attribute(function))
+        self.functions[id(function)] = FunctionGuard(function, before, what, name)
+        positional, defaults = before[0].co_varnames[: before[0].co_argcount], before[1] or ()
+        for name, default in (
+            *zip(positional[len(positional) - len(defaults) :], defaults, strict=True),
+            *(before[2] or ()),
+        ):
+            self.value(default, f"a default argument of {function.__qualname__}", name)
+
+    # -- classes --
+
+    def of_class(self, cls: type, names: set[str]) -> None:
+        if is_ours(module_of_class(cls)) or not is_python_class(cls):
+            return
+        if not is_closed_class(cls) and not is_installed(module_of_class(cls)):
+            bases = operator.attrgetter("__mro__")
+            what = f"the base classes of {cls.__qualname__}"
+            self.read((id(cls), "__mro__"), functools.partial(bases, cls), cls.__mro__, what, "__bases__")
+            for told in _TOLD_OF_CLASSES & self._executed.mentioned:
+                read = functools.partial(operator.attrgetter(told), cls)
+                self.read((id(cls), told), read, read(), f"{told} of {cls.__qualname__}", told)
+        self._in_class += 1
+        for base in (*cls.__mro__, *type.mro(type(cls))):
+            self._base(base, names)
+        self._in_class -= 1
+
+    def _base(self, base: type, names: set[str]) -> None:
+        if (base, len(names)) in self._classes_seen:
+            return
+        self._classes_seen.add((base, len(names)))
+        if is_closed_class(base):
+            self._closed_base(base, names)
+        else:
+            table = class_table(base)
+            before = self.before(table)
+            describe = describe_attribute(base)
+            guard = self.table(table, describe, None)
+            installed = is_installed(module_of_class(base))
+            told = OF_FIELDS if self._executed.may_read_fields else ()
+            for name in before:
+                if installed and (name in names or _is_operator(name)):
+                    guard.expected.setdefault(name, before[name])
+                elif name in names or name in self._executed.mentioned or _is_operator(name) or name in told:
+                    self.name(table, name, before[name], describe)
+            missing = names | (_GIVEN_TO_OTHERS if installed else self._executed.mentioned | _OPERATORS)
+            for name in missing - before.keys():
+                guard.expected.setdefault(name, MISSING)
+
+    def _closed_base(self, base: type, names: set[str]) -> None:
+        """A class of PyTorch's, or of Python's own library, of which somebody may replace a method."""
+        if not is_python_class(base):
+            return
+        table = class_table(base)
+        looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
+        if not module_of_class(base).startswith("torch"):
+            looked_up |= self._executed.mentioned
+        found = {name: table.get(name, MISSING) for name in looked_up}
+        self.table(table, describe_attribute(base), None).expected.update(found)
+
+
+def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
+    return tuple([getattr(value, name, MISSING) for name in names])
+
+
+def _reads_are_recorded(cls: type) -> bool:
+    """Whether all that is read of its objects' attributes is noted; what a `SimpleNamespace` does in C is of that class
+    alone."""
+    return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
+
+
+def _reading_of(container: Any, items: Any) -> Any:
+    """What `contents.reader` would have given when these were its items."""
+    if isinstance(container, set):
+        return mutable_state.reader(set(items))()  # type: ignore[misc]
+    return mutable_state.reader(list(items))()  # type: ignore[misc]
+
+
+# The names by which Python looks, in a class, for what operators and statements do: a class has only some of them.
+_OPERATORS = {
+    *(name for kind in (object, type, int, float, list, dict, set, str, bytes, property, memoryview, io.StringIO)
+      for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name, None))),
+    "__aenter__", "__aexit__", "__aiter__", "__anext__", "__array__", "__array_function__", "__array_ufunc__",
+    "__await__", "__bool__", "__class_getitem__", "__complex__", "__copy__", "__deepcopy__", "__del__", "__delete__",
+    "__float__",
+    "__fspath__", "__getattr__", "__imatmul__", "__index__", "__instancecheck__", "__int__", "__length_hint__",
+    "__match_args__", "__matmul__", "__missing__", "__mro_entries__", "__rmatmul__", "__set__", "__set_name__",
+    "__subclasscheck__", "__torch_dispatch__", "__torch_function__",
+} - {"__class__"}  # fmt: skip
+# Those of them that a package's class may be given.
+_GIVEN_TO_OTHERS = {"__call__", "__getattr__", "__getattribute__"}
+
+
+def _is_operator(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
+
+
+@functools.cache
+def _fields_in_c(cls: Any) -> tuple[str, ...]:
+    """The names of the fields of exceptions of a class that are stored in C."""
+    kinds = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    bases = [base for base in cls.__mro__ if not is_python_class(base)]
+    names = {name: None for base in bases for name, member in vars(base).items() if isinstance(member, kinds)}
+    return tuple(name for name in names if name not in ("__dict__", "__traceback__"))
+
+
+# What Python's own machinery looks up in modules.
+_OF_EVERY_MODULE = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
+_LOOKS_AT_VARIABLES = {"__closure__", "cell_contents", "getclosurevars"}
+_TOLD_OF_CLASSES = {"__name__", "__qualname__"}
+_TOLD = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # of functions, beside code and defaults
+_NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
+                 "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
+                 "__parameters__", "__firstlineno__", "__static_attributes__"}  # fmt: skip

@@ -1,0 +1,142 @@
+"""JAX beyond its everyday API: settings, uninitialized arrays, transfers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ..engine.huge_pages import advise_huge
+from ..lower import unwritten
+from ..lower.dtypes import to_jax, to_torch
+from ..lower.program import as_numpy, constant
+from ..undo import Undo
+from .device import on_gpu
+from .lazy_jax import on_cpu, pending_cache_directory
+
+# Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
+# and a donated step updates it in place.
+_OWNED_BYTES = 1 << 16
+# Dtypes that torch gives to NumPy, and JAX takes from it.
+_NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def x64() -> Any:
+    """PyTorch's int64 and float64 are real: a context in which JAX's are too."""
+    return jax.enable_x64(True)
+
+
+def use_x64(undo: Undo) -> None:
+    """As `x64`, until `undo` is through: for blocks that are interrupted."""
+    state = jax.enable_x64
+    undo(state.set_local, state.get_local())
+    state.set_local(True)
+
+
+def use_compilation_cache(directory: str) -> None:
+    """Keep compiled executables in `directory`, whatever their size, for the next start."""
+    os.makedirs(directory, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    from jax.experimental.compilation_cache import compilation_cache
+
+    compilation_cache.reset_cache()
+
+
+def compile_options() -> dict[str, Any]:
+    """What XLA is asked to do otherwise than by default.
+
+    On a CPU: to see, before it copies a donated weight, that the backward pass has read it before the optimizer writes
+    it (by default each weight is copied at each step: 7% of the time of a Llama's), and to order operations so that
+    they need less scratch memory (by default, so that more of them can run at once, it is 1.5 times as much).
+    On a GPU: the same results at each run, where PyTorch has been asked for that.
+    """
+    if not on_cpu():
+        return {"xla_gpu_exclude_nondeterministic_ops": True} if torch.are_deterministic_algorithms_enabled() else {}
+    return {
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+        "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    }
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:
+    """Memory that a CPU device owns, as a JAX array and as a torch tensor on the same bytes, row-major.
+
+    The array's content may be written through the tensor until the array has been given to anybody else.
+    """
+    return empties([(shape, dtype)])[0]
+
+
+def empties(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[jax.Array, torch.Tensor]]:
+    """As `empty`, many at once."""
+    arrays = unwritten.arrays([(tuple(shape), to_jax(dtype)) for shape, dtype in kinds])
+    advise_huge((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
+    return [(array, unwritten.memory_of(array, dtype)) for array, (_, dtype) in zip(arrays, kinds, strict=True)]
+
+
+def to_device(tensor: torch.Tensor) -> jax.Array:
+    """A copy of `tensor` on the device, in memory that the device owns where it is large."""
+    tensor = tensor.detach()
+    if not on_cpu():
+        return _put(tensor)
+    if tensor.numel() * tensor.itemsize >= _OWNED_BYTES:
+        array, memory = empty(tuple(tensor.shape), tensor.dtype)
+        memory.copy_(tensor)
+        return array
+    return share_memory(tensor.contiguous().clone())
+
+
+def share_memory(tensor: torch.Tensor) -> jax.Array:
+    """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives.
+
+    By way of NumPy, not of DLPack: XLA gives back what it was lent in a thread of its own, and for PyTorch's DLPack it
+    needs the interpreter's lock there. Where the interpreter is ending meanwhile, that aborts the process. What it has
+    from NumPy it leaves to JAX to give back, when Python runs.
+    """
+    if tensor.is_cuda:
+        with x64():
+            return on_gpu.given(tensor)
+    if not on_cpu():
+        return _put(tensor)
+    with x64():
+        return jax.device_put(as_numpy(tensor))
+
+
+def as_argument(tensor: torch.Tensor) -> Any:
+    """`tensor` as an argument of a single call: a NumPy array where it is so small that copying it is quicker than
+    `share_memory`. Its bytes must not change until the call returns."""
+    if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
+        return tensor.numpy()
+    return share_memory(tensor)
+
+
+def _put(tensor: torch.Tensor) -> jax.Array:
+    with x64():
+        if tensor.is_cuda:
+            return jax.numpy.copy(on_gpu.given(tensor))
+        return jax.device_put(constant(tensor))
+
+
+def to_host(array: jax.Array) -> torch.Tensor:
+    """The values of `array`: on a CPU device its own bytes, which must not be written, elsewhere a copy."""
+    if on_cpu():
+        try:
+            return torch.from_dlpack(array)
+        except (RuntimeError, TypeError, BufferError, ValueError):  # as in `share_memory`
+            pass
+    host = np.asarray(array)
+    dtype = to_torch(host.dtype)
+    if dtype.is_floating_point and dtype not in (torch.float32, torch.float64, torch.float16):
+        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # torch takes no dtype of ml_dtypes
+        return torch.from_numpy(host.view(bits).copy()).view(dtype)
+    return torch.from_numpy(host.copy())
+
+
+_directory = pending_cache_directory()
+if _directory is not None:
+    use_compilation_cache(_directory)

@@ -1,0 +1,203 @@
+"""Batches of new shapes: compiled again, padded to a known shape, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...capture.shapes import is_unusual
+from ...compat.torch_names import pytree
+from ...errors import GraphChangeWarning, ShapeError, TraceError
+from ...program.source import here, warn
+from ..guards.object_kinds import ObjectKind, kind_of
+from ..pytrees import flatten
+from .arguments import Arguments, Itself
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Pad batches of new shapes at the end of each dimension, up to a shape that is compiled already.
+
+    A batch that is larger than any before, in any dimension, is compiled for. The step has to be written so that
+    padding does not count, and gives results of the padded shape: pad labels with the number that the loss ignores
+    (`Pad(values={"labels": -100})` for `cross_entropy`), masks with 0.
+
+    Examples:
+        >>> device = fl.backend("XLA")
+        >>> @fl.trace(shapes=fl.Pad(multiple_of=4))
+        ... def total(x):
+        ...     return x.sum()
+        >>> [total(torch.ones(rows)).item() for rows in (8, 5, 7)]  # compiled once: 5 and 7 are padded to 8
+        [8.0, 5.0, 7.0]
+
+    Attributes:
+        value: what to pad with.
+        values: what to pad with instead, by a tensor's name: its key in the batch, or the argument's.
+        multiple_of: a shape that is recompiled is rounded up to multiples of this, in the dimensions that differ
+            from the shapes before.
+    """
+
+    value: float = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ShapeError(f"Pad(values={self.values!r}): give a dict of numbers by name, as {{'labels': -100}}.")
+        for value in (self.value, *self.values.values()):
+            if not isinstance(value, (int, float)):
+                raise ShapeError(f"Pad pads with numbers, and not with {value!r}.")
+        if not isinstance(self.multiple_of, int) or isinstance(self.multiple_of, bool) or self.multiple_of < 1:
+            raise ShapeError(f"Pad(multiple_of={self.multiple_of!r}): give a whole number from 1 on.")
+
+
+class Shapes:
+    """The kinds of batch that a step has been called with, and how a new one is handled.
+
+    A kind is the structure of the arguments and of each leaf its shape and dtype, or its value if it is no tensor.
+    """
+
+    def __init__(self, step: str, policy: Any) -> None:
+        if policy not in ("recompile", "refuse") and not isinstance(policy, Pad):
+            raise TraceError(f"shapes={policy!r}: write 'recompile', 'refuse' or firstloss.Pad(...).")
+        self._step = step
+        self._policy = policy
+        self._met: dict[Any, tuple] = {}  # by structure and all but shapes: the kinds, as tuples of leaves' kinds
+
+    def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
+        """The arguments to run the step on, and their kind.
+
+        Raises:
+            ShapeError: for a new kind, where those are refused.
+            TraceError: for an argument that is neither a tensor nor a constant.
+        """
+        leaves, spec = flatten(given := (args, kwargs))
+        kind = tuple(map(_kind, leaves))
+        kinds = self._met.setdefault(spec, ())
+        padded: frozenset[int] = frozenset()
+        if kind in kinds:
+            return Arguments(given, leaves, spec), kind
+        if kinds and self._policy == "refuse":
+            raise ShapeError(f"{here()}: {self._step} is called with {self._told(kinds[-1], kind, args, kwargs)}.")
+        if kinds and isinstance(self._policy, Pad):
+            target = self._target(kinds, kind)
+            if target is not None:
+                names = _names(args, kwargs)
+                leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
+                padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
+                if target in kinds:
+                    return Arguments(given, leaves, spec, padded), target
+                kind, new = target, kind
+                self._say(self._told(kinds[-1], new, args, kwargs))
+        elif kinds:
+            self._say(self._told(kinds[-1], kind, args, kwargs))
+        certain = any(type(leaf[1]) is Itself for leaf in kind)  # objects may be others at each call
+        self._met[spec] = (kind,) if certain else (*kinds, kind)
+        return Arguments(given, leaves, spec, padded), kind
+
+    def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
+        """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known one is
+        similar."""
+        fits = [known for known in kinds if _holds(known, kind)]
+        if fits:
+            return min(fits, key=_size)
+        alike = [known for known in kinds if _alike(known, kind)]
+        if not alike:
+            return None
+        return tuple(self._rounded(k, alike[-1][i]) for i, k in enumerate(kind))
+
+    def _rounded(self, leaf: tuple, before: tuple) -> tuple:
+        if leaf[0] is not torch.Tensor:
+            return leaf
+        n = self._policy.multiple_of
+        shape = tuple(a if a == b else -(-a // n) * n for a, b in zip(leaf[1], before[1], strict=True))
+        return (torch.Tensor, shape, *leaf[2:])
+
+    def _padded(self, leaf: Any, kind: tuple, target: tuple, name: str) -> Any:
+        if kind == target:
+            return leaf
+        sizes: list[int] = []
+        for have, want in zip(reversed(kind[1]), reversed(target[1]), strict=True):
+            sizes += [0, want - have]
+        value = self._policy.values.get(name, self._policy.value)
+        return torch.nn.functional.pad(leaf, sizes, value=value)
+
+    def _told(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
+        changed = [
+            f"{name or 'its argument'} {_show(b)} (before: {_show(a)})"
+            for name, a, b in zip(_names(args, kwargs), before, now, strict=True)
+            if a != b
+        ]
+        numbers = any(b[0] is not torch.Tensor for a, b in zip(before, now, strict=True) if a != b)
+        advice = (
+            ": a number is part of the compiled step. Pass what changes as a tensor"
+            if numbers
+            else ". Give batches of one shape (drop_last=True, padding in the loader), or write "
+            "@fl.trace(shapes=fl.Pad(...))"
+        )
+        return "; ".join(changed) + advice
+
+    def _say(self, text: str) -> None:
+        warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
+
+
+def _kind(leaf: Any) -> tuple:
+    if isinstance(leaf, torch.Tensor):
+        if is_unusual(leaf):
+            layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise TraceError(
+                f"{here()}: a compiled step takes dense tensors, and one of its arguments is {layout}. Give it a dense "
+                "tensor, such as `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()` makes."
+            )
+        return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        if kind_of(type(leaf)) is ObjectKind.INSTANCE:  # a dataclass, for example
+            return (type(leaf), Itself(leaf))
+        raise TraceError(
+            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "
+            "dicts, or constants."
+        ) from None
+    return (type(leaf), leaf)
+
+
+def _alike(known: tuple, kind: tuple) -> bool:
+    """Whether two kinds differ in sizes only."""
+    return all(
+        a == b or a[0] is b[0] is torch.Tensor and a[2:] == b[2:] and len(a[1]) == len(b[1])
+        for a, b in zip(known, kind, strict=True)
+    )
+
+
+def _holds(known: tuple, kind: tuple) -> bool:
+    return _alike(known, kind) and all(
+        all(n >= m for n, m in zip(a[1], b[1], strict=True))
+        for a, b in zip(known, kind, strict=True)
+        if a[0] is torch.Tensor
+    )
+
+
+def _size(kind: tuple) -> int:
+    return sum(torch.Size(leaf[1]).numel() for leaf in kind if leaf[0] is torch.Tensor)
+
+
+def _show(leaf: tuple) -> str:
+    if leaf[0] is not torch.Tensor:
+        return repr(leaf[1])
+    gradients = " that requires gradients" if leaf[3] else ""
+    return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[1])}{gradients}"
+
+
+def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """For each leaf, the last key on the way to it that is a name."""
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+    out = []
+    for path, _ in paths:
+        keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
+        named = [key for key in keys if isinstance(key, str)]
+        out.append(named[-1] if named else "")
+    return out

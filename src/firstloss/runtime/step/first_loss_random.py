@@ -1,0 +1,57 @@
+"""Random operations of a first loss, with the same numbers as the compiled step.
+
+A compiled step takes its random numbers from a key and the number of each draw, by `jax.random`. So where PyTorch's
+kernels compute the first loss, its random operations are run by the rules that the step is lowered by, each compiled by
+itself. That takes some 50 ms for each kind of them, of which a model has two or three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from ...lower import aten
+from ...lower.dtypes import to_jax
+from ...lower.program import LoweredCall, call_of
+from ...program.graph import Node, Value
+from ..jax_support import on_cpu, share_memory, to_host, x64
+from .segmented import step_key
+
+
+class Draws:
+    """The random operations of a step, compiled."""
+
+    def __init__(self, nodes: Iterable[Node], seed: np.ndarray) -> None:
+        """`seed` is the call's."""
+        self._seed = seed
+        self._compiled: dict[Any, Any] = {}
+        for node in nodes:
+            call = call_of(node)
+            if call.kind not in self._compiled:
+                self._compiled[call.kind] = _compiled(call)
+
+    def run(self, node: Node, content_of: Callable[[Value], torch.Tensor]) -> list[torch.Tensor]:
+        """The content of each of the node's outputs.
+
+        Args:
+            content_of: gives that of what it reads.
+        """
+        call = call_of(node)
+        with x64():
+            given = [share_memory(content_of(value)) for value in call.inputs]
+            results = self._compiled[call.kind](self._seed, np.uint32(call.draw), *given)
+        return [to_host(result.block_until_ready()) for result in results]
+
+
+def _compiled(call: LoweredCall) -> Any:
+    def run(seed: Any, draw: Any, *given: Any) -> tuple:
+        return tuple(call.run(given, jax.random.fold_in(step_key(seed), draw)))
+
+    inputs = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in call.inputs]
+    with x64(), aten.within(on_cpu()):
+        seed, draw = jax.ShapeDtypeStruct((2,), np.uint32), jax.ShapeDtypeStruct((), np.uint32)
+        return jax.jit(run).lower(seed, draw, *inputs).compile()

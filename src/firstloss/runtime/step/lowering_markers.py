@@ -1,0 +1,35 @@
+"""Markers in the artifact folder: a step that was lowered before may be lowered after the first loss next time.
+
+A step's backward pass is lowered before the first loss is returned, so that what cannot be lowered is an error at the
+call. One that has been lowered before is lowered after the loss: on a CPU it takes cores from the forward pass. A note
+says no more than when to do something. If it is wrong, an error comes at the next use of the step's state instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_folder: Path | None = None
+
+
+def set_folder(folder: str) -> None:
+    """Keep markers in `folder` from now on."""
+    global _folder
+    _folder = Path(folder)
+
+
+def folder() -> Path | None:
+    """The folder of markers."""
+    return _folder
+
+
+def is_marked(digest: str) -> bool:
+    """Whether `digest` is marked."""
+    return _folder is not None and (_folder / digest).exists()
+
+
+def mark(digest: str) -> None:
+    """Mark `digest`."""
+    if _folder is not None:
+        _folder.mkdir(parents=True, exist_ok=True)
+        (_folder / digest).touch()

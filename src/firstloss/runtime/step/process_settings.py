@@ -1,0 +1,175 @@
+"""Settings of the process that a step depends on, such as grad mode and autocast, and those that it changes."""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import gc_pause, switch_interval
+from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
+from ...compat.torch_names import (
+    dispatch_modes_count,
+    get_current_dispatch_mode_stack,
+    get_current_function_mode_stack,
+    global_device_context,
+    saved_tensor_hooks,
+    set_grad_enabled,
+    settings_of_torch,
+)
+from ...errors import TraceError
+from ...program.source import here
+from ..guards.external_state import is_handling
+
+
+def _default_device() -> torch.device | None:
+    """The argument of `torch.set_default_device`; `torch.get_default_device` cannot tell None from the CPU."""
+    context = getattr(global_device_context, "device_context", None)  # a thread has its own
+    return None if context is None else context.device
+
+
+# How each is read and set. Inference mode is not here, nor are PyTorch's function modes, of which
+# `torch.device` is one: nothing sets them but a region, which has an end.
+_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (get_half_dtype, set_half_dtype),
+    (mixed_precision, enable_mixed_precision),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_default_device, torch.set_default_device),
+    (torch.is_grad_enabled, set_grad_enabled),
+)
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # somebody has deleted it
+        return None
+
+
+def _numpy_errors() -> tuple:
+    return *np.geterr().items(), ("call", np.geterrcall())
+
+
+def _set_numpy_errors(errors: tuple) -> None:
+    now = dict(errors)
+    np.seterrcall(now.pop("call"))
+    np.seterr(**now)
+
+
+def _decimals() -> tuple:
+    context = decimal.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax, *context.traps.values()
+
+
+def _set_decimals(values: tuple) -> None:
+    context = decimal.getcontext()
+    context.prec, context.rounding, context.Emin, context.Emax, *traps = values
+    for signal, trapped in zip(context.traps, traps, strict=True):
+        context.traps[signal] = trapped
+
+
+def _leave(_: Any) -> None:
+    """Nothing to set: a region's, which has an end."""
+
+
+# How each setting is read and set that decides nothing of what tensors hold by itself: the step's Python may ask for
+# it, or PyTorch, NumPy and Python on its behalf.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    *settings_of_torch(),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (switch_interval.interval, switch_interval.want),
+    (gc_pause.is_wanted, gc_pause.want),
+    (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    (gc.get_debug, gc.set_debug),
+    (_folder, os.chdir),
+    (_numpy_errors, _set_numpy_errors),
+    (_decimals, _set_decimals),
+    (is_handling, _leave),
+    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+)
+
+
+def settings() -> tuple:
+    """The present settings besides the modes, which a step's Python may read."""
+    try:
+        return tuple([read() for read, _ in _SETTINGS])
+    except RuntimeError:  # PyTorch's, where precisions are set in its old way and in its new way
+        return tuple([_tried(read) for read, _ in _SETTINGS])
+
+
+def _tried(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def modes() -> tuple:
+    """The present modes, which are part of the key of a compiled step."""
+    regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
+    return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
+
+
+def refuse_watchers(name: str) -> None:
+    """Of a call of the step `name`.
+
+    Raises:
+        TraceError: if a mode or hooks that would see the step's operations are active around it, since there are none
+            to see when it is run.
+    """
+    if dispatch_modes_count():
+        kinds = [type(mode) for mode in get_current_dispatch_mode_stack()]
+        found = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
+        if found:
+            raise TraceError(
+                f"{here()}: a {found[-1].__name__} is active around the traced step {name}. It would see none of "
+                "the step's operations, which are compiled. Use it inside of the step, or around a call on backend "
+                "'CPU'."
+            )
+    hooks = saved_tensor_hooks(True)
+    if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # which changes none
+        raise TraceError(
+            f"{here()}: saved_tensors_hooks are active around the traced step {name}. They would see none of what it "
+            "saves for its backward pass. Use them inside of the step."
+        )
+
+
+class ModesLeft:
+    """The settings that one traced step has changed and not restored: later calls set them."""
+
+    def __init__(self) -> None:
+        """To be made before the step is traced."""
+        self._before = _all()
+        self._left: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def traced(self) -> None:
+        """The step has been traced."""
+        found = zip(_ALL, self._before, _all(), strict=True)
+        self._left = [(write, after) for (_, write), before, after in found if after != before]
+
+    def undo(self) -> None:
+        """Restore the settings before the trace."""
+        for (_, write), before, now in zip(_ALL, self._before, _all(), strict=True):
+            if now != before:
+                write(before)
+
+    def leave(self) -> None:
+        """After a call: the modes are those that the step's Python would leave."""
+        for write, after in self._left:
+            write(after)
+
+
+_ALL = (*_MODES, *_SETTINGS)
+
+
+def _all() -> tuple:
+    return (*modes()[: len(_MODES)], *settings())

@@ -1,0 +1,93 @@
+"""Cut a traced step into segments, each lowered and compiled by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ... import timeline
+from ...errors import LoweringError
+from ...lower.program import unsupported, view_of
+from ...lower.segments import Cut, cut, uncut
+from ...program.graph import Value
+from ...program.program import Program
+from ..backend import Backend
+from ..mesh.segment_shardings import Edges
+from .inputs import Inputs
+from .segmented import SegmentedStep
+from .tracing import Groups, TracedProgram
+
+
+def refuse_unsupported(traced: TracedProgram) -> None:
+    """
+    Raises:
+        LoweringError: for operations that have no lowering.
+    """
+    missing = unsupported(traced.program)
+    if missing:
+        lines = [f"{op} (first at {nodes[0].source})" for op, nodes in missing.items()]
+        raise LoweringError(
+            "the step uses operations that have no lowering to StableHLO: "
+            + "; ".join(lines)
+            + ". Write those lines with other operations, give an operation of your own a lowering with "
+            "firstloss.register_lowering, or run on backend 'CPU'."
+        )
+
+
+def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: bool) -> SegmentedStep:
+    """The step, ready to be lowered.
+
+    Args:
+        behind: its first results are available already.
+    """
+    with timeline.span("lower"):
+        parts = segment_step(traced, inputs, backend)
+    compiles = not backend.validate_only
+    return SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind)
+
+
+class Segmentation(NamedTuple):
+    """A traced step, cut into segments.
+
+    Attributes:
+        groups: what it is given and makes.
+        edges: on a mesh, the shardings of what crosses from one segment to another.
+    """
+
+    cut: Cut
+    groups: Groups
+    edges: Edges | None
+
+
+def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
+    """Cut a step, and find the shardings of the values that cross the cuts."""
+    program, mesh = traced.program, backend.mesh
+    changed, _, (new, made, names) = groups = traced.groups
+    apart = _apart(program, dict(zip(new, changed, strict=True)))
+    pieces = cut(program, names, apart) or uncut(program, apart)
+    edges = None
+    if mesh is not None:
+        outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
+        if mesh.result_sharding() is not None:
+            outputs |= dict.fromkeys(names, mesh.result_sharding())
+        wanted = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
+        edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
+        pieces = edges.cut
+    return Segmentation(pieces, groups, edges)
+
+
+def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:
+    """Names of outputs that are the same Value as an input or another output: each needs an array of its own.
+
+    Args:
+        renewed: for outputs that are an input's new content, that input; it may be the old one.
+    """
+    taken = set(program.inputs.values())
+    found = set()
+    for name, ref in program.outputs.items():
+        if view_of(ref) is not None or ref.value is renewed.get(name):
+            continue
+        if ref.value in taken:
+            found.add(name)
+        taken.add(ref.value)
+    return found

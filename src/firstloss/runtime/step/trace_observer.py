@@ -1,0 +1,62 @@
+"""Observe the Python side of a trace: the state before it, what the step reads, and its side effects."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from ..guards.bindings import always
+from ..guards.effects import Effects, put_back
+from ..guards.guard_set import GuardSet
+from ..guards.mutable_state import restore_environment
+from ..guards.reconstruct import Reconstructor
+from ..guards.recording import Recording
+from ..guards.snapshot import Snapshot
+from ..guards.sources import GuardSources, generators, restore_generators
+
+
+class TraceObserver:
+    """Created before a trace, and asked after it.
+
+    Attributes:
+        noted: whether the code that ran was to be noted.
+    """
+
+    def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
+        """
+        Args:
+            roots: where to begin to look for what the step's Python can reach.
+            functions: that an earlier trace has met.
+            profile: note which code runs.
+        """
+        self._generators = generators()
+        self.snapshot = Snapshot(roots, functions)
+        self.recording = Recording(self.snapshot.classes, profile)
+        self.guards: GuardSet | None = None
+        self.noted = profile
+
+    def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
+        """What the step has changed in Python. From here on there are guards.
+
+        Args:
+            weights: the ids of the backend's weights.
+        """
+        reads = GuardSources(self.snapshot, self.recording)
+        effects = Effects(self.snapshot, reads, left)
+        if generators() != self._generators:
+            before, after = self._generators, generators()
+            effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
+        self.guards = reads.guards(self._generators, weights)
+        self.recording.forget()
+        return effects
+
+    def restore(self, left: Reconstructor) -> None:
+        """Undo all changes of a step that could not be traced."""
+        Effects(self.snapshot, None, left).undo()
+
+    def put_back(self) -> bool:
+        """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
+        restore_environment(self.snapshot.environment)
+        restore_generators(self._generators)
+        return put_back(self.snapshot)

@@ -1,0 +1,81 @@
+"""Losses of steps in progress: read a little later, so that the device never waits for Python."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import NaNLossError
+from ..runtime.pytrees import flatten
+from .step import describe
+
+AHEAD = 2
+"""How many batches Python is ahead of the values it has read."""
+
+
+@dataclass
+class Started:
+    """A batch that is under way."""
+
+    step: int  # the update that it belongs to, from 1
+    epoch: int
+    index: int  # of the batch in its epoch, from 1
+    batch: Any
+    scalars: dict[str, torch.Tensor]
+    updates: bool  # whether it ended in an update of the weights
+    numbers: dict[str, float]  # what else is to be logged with it
+    timed: bool  # whether it counts in the rates: a first call is a compile, and no measure of them
+
+
+class Pending:
+    """A queue of what was started; `settle` reads values in order and stops at the first loss that is NaN."""
+
+    def __init__(
+        self,
+        on_values: Callable[[Started, dict[str, float]], None],
+        last_good: Callable[[], str],
+        look: Callable[[Started, dict[str, float]], None] = lambda started, values: None,
+    ) -> None:
+        self._queue: deque[Started] = deque()
+        self._look = look  # at what has come, NaN included
+        self._on_values = on_values
+        self._last_good = last_good
+
+    def add(self, started: Started) -> None:
+        self._queue.append(started)
+        self.settle(AHEAD)
+
+    def settle(self, ahead: int = 0) -> None:
+        """Read all values but those of the last `ahead` batches.
+
+        Raises:
+            NaNLossError: naming the step, the batch and the last good checkpoint.
+        """
+        while len(self._queue) > ahead:
+            started = self._queue.popleft()
+            values = {name: float(scalar) for name, scalar in started.scalars.items()}
+            self._look(started, values)
+            if not math.isfinite(values["loss"]):
+                self._queue.clear()
+                raise self._error(started, values["loss"])
+            self._on_values(started, values)
+
+    def _error(self, started: Started, loss: float) -> NaNLossError:
+        error = NaNLossError(
+            f"the loss is {loss} at step {started.step}, batch {started.index} of epoch {started.epoch + 1} "
+            f"({describe(started.batch)}; {_suspects(started.batch)}). {self._last_good()} Lower the learning rate, "
+            "clip gradients with TrainingLoop(clip_grad_norm=1.0), or look at that batch: it is the error's .batch."
+        )
+        error.step, error.batch = started.step, started.batch
+        return error
+
+
+def _suspects(batch: Any) -> str:
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    bad = sum(int((~torch.isfinite(t)).sum()) for t in tensors if t.is_floating_point())
+    return f"{bad} of its values are NaN or infinite" if bad else "all its values are finite"

@@ -1,0 +1,32 @@
+"""What tests ask of a traced step's cache: the one place that knows how it is laid out."""
+
+
+def compilations(step):
+    """How many times the step has been compiled."""
+    return step._cache.compilations()
+
+
+def kinds(step):
+    """For how many kinds of calls the step has compiled steps."""
+    return len(step._cache.kinds)
+
+
+def latest(step):
+    """The `CompiledStep` of the last call."""
+    return step._cache.latest
+
+
+def segment_calls(compiled):
+    """The calls of segments that a `CompiledStep` consists of, in order; alike segments share a function."""
+    return compiled.executable._calls
+
+
+def segment_executables(compiled):
+    """The executables of its distinct segments, by the number of their function; waits until they are compiled."""
+    executable = compiled.executable
+    return {n: executable._compiled._futures[n].result() for n in sorted({c.function for c in executable._calls})}
+
+
+def segment_result_counts(compiled):
+    """How many results each distinct segment gives, by the number of its function."""
+    return {number: len(function.result_order) for number, function in compiled.executable._functions.items()}

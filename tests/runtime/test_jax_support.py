@@ -1,0 +1,68 @@
+"""Memory that torch and XLA share."""
+
+import mmap
+import os
+import re
+import resource
+import threading
+import time
+import weakref
+
+import jax
+import pytest
+import torch
+
+from firstloss.runtime import jax_support
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_lent_is_the_same_memory(dtype):
+    tensor = torch.arange(-100, 100).to(dtype)
+    array = jax_support.share_memory(tensor)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert torch.equal(jax_support.to_host(array), tensor)
+    turned = jax_support.share_memory(tensor.view(20, 10).t())
+    assert torch.equal(jax_support.to_host(turned), tensor.view(20, 10).t())
+
+
+def test_what_was_lent_is_given_back_by_python(monkeypatch):
+    """XLA is through with it in a thread of its own; one that wants the interpreter's lock there aborts at its end."""
+    given_back = []
+
+    def watched(tensor):
+        array = lent(tensor)
+        weakref.finalize(array, lambda: given_back.append(threading.current_thread()))
+        return array
+
+    lent = jax_support.as_numpy
+    monkeypatch.setattr(jax_support, "as_numpy", watched)
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda i, y: y @ x / 1e3, x))
+    result = long(jax_support.share_memory(torch.randn(256, 256)))  # nobody here holds what was lent
+    assert not given_back
+    result.block_until_ready()
+    until = time.monotonic() + 60
+    while not given_back and time.monotonic() < until:
+        long(jax_support.share_memory(torch.randn(2, 2)))  # JAX gives back what has come in at calls like this
+    assert given_back and set(given_back) == {threading.main_thread()}
+
+
+def test_memory_of_a_weight_is_asked_for_in_huge_pages():
+    """Touching it for the first time takes few page faults, not one for each 4 KiB."""
+    if not re.search(r"\[(always|madvise)\]", huge_pages()):
+        pytest.skip("this system has no huge pages for who asks")
+    array, memory = jax_support.empty((16 << 20,), torch.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory.fill_(1.0)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    # The parts at both ends are less than a huge page, and a system short of huge pages may give a few small ones.
+    assert faults < array.nbytes / mmap.PAGESIZE / 4
+
+
+def huge_pages():
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()

@@ -1,0 +1,117 @@
+"""Blocks without garbage collection."""
+
+import gc
+import weakref
+
+import pytest
+
+import firstloss.gc_pause
+from firstloss.gc_pause import Paused, is_wanted, paused, want
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen(monkeypatch):
+    """As for users: what conftest.py has frozen is so again afterwards."""
+    gc.unfreeze()
+    monkeypatch.setattr(firstloss.gc_pause, "_others_freeze", False)
+    yield
+    gc.freeze()
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_nothing_is_collected_inside_and_all_can_be_afterwards():
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with paused():
+            kept = [[] for _ in range(100_000)]
+            garbage = weakref.ref(Cycle())
+            assert not collections and not gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled() and len(kept) == 100_000 and not gc.get_freeze_count()
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
+
+
+def test_it_begins_no_collection_afterwards():
+    with paused():
+        kept = [[] for _ in range(100_000)]
+    assert gc.get_count()[0] < 1000 and len(kept) == 100_000
+
+
+def test_who_has_switched_collection_off_finds_it_off():
+    gc.disable()
+    try:
+        with paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_somebody_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        with paused():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_what_is_freed_as_often_as_made_begins_no_collection():
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with Paused():
+            made = [[] for _ in range(100_000)]
+            del made
+            assert not gc.isenabled()
+        assert gc.isenabled() and not collections
+    finally:
+        gc.callbacks.remove(note)
+
+
+def test_a_pause_leaves_collection_off_where_it_was_off():
+    gc.disable()
+    try:
+        with Paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("block", [Paused, paused])
+def test_what_is_wanted_is_what_others_have_set(block):
+    """A step is known by it, and other threads have blocks of ours open while it is looked for."""
+    with block():
+        assert is_wanted()
+        want(False)
+        assert not is_wanted()
+        want(True)
+        assert is_wanted() and not gc.isenabled()
+    assert is_wanted() and gc.isenabled()
+    try:
+        with block():
+            want(False)
+        assert not is_wanted() and not gc.isenabled()
+        with block():
+            assert not is_wanted()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
