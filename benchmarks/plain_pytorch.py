@@ -24,7 +24,7 @@ import tempfile
 import time
 
 from benchmarks import harness, models
-from firstloss import heap
+from firstloss import malloc_settings
 
 NAME = "time to first loss as a user has it, Llama, SGD, import counted, fresh processes"
 GOAL = (
@@ -95,7 +95,10 @@ def _start(side, fields, steps, folder, args):
     """The lines that a script has printed, by their first words, and when its process began."""
     environment = dict(os.environ)
     if args.warm:
-        environment = {**environment, **heap.environment(heap.HUGE_PAGES, heap.KEPT, heap.ONE_HEAP)}
+        environment = {
+            **environment,
+            **malloc_settings.environment(malloc_settings.HUGE_PAGES, malloc_settings.KEPT, malloc_settings.ONE_HEAP),
+        }
         environment["FIRSTLOSS_BENCHMARK_WARM"] = str(1 << 24 if args.tiny else 14 << 30)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", SCRIPT, side, json.dumps(fields), "128", folder, str(steps)]

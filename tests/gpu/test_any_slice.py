@@ -82,7 +82,9 @@ def test_slices_of_the_cpus_fills_are_pytorchs(seed, begin, fill, of, bits):
     found = written(
         wanted,
         dtype,
-        lambda out: cpu_stream.fill([cpu_stream.Piece(*piece, out, probe.uniform_bits(dtype))], HostLauncher(), bits),
+        lambda out: cpu_stream.fill(
+            [cpu_stream.CpuPiece(*piece, out, probe.uniform_bits(dtype))], HostLauncher(), bits
+        ),
     )
     low = wanted.low // 16 * 16
     around = drawn_there(stream, begin, name, dtype, pair, low, max(low + 16, wanted.high + -wanted.high % 16))
@@ -133,7 +135,9 @@ def test_slices_of_cudas_fills_are_where_the_layout_says(seed, offset, fill, of,
     pair = 0.0, 1.0
     piece = seed, offset, name, numel, dtype, pair, wanted
     found = written(
-        wanted, dtype, lambda out: cuda_stream.fill([cuda_stream.Piece(*piece, out)], HostLauncher(), device, by_lane)
+        wanted,
+        dtype,
+        lambda out: cuda_stream.fill([cuda_stream.CudaPiece(*piece, out)], HostLauncher(), device, by_lane),
     )
     expected = by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lane)
     if name == "uniform":
