@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from firstloss.gpu import cpu_stream, cuda_stream, probe
 from firstloss.gpu.fill_slices import Slice
 from firstloss.rng import cuda_layout
-from firstloss.rng.cuda_layout import Device
+from firstloss.rng.cuda_layout import GpuProperties
 from firstloss.rng.stream import Position, Stream
 
 from .emulated import HostLauncher, compiler, vectorised
@@ -91,7 +91,7 @@ def test_slices_of_the_cpus_fills_are_pytorchs(seed, begin, fill, of, bits):
     assert torch.equal(as_bits(found), as_bits(around[elements(wanted) - low]))
 
 
-GEOMETRIES = st.builds(Device, st.integers(1, 200), st.sampled_from([1024, 1536, 2048]))
+GEOMETRIES = st.builds(GpuProperties, st.integers(1, 200), st.sampled_from([1024, 1536, 2048]))
 
 
 def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lane):

@@ -7,7 +7,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.lower.gathers import gathers_of
 from firstloss.lower.segments import uncut
-from firstloss.lower.sharding import Placed, propagate
+from firstloss.lower.sharding import ArraySharding, propagate
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ def training(tmp_path):
     (segment,) = uncut(step.program()).segments
     inputs = [value for value in segment.inputs if not isinstance(value, int)]
     given = {
-        v: Placed((("fsdp",), ()) if len(v.shape) == 2 else ((),) * len(v.shape), v.dtype == torch.int64)
+        v: ArraySharding((("fsdp",), ()) if len(v.shape) == 2 else ((),) * len(v.shape), v.dtype == torch.int64)
         for v in inputs
     }
     return segment, propagate([segment], given, {}, {"fsdp": 4})

@@ -7,7 +7,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
-from firstloss.lower.program import Call
+from firstloss.lower.program import LoweredCall
 from firstloss.lower.repeats import Repeats
 from firstloss.program.graph import Value
 from firstloss.runtime.step.arguments import Arguments
@@ -188,7 +188,7 @@ def test_where_all_places_are_as_good_whole_layers_are_cut_off(before, after):
         return Value((8,), (1,), torch.float32, torch.device("cpu"))
 
     values = [value() for _ in range(before + layers * period + after + 1)]
-    calls = [Call(None, values[n : n + 1], values[n + 1 : n + 2], None, None) for n in range(len(values) - 1)]
+    calls = [LoweredCall(None, values[n : n + 1], values[n + 1 : n + 2], None, None) for n in range(len(values) - 1)]
     last_use = {one: n for n, one in enumerate(values)}
     run = Repeats(before, before + layers * period + after, period)
     bounds = segments._bounds(run, calls, last_use)

@@ -32,7 +32,7 @@ from jax.experimental import serialize_executable
 from ...compat.torch_names import OpOverload
 from ...files import placed
 from ...lower import aten
-from ...lower.functional import functional
+from ...lower.functional_overloads import functional
 from ...lower.registry import OF_USERS
 from ...lower.rules import RULES
 from ..jax_support import compile_options, on_cpu
