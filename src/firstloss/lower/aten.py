@@ -23,11 +23,18 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax import lax
 from jax import numpy as jnp
 
 from .. import c_library
 
-_CALLS = ("firstloss_convolution", "firstloss_convolution_backward")
+_CALLS = (
+    "firstloss_convolution",
+    "firstloss_convolution_backward",
+    "firstloss_product",
+    "firstloss_attention",
+    "firstloss_attention_backward",
+)
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
     "aoti_torch_dtype_bfloat16",
@@ -37,9 +44,13 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_copy_",
     "aoti_torch_cpu_convolution",
     "aoti_torch_cpu_convolution_backward",
+    "aoti_torch_cpu_mm_out",
+    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
+    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward",
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
     "omp_set_num_threads",
 )
+_MKL_THREADS = "MKL_Set_Num_Threads_Local"  # of one thread, as the one before it
 _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 
 
@@ -84,7 +95,9 @@ def _functions() -> list[int] | None:
     """The addresses of PyTorch's functions; None where one is missing."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        found = [*(getattr(library, name) for name in _FUNCTIONS), ctypes.pythonapi.PyGILState_GetThisThreadState]
+        found = [getattr(library, name) for name in _FUNCTIONS]
+        found.append(getattr(library, _MKL_THREADS, None))
+        found.append(ctypes.pythonapi.PyGILState_GetThisThreadState)
         return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
     except (OSError, AttributeError):
         return None
@@ -122,3 +135,77 @@ def convolution_backward(grad_output: Any, x: Any, weight: Any, wanted: Sequence
     call = jax.ffi.ffi_call(_CALLS[1], kinds)
     made = iter(call(grad_output, x, weight, how=_how(*how), wanted=np.array(wanted, np.int64)))
     return [next(made) if w else None for w in wanted]
+
+
+# A product of fewer multiplications takes XLA about as long as it takes to call PyTorch.
+_LEAST_PRODUCT = 1 << 20
+
+
+@functools.cache
+def _mkl() -> bool:
+    """Whether products of float32 matrices are faster by MKL than by XLA: on Intel's processors. (Two cores of a Xeon
+    multiply gradients by activations at 380 GFLOP/s and 140 to 280; a core of an EPYC multiplies at 100 and 210.)"""
+    try:
+        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return False
+    return intel and torch.backends.mkl.is_available() and bool(_functions()[-2])
+
+
+def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
+    """Whether the product of two matrices is to be given to PyTorch.
+
+    Args:
+        by_columns: which of the two lie in memory by columns.
+    """
+    if x.dtype != y.dtype or not computes(x.dtype) or x.shape[0] * x.shape[1] * y.shape[1] < _LEAST_PRODUCT:
+        return False
+    # rows by columns, as activations by a weight, are what MKL is not fast at
+    return x.dtype != np.float32 or (_mkl() and tuple(by_columns) != (False, True))
+
+
+def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
+    """The product of two matrices, in their dtype; arguments as `multiplies` has them."""
+    call = jax.ffi.ffi_call(_CALLS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
+    # As they lie in memory: XLA takes the transpose of a transpose for what it is.
+    given = (lax.transpose(a, (1, 0)) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
+    return call(*given, by_columns=np.array(by_columns, np.int64))
+
+
+def attends(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Whether attention is to be given to PyTorch: the kernel that never has all scores in memory."""
+    if not computes(query.dtype) or not query.dtype == key.dtype == value.dtype or query.ndim != 4:
+        return False
+    if 0 in (*query.shape, *key.shape) or query.shape[3] != value.shape[3] or query.shape[1] % key.shape[1]:
+        return False
+    return mask is None or (mask.ndim == 4 and mask.dtype in (np.float32, query.dtype))
+
+
+def _heads(x: Any) -> Any:
+    """(batch, heads, length, ...) from (batch, length, heads, ...), and back."""
+    return lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+def attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> list[Any]:
+    """`aten._scaled_dot_product_flash_attention_for_cpu`: the output, and the logarithms of the scores' sums."""
+    batch, heads, length, _ = query.shape
+    kinds = [((batch, length, heads, value.shape[3]), query.dtype), ((batch, length, heads), np.dtype(np.float32))]
+    call = jax.ffi.ffi_call(_CALLS[3], [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    return [_heads(x) for x in call(*_attended((query, key, value), mask), **_numbers(causal, scale))]
+
+
+def attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, causal: bool, scale: float
+) -> list[Any]:
+    """Its derivatives by the query, the key and the value."""
+    given = _attended((grad_out, query, key, value, out, logsumexp), mask)
+    call = jax.ffi.ffi_call(_CALLS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
+    return [_heads(x) for x in call(*given, **_numbers(causal, scale))]
+
+
+def _attended(arrays: Sequence[Any], mask: Any) -> list[Any]:
+    return [*map(_heads, arrays), *([] if mask is None else [mask])]
+
+
+def _numbers(causal: bool, scale: float) -> dict[str, np.ndarray]:
+    return {"causal": np.array([causal], np.int64), "scale": np.array([scale], np.float64)}
