@@ -1,9 +1,11 @@
 """PyTorch's own kernels in a compiled step on a CPU, where they are faster than what XLA has.
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
-layout of a weight than PyTorch's; PyTorch brings oneDNN. A custom call (`_aten.c`) gives an operation's arrays to
-PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
-neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
+layout of a weight than PyTorch's; PyTorch brings oneDNN. Its attention keeps no matrix of all scores in memory. Of
+products of matrices, MKL does float32's, faster than XLA on Intel's processors, and oneDNN bfloat16's, where the
+processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays to PyTorch by the C interface
+that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which neither needs Python nor C++.
+Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
 
 Steps for one CPU device are lowered `within` this; no others: an array on a mesh is in parts, and a module that is
 written to a file has to run without PyTorch.
@@ -86,18 +88,26 @@ def known_to_xla() -> bool:
         for name in _CALLS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(ours, name)), platform="cpu", api_version=1)
     except Exception as error:  # another version of the interface: XLA computes
-        print(f"firstloss: convolutions on CPU devices are XLA's ({error})", file=sys.stderr)
+        print(f"firstloss: no kernels of PyTorch's are called in steps on CPU devices ({error})", file=sys.stderr)
         return False
     return True
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+
+
+def _sets_mkl_threads() -> bool:
+    """Whether PyTorch's MKL can be told to multiply on one thread, whatever others have asked it for."""
+    return hasattr(_library(), _MKL_THREADS)
 
 
 def _functions() -> list[int] | None:
     """The addresses of PyTorch's functions; None where one is missing."""
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        library = _library()
         found = [getattr(library, name) for name in _FUNCTIONS]
-        found.append(getattr(library, _MKL_THREADS, None))
-        found.append(ctypes.pythonapi.PyGILState_GetThisThreadState)
+        found += [getattr(library, _MKL_THREADS, None), ctypes.pythonapi.PyGILState_GetThisThreadState]
         return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
     except (OSError, AttributeError):
         return None
@@ -149,7 +159,7 @@ def _mkl() -> bool:
         intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return False
-    return intel and torch.backends.mkl.is_available() and bool(_functions()[-2])
+    return intel and torch.backends.mkl.is_available() and _sets_mkl_threads()
 
 
 def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
