@@ -1,4 +1,4 @@
-"""PyTorch's own convolutions in compiled steps on a CPU."""
+"""PyTorch's own convolutions, products and attention in compiled steps on a CPU."""
 
 import itertools
 import shutil
@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import firstloss as fl
 from firstloss.lower import aten as kernels
 from firstloss.lower.convolution import convolution
+from firstloss.lower.matmul import mm
+from firstloss.lower.program import forget_functions
 from tests import forked
 
-from .harness import assert_rule
+from .harness import assert_rule, assert_same, to_array, to_tensor
 from .xla_header import assert_declared
 
 aten = torch.ops.aten
@@ -113,6 +115,80 @@ def test_convolutions_of_every_geometry(geometry, dtype, calls):
             expected = [e if wants else None for e, wants in zip(aten.convolution_backward(*args), mask, strict=True)]
             assert_rule(aten.convolution_backward.default, args, {}, expected)
     assert bool(calls) is taken, "it is not PyTorch's that was tested"
+
+
+SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31)]  # cut by rows, by columns, not at all
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_columns", list(itertools.product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_products_of_matrices_that_lie_by_rows_or_by_columns(sizes, by_columns, dtype, calls, monkeypatch):
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # whoever made the processor
+    torch.manual_seed(0)
+    m, k, n = sizes
+    x, y = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    given = [to_array(a.t() if columns else a) for a, columns in zip((x, y), by_columns, strict=True)]
+
+    def run(x, y):
+        return mm(*(a.T if c else a for a, c in zip((x, y), by_columns, strict=True)), by_columns=by_columns)
+
+    with kernels.within():
+        taken = kernels.multiplies(given[0].T if by_columns[0] else given[0], given[1].T if by_columns[1] else given[1],
+                                   by_columns)  # fmt: skip
+        found = jax.jit(run)(*given)
+    assert_same(to_tensor(found, dtype), x @ y)
+    assert taken or dtype == torch.bfloat16 or by_columns == (False, True) or not kernels._sets_mkl_threads()
+    assert ("firstloss_product" in calls) is taken
+
+
+def test_a_step_gives_the_product_a_transposed_view_as_it_lies(monkeypatch, tmp_path):
+    """The gradient of a layer's weight, which autograd makes of transposes, without a copy of one."""
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
+    seen = []
+    product = kernels.product
+    monkeypatch.setattr(kernels, "product", lambda *args: seen.append(tuple(args[2])) or product(*args))
+    backend = fl.backend("XLA", artifact_dir=str(tmp_path), first_loss="compiled")
+    forget_functions()
+    with backend.device:
+        model = torch.nn.Linear(128, 96, bias=False)
+    compiled_model = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        loss = compiled_model(x).square().mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    step(torch.randn(256, 128)).item()
+    forget_functions()
+    assert not kernels._sets_mkl_threads() or seen == [(True, False)]
+
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "mask of each"])
+# batch, heads of queries and of keys, length and width: cut by the batch, by heads, or not at all
+@pytest.mark.parametrize("sizes", [(4, 8, 4, 16, 32), (1, 8, 4, 20, 16), (3, 4, 4, 9, 8), (1, 3, 1, 7, 5)], ids=str)
+def test_attention_and_its_gradients(sizes, how, dtype, calls):
+    torch.manual_seed(0)
+    batch, heads, kv_heads, length, width = sizes
+    query = torch.randn(batch, heads, length, width).to(dtype)
+    key, value = (torch.randn(batch, kv_heads, length, width).to(dtype) for _ in range(2))
+    of = {"mask": (1, 1), "mask of each": (batch, heads)}.get(how)
+    options = {"attn_mask": None if of is None else torch.randn(*of, length, length).to(dtype), "scale": 0.3}
+    args = (query, key, value, 0.0, how == "causal")
+    out, logsumexp = ATTENTION(*args, **options)
+    backward = (torch.randn_like(out), query, key, value, out, logsumexp, 0.0, how == "causal")
+    with kernels.within():
+        taken = kernels.computes(np.dtype(jnp.bfloat16) if dtype == torch.bfloat16 else np.dtype("float32"))
+        assert_rule(ATTENTION, args, options, (out, logsumexp))
+        assert_rule(ATTENTION_BACKWARD, backward, options, ATTENTION_BACKWARD(*backward, **options))
+    assert set(calls) == ({"firstloss_attention", "firstloss_attention_backward"} if taken else set())
 
 
 HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -115,8 +115,13 @@ static struct {
     int32_t (*convolution_backward)(tensor, tensor, tensor, const int64_t **, int64_t, const int64_t *, int64_t,
                                     const int64_t *, int64_t, const int64_t *, int64_t, int32_t, const int64_t *, int64_t,
                                     int64_t, const int32_t *, int64_t, tensor *, tensor *, tensor *);
+    int32_t (*mm_out)(tensor, tensor, tensor);
+    int32_t (*attention)(tensor, tensor, tensor, double, int32_t, tensor *, double *, tensor *, tensor *);
+    int32_t (*attention_backward)(tensor, tensor, tensor, tensor, tensor, tensor, double, int32_t, tensor *, double *,
+                                  tensor *, tensor *, tensor *);
     int (*get_threads)(void);
     void (*set_threads)(int);
+    int (*set_mkl_threads)(int); /* NULL where PyTorch has no MKL */
     void *(*python_thread)(void); /* CPython's: the state of this thread, or NULL */
 } torch_;
 
@@ -128,17 +133,22 @@ struct range {
     int64_t from, to;
 };
 
+/* How a tensor's dimensions lie in XLA's memory, which is row-major: as they are, a matrix by columns, or (batch, length,
+ * heads, ...) for (batch, heads, length, ...). */
+enum order { ROWS, COLUMNS, HEADS };
+
 /* A tensor of a part of XLA's memory, or NULL. */
-static tensor lent(const struct buffer *buffer, struct range range) {
+static tensor lent_in_order(const struct buffer *buffer, struct range range, enum order order) {
     int64_t strides[MOST_DIMENSIONS], dims[MOST_DIMENSIONS], stride = 1, begin = 0;
     tensor made = NULL;
     if (buffer->rank > MOST_DIMENSIONS || (buffer->dtype != F32 && buffer->dtype != BF16)) {
         return NULL;
     }
-    for (int64_t d = buffer->rank - 1; d >= 0; d--) {
+    for (int64_t i = buffer->rank - 1; i >= 0; i--) {
+        int64_t d = order == COLUMNS ? 1 - i : order == HEADS && (i == 1 || i == 2) ? 3 - i : i;
         strides[d] = stride;
-        dims[d] = buffer->dims[d];
-        stride *= buffer->dims[d];
+        dims[d] = buffer->dims[i];
+        stride *= buffer->dims[i];
         if (d == range.dimension) {
             begin = range.from * strides[d];
             dims[d] = range.to - range.from;
@@ -152,14 +162,20 @@ static tensor lent(const struct buffer *buffer, struct range range) {
     return made;
 }
 
+static tensor lent(const struct buffer *buffer, struct range range) { return lent_in_order(buffer, range, ROWS); }
+
 /* Copies what PyTorch has made to where XLA wants it. */
-static int keep(tensor made, const struct buffer *buffer, struct range range) {
-    tensor to = lent(buffer, range);
+static int keep_in_order(tensor made, const struct buffer *buffer, struct range range, enum order order) {
+    tensor to = lent_in_order(buffer, range, order);
     int failed = made == NULL || to == NULL || torch_.copy(to, made, 0);
     if (to != NULL) {
         torch_.delete(to);
     }
     return failed;
+}
+
+static int keep(tensor made, const struct buffer *buffer, struct range range) {
+    return keep_in_order(made, buffer, range, ROWS);
 }
 
 static void release(tensor *tensors, int count) {
@@ -290,13 +306,66 @@ static int gradient(const struct call_frame *frame, struct how how, struct part 
     return failed;
 }
 
+/* Some rows or columns of a product of two matrices, written where XLA wants them. Which of the two matrices lie
+ * by columns, is the one attribute. */
+static int multiply(const struct call_frame *frame, struct part part) {
+    const int64_t *by_columns = ((const struct array *)frame->attributes.values[0])->data;
+    struct buffer **given = (struct buffer **)frame->arguments.buffers;
+    const struct buffer *result = frame->results.buffers[0];
+    struct range all = {-1, 0, 0}, rows = {0, part.from, part.to}, columns = {1, part.from, part.to};
+    tensor a = lent_in_order(given[0], part.cut == BATCH ? rows : all, by_columns[0] ? COLUMNS : ROWS);
+    tensor b = lent_in_order(given[1], part.cut == OUT ? columns : all, by_columns[1] ? COLUMNS : ROWS);
+    tensor made = lent(result, part.cut == BATCH ? rows : part.cut == OUT ? columns : all);
+    int failed = a == NULL || b == NULL || made == NULL || torch_.mm_out(made, a, b);
+    release(&a, 1);
+    release(&b, 1);
+    release(&made, 1);
+    return failed;
+}
+
+/* Attention's attributes are whether it is causal, and the scale. All arrays are (batch, length, heads, ...), but the mask
+ * (batch or 1, heads or 1, length, length), which is the last argument where there is one. */
+static int attend(const struct call_frame *frame, struct part part, int backward) {
+    const int64_t *causal = ((const struct array *)frame->attributes.values[0])->data;
+    double scale = *(const double *)((const struct array *)frame->attributes.values[1])->data;
+    struct buffer **arrays = (struct buffer **)frame->arguments.buffers;
+    int plain = backward ? 6 : 3, made_count = backward ? 3 : 2, failed = 0;
+    const struct buffer *key = arrays[backward ? 2 : 1];
+    tensor given[7] = {NULL}, made[3] = {NULL};
+    for (int i = 0; i < (int)frame->arguments.count; i++) {
+        int64_t heads = i < plain ? arrays[i]->dims[2] : arrays[i]->dims[1], batch = arrays[i]->dims[0];
+        int64_t each = part.cut == GROUPS && heads > 1 ? heads / key->dims[2] : 1;
+        int whole = part.cut == NOT || (i == plain && (part.cut == GROUPS ? heads : batch) == 1);
+        struct range range = {whole ? -1 : part.cut == GROUPS, part.from * each, part.to * each};
+        given[i] = lent_in_order(arrays[i], range, i < plain ? HEADS : ROWS);
+        failed |= given[i] == NULL;
+    }
+    tensor *mask = (int)frame->arguments.count > plain ? &given[plain] : NULL;
+    failed = failed ||
+             (backward ? torch_.attention_backward(given[0], given[1], given[2], given[3], given[4], given[5], 0.0,
+                                                   (int32_t)*causal, mask, &scale, &made[0], &made[1], &made[2])
+                       : torch_.attention(given[0], given[1], given[2], 0.0, (int32_t)*causal, mask, &scale, &made[0],
+                                          &made[1]));
+    for (int i = 0; !failed && i < made_count; i++) {
+        const struct buffer *result = frame->results.buffers[i];
+        int64_t each = part.cut == GROUPS ? result->dims[2] / key->dims[2] : 1;
+        struct range range = {part.cut == NOT ? -1 : part.cut == GROUPS, part.from * each, part.to * each};
+        failed = keep_in_order(made[i], result, range, HEADS);
+    }
+    release(given, 7);
+    release(made, 3);
+    return failed;
+}
+
 /* --- A call, in shares --- */
+
+enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD };
 
 struct call {
     const struct call_frame *frame;
-    struct how how;
-    struct pieces pieces[2]; /* the forward pass has the first; backward they are of the input's and the weight's */
-    int forward;
+    struct how how;          /* of a convolution */
+    struct pieces pieces[2]; /* most have the first; backward they are of the input's and the weight's */
+    enum operation operation;
     int64_t shares;
     int64_t needed; /* so many helpers must not all refuse */
     atomic_long next, failed, refused;
@@ -306,8 +375,14 @@ struct call {
 };
 
 static int share(const struct call *call, int64_t number) {
-    if (call->forward) {
+    if (call->operation == FORWARD) {
         return convolve(call->frame, call->how, part_of(call->pieces[0], number));
+    }
+    if (call->operation == PRODUCT) {
+        return multiply(call->frame, part_of(call->pieces[0], number));
+    }
+    if (call->operation >= ATTENTION) {
+        return attend(call->frame, part_of(call->pieces[0], number), call->operation == ATTENTION_BACKWARD);
     }
     int64_t first = call->pieces[0].shares;
     if (number < first) {
@@ -334,10 +409,14 @@ static void *take_shares(void *data) {
     while ((number = atomic_fetch_add(&call->next, 1)) < call->shares) {
         int before = torch_.get_threads(); /* sets it, too, the first time in a thread */
         torch_.set_threads(1);
+        int mkl = torch_.set_mkl_threads == NULL ? 0 : torch_.set_mkl_threads(1);
         if (share(call, number)) {
             atomic_store(&call->failed, 1);
         }
         torch_.set_threads(before);
+        if (torch_.set_mkl_threads != NULL) {
+            torch_.set_mkl_threads(mkl);
+        }
         mine++;
     }
     pthread_mutex_lock(&call->lock);
@@ -410,7 +489,7 @@ static int64_t elements(const struct buffer *buffer) {
     return count;
 }
 
-static struct call *new_call(const struct call_frame *frame, int64_t *threads) {
+static struct call *new_call(const struct call_frame *frame, enum operation operation, int64_t *threads) {
     struct call *call = calloc(1, sizeof *call);
     if (call != NULL) {
         struct count_arguments count = {sizeof count, NULL, frame->context, threads};
@@ -419,7 +498,10 @@ static struct call *new_call(const struct call_frame *frame, int64_t *threads) {
             *threads = 1;
         }
         call->frame = frame;
-        call->how = how_of(frame);
+        call->operation = operation;
+        if (operation < PRODUCT) {
+            call->how = how_of(frame);
+        }
     }
     return call;
 }
@@ -428,11 +510,10 @@ static int forward(const struct call_frame *frame) {
     const struct buffer *x = frame->arguments.buffers[0], *w = frame->arguments.buffers[1];
     const struct buffer *y = frame->results.buffers[0];
     int64_t threads, batch = x->dims[0];
-    struct call *call = new_call(frame, &threads);
+    struct call *call = new_call(frame, FORWARD, &threads);
     if (call == NULL) {
         return 1;
     }
-    call->forward = 1;
     call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, threads);
     call->shares = call->pieces[0].shares;
     return run(call, threads);
@@ -444,7 +525,7 @@ static int backward(const struct call_frame *frame) {
     const struct buffer *g = frame->arguments.buffers[0], *x = frame->arguments.buffers[1];
     const struct buffer *w = frame->arguments.buffers[2];
     int64_t threads, batch = x->dims[0];
-    struct call *call = new_call(frame, &threads);
+    struct call *call = new_call(frame, BACKWARD, &threads);
     if (call == NULL) {
         return 1;
     }
@@ -458,6 +539,44 @@ static int backward(const struct call_frame *frame) {
     call->shares = call->pieces[0].shares + call->pieces[1].shares;
     return run(call, threads);
 }
+
+enum { LEAST_LENGTH = 32 }; /* of a share of a product, in rows or columns */
+
+/* A product of matrices, cut along the longer side of the result: all shares read the smaller one of the operands. */
+static int product(const struct call_frame *frame) {
+    const struct buffer *result = frame->results.buffers[0];
+    int64_t threads, rows = result->dims[0], columns = result->dims[1];
+    struct call *call = new_call(frame, PRODUCT, &threads);
+    if (call == NULL) {
+        return 1;
+    }
+    int64_t longest = rows >= columns ? rows : columns, most = longest / LEAST_LENGTH;
+    int64_t shares = most < threads ? most : threads;
+    call->pieces[0] = shares > 1 ? (struct pieces){rows >= columns ? BATCH : OUT, longest, shares}
+                                 : (struct pieces){NOT, 1, 1};
+    call->shares = call->pieces[0].shares;
+    return run(call, threads);
+}
+
+/* Attention, cut by the batch, or by the heads of the keys, of which each is some of the queries'. */
+static int attention(const struct call_frame *frame, enum operation operation) {
+    const struct buffer *key = frame->arguments.buffers[operation == ATTENTION ? 1 : 2];
+    int64_t threads, batch = key->dims[0], heads = key->dims[2];
+    struct call *call = new_call(frame, operation, &threads);
+    if (call == NULL) {
+        return 1;
+    }
+    int64_t by_batch = batch < threads ? batch : threads, by_heads = heads < threads ? heads : threads;
+    call->pieces[0] = by_batch <= 1 && by_heads <= 1 ? (struct pieces){NOT, 1, 1}
+                      : by_batch >= by_heads         ? (struct pieces){BATCH, batch, by_batch}
+                                                     : (struct pieces){GROUPS, heads, by_heads};
+    call->shares = call->pieces[0].shares;
+    return run(call, threads);
+}
+
+static int attention_forward(const struct call_frame *frame) { return attention(frame, ATTENTION); }
+
+static int attention_backward(const struct call_frame *frame) { return attention(frame, ATTENTION_BACKWARD); }
 
 static void *handle(struct call_frame *frame, int (*call)(const struct call_frame *), const char *message) {
     if (is_asked_for_version(frame->extension)) {
@@ -476,6 +595,19 @@ EXPORT void *firstloss_convolution(struct call_frame *frame) {
 
 EXPORT void *firstloss_convolution_backward(struct call_frame *frame) {
     return handle(frame, backward, "PyTorch's convolution_backward failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_product(struct call_frame *frame) {
+    return handle(frame, product, "PyTorch's product of matrices failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_attention(struct call_frame *frame) {
+    return handle(frame, attention_forward, "PyTorch's attention failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_attention_backward(struct call_frame *frame) {
+    return handle(frame, attention_backward,
+                  "PyTorch's attention_backward failed; the line before this on stderr says why");
 }
 
 /* Called once, before any other; `functions` in the order of the structure. */

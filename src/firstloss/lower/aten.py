@@ -1,9 +1,11 @@
 """PyTorch's own kernels as custom calls in a compiled step on a CPU, where they are faster than XLA's.
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
-layout of a weight than PyTorch's; PyTorch brings oneDNN. A custom call (`_aten.c`) gives an operation's arrays to
-PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
-neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
+layout of a weight than PyTorch's; PyTorch brings oneDNN. Its attention keeps no matrix of all scores in memory. Of
+products of matrices, MKL does float32's, faster than XLA on Intel's processors, and oneDNN bfloat16's, where the
+processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays to PyTorch by the C interface
+that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which neither needs Python nor C++.
+Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
 
 Steps for one CPU device are lowered `within` this; no others: an array on a mesh is in parts, and a module that is
 written to a file has to run without PyTorch.
@@ -23,11 +25,18 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax import lax
 from jax import numpy as jnp
 
 from .. import c_library
 
-_CALLS = ("firstloss_convolution", "firstloss_convolution_backward")
+_CALLS = (
+    "firstloss_convolution",
+    "firstloss_convolution_backward",
+    "firstloss_product",
+    "firstloss_attention",
+    "firstloss_attention_backward",
+)
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
     "aoti_torch_dtype_bfloat16",
@@ -37,9 +46,13 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_copy_",
     "aoti_torch_cpu_convolution",
     "aoti_torch_cpu_convolution_backward",
+    "aoti_torch_cpu_mm_out",
+    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
+    "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward",
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
     "omp_set_num_threads",
 )
+_MKL_THREADS = "MKL_Set_Num_Threads_Local"  # of one thread, as the one before it
 _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 
 
@@ -75,16 +88,26 @@ def registered_with_xla() -> bool:
         for name in _CALLS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(ours, name)), platform="cpu", api_version=1)
     except Exception as error:  # another version of the interface: XLA computes
-        print(f"firstloss: convolutions on CPU devices are XLA's ({error})", file=sys.stderr)
+        print(f"firstloss: no kernels of PyTorch's are called in steps on CPU devices ({error})", file=sys.stderr)
         return False
     return True
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+
+
+def _sets_mkl_threads() -> bool:
+    """Whether PyTorch's MKL can be told to multiply on one thread, whatever others have asked it for."""
+    return hasattr(_library(), _MKL_THREADS)
 
 
 def _functions() -> list[int] | None:
     """The addresses of PyTorch's functions; None where one is missing."""
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        found = [*(getattr(library, name) for name in _FUNCTIONS), ctypes.pythonapi.PyGILState_GetThisThreadState]
+        library = _library()
+        found = [getattr(library, name) for name in _FUNCTIONS]
+        found += [getattr(library, _MKL_THREADS, None), ctypes.pythonapi.PyGILState_GetThisThreadState]
         return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
     except (OSError, AttributeError):
         return None
@@ -122,3 +145,77 @@ def convolution_backward(grad_output: Any, x: Any, weight: Any, wanted: Sequence
     call = jax.ffi.ffi_call(_CALLS[1], kinds)
     made = iter(call(grad_output, x, weight, how=_how(*how), wanted=np.array(wanted, np.int64)))
     return [next(made) if w else None for w in wanted]
+
+
+# A product of fewer multiplications takes XLA about as long as it takes to call PyTorch.
+_LEAST_PRODUCT = 1 << 20
+
+
+@functools.cache
+def _mkl() -> bool:
+    """Whether products of float32 matrices are faster by MKL than by XLA: on Intel's processors. (Two cores of a Xeon
+    multiply gradients by activations at 380 GFLOP/s and 140 to 280; a core of an EPYC multiplies at 100 and 210.)"""
+    try:
+        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return False
+    return intel and torch.backends.mkl.is_available() and _sets_mkl_threads()
+
+
+def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
+    """Whether the product of two matrices is to be given to PyTorch.
+
+    Args:
+        by_columns: which of the two lie in memory by columns.
+    """
+    if x.dtype != y.dtype or not computes(x.dtype) or x.shape[0] * x.shape[1] * y.shape[1] < _LEAST_PRODUCT:
+        return False
+    # rows by columns, as activations by a weight, are what MKL is not fast at
+    return x.dtype != np.float32 or (_mkl() and tuple(by_columns) != (False, True))
+
+
+def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
+    """The product of two matrices, in their dtype; arguments as `multiplies` has them."""
+    call = jax.ffi.ffi_call(_CALLS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
+    # As they lie in memory: XLA takes the transpose of a transpose for what it is.
+    given = (lax.transpose(a, (1, 0)) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
+    return call(*given, by_columns=np.array(by_columns, np.int64))
+
+
+def attends(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    """Whether attention is to be given to PyTorch: the kernel that never has all scores in memory."""
+    if not computes(query.dtype) or not query.dtype == key.dtype == value.dtype or query.ndim != 4:
+        return False
+    if 0 in (*query.shape, *key.shape) or query.shape[3] != value.shape[3] or query.shape[1] % key.shape[1]:
+        return False
+    return mask is None or (mask.ndim == 4 and mask.dtype in (np.float32, query.dtype))
+
+
+def _heads(x: Any) -> Any:
+    """(batch, heads, length, ...) from (batch, length, heads, ...), and back."""
+    return lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+def attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> list[Any]:
+    """`aten._scaled_dot_product_flash_attention_for_cpu`: the output, and the logarithms of the scores' sums."""
+    batch, heads, length, _ = query.shape
+    kinds = [((batch, length, heads, value.shape[3]), query.dtype), ((batch, length, heads), np.dtype(np.float32))]
+    call = jax.ffi.ffi_call(_CALLS[3], [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    return [_heads(x) for x in call(*_attended((query, key, value), mask), **_numbers(causal, scale))]
+
+
+def attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, causal: bool, scale: float
+) -> list[Any]:
+    """Its derivatives by the query, the key and the value."""
+    given = _attended((grad_out, query, key, value, out, logsumexp), mask)
+    call = jax.ffi.ffi_call(_CALLS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
+    return [_heads(x) for x in call(*given, **_numbers(causal, scale))]
+
+
+def _attended(arrays: Sequence[Any], mask: Any) -> list[Any]:
+    return [*map(_heads, arrays), *([] if mask is None else [mask])]
+
+
+def _numbers(causal: bool, scale: float) -> dict[str, np.ndarray]:
+    return {"causal": np.array([causal], np.int64), "scale": np.array([scale], np.float64)}

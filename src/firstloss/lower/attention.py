@@ -13,6 +13,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from . import aten as kernels
 from .activations import gelu, relu
 from .dtypes import cast, opmath, where
 from .matmul import linear, matmul
@@ -103,6 +104,8 @@ def _scaled_dot_product_flash_attention_for_cpu(
     query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
 ):
     _refuse_dropout(dropout_p)
+    if kernels.attends(query, key, value, attn_mask):
+        return kernels.attention(query, key, value, attn_mask, is_causal, _scale(query, scale))
     return attention(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -111,6 +114,9 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
     grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
     _refuse_dropout(dropout_p)
+    if kernels.attends(query, key, value, attn_mask):
+        arrays = cast(grad_out, query.dtype), query, key, value, cast(out, query.dtype), cast(logsumexp, np.dtype("f4"))
+        return kernels.attention_backward(*arrays, attn_mask, is_causal, _scale(query, scale))
     return attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)[:3]
 
 

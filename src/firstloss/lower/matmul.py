@@ -7,11 +7,12 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from . import aten as kernels
 from . import precision
 from .activations import gelu, relu
 from .decompose import OF_LIBRARIES
 from .dtypes import cast, is_integer, is_number, known, opmath, times, where
-from .registry import rule
+from .registry import OF_ORDERS, rule
 
 aten = torch.ops.aten
 
@@ -38,8 +39,22 @@ def _plus(self, product, beta, alpha):
     return sum if is_number(beta) else where(beta == 0, product, sum)
 
 
-@rule(aten.mm.default, aten.bmm.default)
-def mm(self, mat2):
+def of_matrices(x, y, by_columns=(False, False)):
+    """The product of two matrices, by PyTorch's kernels where they are faster.
+
+    Args:
+        by_columns: which of the two lie in memory by columns.
+    """
+    return kernels.product(x, y, by_columns) if kernels.multiplies(x, y, by_columns) else matmul(x, y)
+
+
+@rule(aten.mm.default)
+def mm(self, mat2, *, by_columns=(False, False)):
+    return of_matrices(self, mat2, by_columns)
+
+
+@rule(aten.bmm.default)
+def bmm(self, mat2):
     return matmul(self, mat2)
 
 
@@ -48,9 +63,17 @@ def mm_dtype(self, mat2, out_dtype):
     return matmul(self, mat2)
 
 
-@rule(aten.addmm.default, aten.baddbmm.default)
-def addmm(self, mat1, mat2, *, beta=1, alpha=1):
-    return _plus(self, matmul(mat1, mat2), beta, alpha)
+@rule(aten.addmm.default)
+def addmm(self, mat1, mat2, *, beta=1, alpha=1, by_columns=(False,) * 3):
+    return _plus(self, of_matrices(mat1, mat2, by_columns[1:]), beta, alpha)
+
+
+OF_ORDERS.update((aten.mm.default, aten.addmm.default))
+
+
+@rule(aten.baddbmm.default)
+def baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    return _plus(self, matmul(batch1, batch2), beta, alpha)
 
 
 @rule(aten._addmm_activation.default)

@@ -25,7 +25,7 @@ from . import aten, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional_overloads import functional
-from .registry import OF_PROGRAMS
+from .registry import OF_ORDERS, OF_PROGRAMS
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
@@ -238,6 +238,8 @@ def function_of(
             kwargs["rng_key"] = arrays[-1]
         if template.op in OF_PROGRAMS:
             kwargs["lower"] = lower
+        if template.op in OF_ORDERS:
+            kwargs["by_columns"] = [_by_columns(arg.view) for arg in template.args if type(arg) is ArrayParameter]
         results = rule(*[fill(arg) for arg in template.args if not isinstance(arg, torch.Generator)], **kwargs)
         flat = list(_flatten(results))
         count = len(template.writes)
@@ -259,6 +261,11 @@ def function_of(
 
     call.__name__ = call.__qualname__ = str(template.op).removeprefix("aten.").replace(".", "_")
     return jax.jit(call)
+
+
+def _by_columns(view: View | None) -> bool:
+    """Whether what a view sees is a matrix that lies in memory by columns."""
+    return view is not None and len(view.size) == 2 and view.stride[0] < view.stride[1] and view.size[0] > 1
 
 
 def forget_functions() -> None:

@@ -22,6 +22,8 @@ RULES: dict[OpOverload, Callable] = {}
 OF_USERS: set[OpOverload] = set()
 # Operations that hold Programs: their rules take `lower`, too, which lowers one.
 OF_PROGRAMS: set[OpOverload] = set()
+# Operations on matrices whose rules take `by_columns`, too: of each matrix, whether it lies in memory by columns.
+OF_ORDERS: set[OpOverload] = set()
 
 
 def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
