@@ -15,7 +15,7 @@ AGAINST ?= main
 GPU_OUT ?= $(or $(OUT),gpu-results)
 GPU_ARGS ?=
 
-.PHONY: demo test sweep fuzz replay trainers test-trainers style lint bench gpu gpu-tiny docs install install-test clean
+.PHONY: demo test sweep fuzz replay trainers test-trainers style lint bench gpu gpu-tiny gpu-rehearsal docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -71,6 +71,21 @@ gpu:
 gpu-tiny:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --tiny --out $(GPU_OUT) $(GPU_ARGS)
 
+# The same where nothing but the device is missing: the Python, PyTorch and JAX of requirements/gpu.txt, and a copy of what
+# git tracks or does not ignore, in which nothing is built. Another interpreter: make gpu-rehearsal GPU_PYTHON=/path/to/python
+GPU_PYTHON ?= python3.12
+GPU_TREE := .venv-gpu/tree
+gpu-rehearsal: .venv-gpu/.stamp
+	rm -rf $(GPU_TREE) && mkdir $(GPU_TREE)
+	git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -cf - -T - | tar -xf - -C $(GPU_TREE)
+	FIRSTLOSS_COMMIT=$$(git rev-parse --short HEAD) $(MAKE) -C $(GPU_TREE) gpu \
+		PYTHON=$(CURDIR)/.venv-gpu/bin/python GPU_OUT=$(abspath $(GPU_OUT)) GPU_ARGS="$(GPU_ARGS)"
+
+.venv-gpu/.stamp: requirements/gpu.txt
+	$(GPU_PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/gpu.txt
+	@touch $@
+
 docs: $(VENV)/.stamp-docs
 	$(BIN)/mkdocs build --strict
 
@@ -110,6 +125,6 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-trainers build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-trainers .venv-gpu build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info src/firstloss/rng/*.so src/firstloss/runtime/guards/*.so
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

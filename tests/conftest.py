@@ -7,6 +7,7 @@ in the quickest way. A test that is about either says so by a marker, and `make 
 
 import gc
 import importlib
+import importlib.metadata
 import os
 import sys
 
@@ -19,12 +20,22 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("untimed", deadline=None)  # the machine may be busy, and no test asserts how long it takes
 settings.load_profile("untimed")
 
+
+def newer_than_010() -> bool:
+    """Whether JAX is 0.11 or newer. It is not imported for this."""
+    try:
+        return tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) > (0, 10)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 # LLVM does not optimize, and XLA's older code generator makes one kernel a module: a quarter of the time.
 QUICK = {
     "xla_backend_optimization_level": (0, 3),  # (in tests, XLA's own default)
-    "xla_cpu_use_fusion_emitters": (False, True),
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
+if not newer_than_010():  # the flag is gone since: an unknown one ends the process
+    QUICK["xla_cpu_use_fusion_emitters"] = (False, True)
 # The user's own: xdist's workers inherit what this file has set in the process that started them.
 FLAGS = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if f.removeprefix("--").split("=")[0] not in QUICK)
 AS_USERS = bool(os.environ.get("FIRSTLOSS_AS_USERS"))
@@ -97,6 +108,9 @@ def quick_compiles(request, compile_cache, monkeypatch):
         jaxlib = importlib.import_module("firstloss.runtime.jaxlib")  # waits for a thread that is importing it still
         use = jaxlib.use_compilation_cache
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
+    if "firstloss.runtime.step.executable_cache" in sys.modules and not marked("own_compile_cache"):
+        executables = importlib.import_module("firstloss.runtime.step.executable_cache")
+        monkeypatch.setattr(executables, "entry_of", lambda name, signature, order: None)
 
 
 def pytest_collection_modifyitems(items):

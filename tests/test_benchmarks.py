@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 
 # What figures are made with, and those of a GPU, which `make gpu` makes.
-HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "jax_llama"}
+HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "flax_scan", "jax_llama"}
 
 
 def test_all_of_them_are_run():

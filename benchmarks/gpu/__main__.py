@@ -109,8 +109,12 @@ def _output(*command: str) -> str:
 def _tests(limit: float) -> dict[str, Any]:
     """Where there is no GPU they are all skipped; what they share is tried by the other tests in their folder."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--no-header", "-rfE"]
-    command += ["tests/gpu", "tests/init/test_cuda.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit - 5)
+    command += ["tests/gpu", "tests/init/test_cuda.py", "tests/init/test_dtensor_on_gpus.py"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit - 5)
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        return {"report": said.splitlines()[-25:], "error": "ran past its limit", "ok": False}
     return {"report": done.stdout.splitlines()[-25:], "errors": done.stderr[-2000:], "ok": done.returncode == 0}
 
 

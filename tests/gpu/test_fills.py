@@ -196,9 +196,16 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
         place = cuda_layout.place(element, numel, SMALL, offset, dtype_name, by_lane)
         block = cuda_layout.words(seed, place.subsequence, place.offset).astype(np.float64)
         if dtype == torch.float64:
-            x, y = (int(v) for v in block[2 * place.lane : 2 * place.lane + 2])
-            out[element] = (x ^ y << 21) * 2.0**-53 + 2.0**-54
-            out[element] = out[element] * (high - low) + low
+            x, y = (
+                (int(block[i]) ^ int(block[i + 1]) << 21) for i in ((0, 2) if name == "normal" else (2 * place.lane, 0))
+            )
+            out[element] = x * 2.0**-53 + 2.0**-54
+            if name == "uniform":
+                out[element] = out[element] * (high - low) + low
+            else:
+                v = 2 * np.pi * (y * 2.0**-53 + 2.0**-54)
+                turned = np.cos(v) if place.lane & 1 else np.sin(v)
+                out[element] = np.sqrt(-2 * np.log(out[element])) * turned * high + low
         elif name == "uniform":
             out[element] = np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33))
             out[element] = np.float32(out[element] * np.float32(np.float32(high) - np.float32(low)) + np.float32(low))
@@ -223,6 +230,7 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
         ("normal", (0.0, 1.0), torch.float32),
         ("normal", (1.0, 0.5), torch.bfloat16),
         ("normal", (0.0, 1.0), torch.float16),
+        ("normal", (0.0, 1.0), torch.float64),
     ],
     ids=str,
 )

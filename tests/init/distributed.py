@@ -1,4 +1,4 @@
-"""Run functions on several processes that talk through gloo on loopback."""
+"""Run functions on several processes that talk through gloo on loopback; or through NCCL, each with a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tests import forked
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TICK = 0.25
+DEVICE = os.environ.get("FIRSTLOSS_RANKS_ON", "cpu")  # of a rank's tensors
 
 
-def on_ranks(world: int, *calls: str, seconds: float = 400) -> None:
+def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu") -> None:
     """Make `calls` ("module:function" or "module:function:argument") one after the other on `world` processes.
 
     Fails with the output of the first process that fails. `seconds` are those in which this process itself runs: where
-    all of us are suspended for a while, none pass.
+    all of us are suspended for a while, none pass. `device` is "cpu" or "cuda", and DEVICE there.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,6 +33,7 @@ def on_ranks(world: int, *calls: str, seconds: float = 400) -> None:
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
+        "FIRSTLOSS_RANKS_ON": device,
     }
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(os.path.join(folder, str(rank)), "w+") for rank in range(world)]
@@ -79,7 +81,11 @@ def main() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if os.environ["FIRSTLOSS_RANKS_ON"] == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
     for call in sys.argv[1:]:
         print(call, flush=True)
         module, function, *argument = call.split(":", 2)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import firstloss as fl
 from firstloss.engine import run
 from tests import tiny_llama
+from tests.init.distributed import DEVICE
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
     run._WORTH = 0  # these models are small
@@ -90,7 +91,8 @@ def assert_slices(deferred, eager):
     found = dict([*deferred.named_parameters(), *deferred.named_buffers()])
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        whole = expected[name].detach()
+        whole = expected[name].detach().to(DEVICE)
+        assert tensor.device.type == DEVICE, (name, tensor.device)
         if isinstance(tensor, DTensor):
             local = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
             assert type(tensor.to_local()) is torch.Tensor, type(tensor.to_local())
@@ -114,7 +116,7 @@ def train(model, tokens):
 
 
 def tokens():
-    return torch.arange(40).reshape(2, 20) * 7 % 83
+    return torch.arange(40, device=DEVICE).reshape(2, 20) * 7 % 83
 
 
 def fsdp():
@@ -131,9 +133,42 @@ def fsdp():
         a is b for a, b in zip(optimizer_made_before.param_groups[0]["params"], deferred.parameters(), strict=True)
     )
     assert_slices(deferred, eager)
-    expected, _ = train(eager, tokens())
+    expected, _ = train(eager.to(DEVICE), tokens())
     found, _ = train(deferred, tokens())
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4), (found, expected)
+
+
+def one_fill_each():
+    """Each shard is a part of one fill, which is what kernels on a GPU make."""
+    from firstloss.gpu.slices import recipe_of
+
+    deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
+    fully_shard(deferred)
+    for parameter in deferred.parameters():
+        recipe = recipe_of(parameter.to_local()._store.value)
+        assert recipe is not None and recipe.wanted.numel == parameter.to_local().numel()
+
+
+def made_by_kernels():
+    """Each rank draws its shards on its GPU: none comes from the CPU."""
+    from firstloss.gpu import weights
+
+    made, real = [], weights.make
+
+    def counted(values, *given, **how):
+        values = list(values)
+        found = real(values, *given, **how)
+        made.append((len(found), sum(value.numel > 0 for value in values)))
+        return found
+
+    weights.make = counted
+    try:
+        deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
+        fully_shard(deferred)
+        fl.materialize_module(deferred)
+    finally:
+        weights.make = real
+    assert made == [(2, 2)], made
 
 
 def fsdp_policies():
@@ -155,7 +190,7 @@ def fsdp_policies():
 
 
 def hsdp():
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     eager, deferred = both()
     with no_collectives():
         fully_shard(deferred, mesh=mesh)
@@ -170,19 +205,19 @@ PLAN = {f"blocks.{i}.up": ColwiseParallel() for i in range(2)} | {
 
 
 def tensor_parallel():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     eager, deferred = both()
     with no_collectives():
         parallelize_module(deferred, mesh, PLAN)
         fl.materialize_module(deferred)
     assert_slices(deferred, eager)
-    expected, _ = train(eager, tokens())
+    expected, _ = train(eager.to(DEVICE), tokens())
     found, _ = train(deferred, tokens())
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
 
 
 def two_dimensions():
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     eager, deferred = both()
     with no_collectives():
         parallelize_module(deferred, mesh["tp"], PLAN)
@@ -198,8 +233,8 @@ def two_dimensions():
 
 def placements():
     world = dist.get_world_size()
-    flat = init_device_mesh("cpu", (world,))
-    square = init_device_mesh("cpu", (world // 2, 2))
+    flat = init_device_mesh(DEVICE, (world,))
+    square = init_device_mesh(DEVICE, (world // 2, 2))
     cases = [
         (flat, [Shard(0)]),
         (flat, [Shard(1)]),
@@ -262,7 +297,7 @@ class Titan(nn.Module):
 
 def init_after_sharding():
     world = dist.get_world_size()
-    square = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    square = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def plain(model):
         fully_shard(model)
@@ -294,7 +329,7 @@ def init_after_sharding():
 
 def initialisers_after_sharding():
     """Each of `nn.init`, on a deferred DTensor, is what it is on a plain tensor; on a real one, what PyTorch makes."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     calls = [
         lambda t: nn.init.eye_(t),
         lambda t: nn.init.sparse_(t, 0.3),
@@ -358,7 +393,7 @@ def changes_after_sharding():
     for change in (reset, edit, lambda model: model.half(), copy.deepcopy):
         eager, deferred = both()
         if change is copy.deepcopy:  # FSDP's modules cannot be copied
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
             parallelize_module(deferred, mesh, PLAN)
         else:
             fully_shard(deferred)
@@ -381,7 +416,7 @@ def changes_after_sharding():
 
 def counter():
     """The counter policy: the same weights on any mesh, and a Shard(0) draws its own words only."""
-    square = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    square = init_device_mesh(DEVICE, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def make():
         torch.manual_seed(0)
@@ -399,7 +434,7 @@ def counter():
 
 def real_tensors_still_travel():
     fl.deferred_init(lambda: torch.rand(3)).detach()  # what teaches the DTensor API
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     mine = torch.full((8, 3), float(dist.get_rank()))
     kinds = [Shard(0), Replicate()]
     if torch.__version__ >= "2.12":  # before, PyTorch itself raises in full_tensor() of a strided shard by itself
@@ -455,12 +490,12 @@ def nothing_whole():
     torch.manual_seed(0)
     rows, width = 4000, 1024
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(0)])
+    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(0)])
     fl.materialize_tensor(found)
     assert drawn <= rows * width // world + 64, drawn
     drawn = longest = 0
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh("cpu", (world,)), [Shard(1)])
+    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(1)])
     fl.materialize_tensor(found)
     assert drawn <= rows * width + 64, drawn
     assert longest <= rows * width * 4 / 1.5, longest
@@ -526,7 +561,7 @@ def digest_of(model):
     found = hashlib.sha256()
     for tensor in model.parameters():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found.update(whole.detach().numpy().tobytes())
+        found.update(whole.detach().cpu().numpy().tobytes())
     return found.hexdigest()
 
 

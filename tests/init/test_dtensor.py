@@ -9,7 +9,7 @@ from tests.init.distributed import on_ranks
 
 RANKS = "tests.init.dtensor_ranks"
 DOCS = "tests.init.dtensor_docs"
-ON_ANY = ["fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"]
+ON_ANY = ["one_fill_each", "fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"]
 ON = {
     1: [],
     2: [*ON_ANY, "fsdp_policies", "real_tensors_still_travel", "collectives_are_refused", "nothing_whole", "llama"],

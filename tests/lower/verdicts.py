@@ -24,7 +24,7 @@ CHUNK = 48  # samples compiled as one program: fewer programs compile faster, up
 # A quarter to a fifteenth of the time: LLVM does not optimise, and XLA's older code generator, one kernel a module.
 QUICKLY = {
     "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),  # which is gone since
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 AS_USERS = {torch.float32: 1, torch.bfloat16: 1}  # samples of an operation that are compiled as a user's step is

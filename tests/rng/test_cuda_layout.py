@@ -60,6 +60,13 @@ def test_the_layout_of_the_pull_request(numel, dtype):
     assert advance(numel, SMALL, 8, dtype, by_lane=True) == 8 + 4 * calls
 
 
+@given(st.integers(1, 1 << 40), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(1, 200))
+def test_both_layouts_move_the_generator_alike(numel, dtype, processors):
+    """So a fill can be recorded before it is known which of the two this PyTorch has."""
+    device = Device(processors, 2048)
+    assert advance(numel, device, 16, dtype) == advance(numel, device, 16, dtype, by_lane=True)
+
+
 def halved(begin: int, numel: int, size: int) -> list[tuple[int, int]]:
     """TensorIterator's SplitUntil32Bit: a stack, of whose top the first half is taken off until 32 bits index it."""
     stack, found = [(begin, numel)], []

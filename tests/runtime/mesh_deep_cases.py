@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
+from firstloss.runtime.mesh.edges import Edges  # noqa: E402
 from tests import scale  # noqa: E402
 
 
@@ -136,6 +137,12 @@ def sent(executables):
     return found
 
 
+def calls_of(run):
+    """How often each function is called, in the order of the executables."""
+    numbers = [call.function for call in run.executable._calls]
+    return {place: numbers.count(number) for place, number in enumerate(run.executable._functions)}
+
+
 # The others have one axis that cuts weights and one that cuts the batch, or that axis alone.
 IN_SWEEP = ("fsdp", "data parallel and fsdp")
 
@@ -187,6 +194,24 @@ def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, mon
         return len({call.function for call in run.executable._calls})
 
     assert functions(10) == functions(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_weights_of_a_layer_are_gathered_together(dtype, cut_early, monkeypatch, tmp_path):
+    """To the losses of the step whose weights XLA gathers one by one: sums are those of the same parts."""
+
+    def train():
+        run = DeepRun(tmp_path, {"fsdp": 8}, dtype=dtype)
+        losses = run.train(3)
+        functions = run.executable.executables
+        (forward, backward) = [functions[number] for number, count in calls_of(run).items() if count > 1]
+        return losses, [len(re.findall(r" all-gather\(", each.as_text())) for each in (forward, backward)]
+
+    together, counts = train()
+    monkeypatch.setattr(Edges, "gathers", lambda edges, segment: None)
+    apart, more = train()
+    assert counts == [1, 1] and min(more) >= 4  # qkv, out, up and down
+    assert together == pytest.approx(apart, rel=1e-13 if dtype is torch.float64 else 0)
 
 
 def train_ahead(run):

@@ -15,6 +15,7 @@ import torch  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
+from firstloss.runtime.mesh.edges import Edges  # noqa: E402
 from tests import tiny_llama  # noqa: E402
 from tests.runtime.mesh_deep_cases import Deep, array_of, training_step  # noqa: E402
 
@@ -132,6 +133,8 @@ def run(request, tmp_path_factory):
     model, name = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_SAVED", 1 << 30 if "one segment" in model else 100)  # or these are too small
+        if "checkpointed" in model:  # gathered together, a layer's weights serve its second forward pass and the other
+            patch.setattr(Edges, "gathers", lambda edges, segment: None)
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
         functions, executable = training.run()
@@ -205,8 +208,9 @@ def test_the_peak_is_that_of_the_executables(run):
     scratch = [functions[plan.parts[i].function].memory_analysis().temp_size_in_bytes for i in plan.order]
     resident = sum(map(plan.bytes_of, ("weights", "state", "batch")))
     real = resident + max(live + most for live, most in zip(plan.live, scratch, strict=True))
-    # Where layers are recomputed more of it is scratch memory; where all is one segment, all activations are.
-    close = {"checkpointed llama": 0.05, "llama in one segment": 0.15}.get(model, 0.02)
+    # Where layers are recomputed more of it is scratch memory; where all is one segment, all activations are. On a CPU
+    # a segment's weights are gathered together, into one more array.
+    close = {"checkpointed llama": 0.05, "llama in one segment": 0.15}.get(model, 0.03)
     assert plan.peak_bytes == pytest.approx(real, rel=close)
 
 

@@ -97,6 +97,49 @@ def test_a_mesh_of_one_process_has_its_first_loss_so_too():
         assert outcome(way, "nothing", mesh) == [[False], 0, *trained], way
 
 
+AT_EXIT = """
+import atexit, sys, threading
+register, order = atexit.register, []
+def noted(function, *given, **named):
+    order.append(f"{function.__module__}.{function.__qualname__}")
+    return register(function, *given, **named)
+atexit.register = noted
+answered = threading.Event()
+class Slow:  # the import of JAX goes on until the first loss has been returned
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax._src.api":
+            assert answered.wait(100)
+sys.meta_path.insert(0, Slow())
+import torch
+from torch import nn
+import firstloss as fl
+backend = fl.backend("XLA")
+with backend.device:
+    net = nn.Linear(4, 4)
+model, optimizer = fl.compile(net, backend), torch.optim.SGD(net.parameters(), lr=0.1)
+@fl.trace
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+loss = step(torch.ones(2, 4))
+answered.set()
+step(torch.ones(2, 4)).item()
+ours, jax = order.index("firstloss.runtime.device.dispatch._finish"), order.index("jax._src.api.clean_up")
+assert ours > jax, order  # what was registered last is called first
+"""
+
+
+def test_the_exit_waits_for_the_device_before_jax_ends_it_whenever_the_first_loss_is_there(tmp_path):
+    """Also where that is while JAX is being imported. Otherwise JAX lets go of what the device still executes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = ["-c", AT_EXIT]
+    done = forked.run(command, capture_output=True, env=environment, timeout=300, jax=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
     """Theirs is no first loss of PyTorch's kernels."""
     mesh = {"dp": 2, "fsdp": 2}

@@ -7,6 +7,9 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
+from firstloss.lower.program import Call
+from firstloss.lower.repeats import Repeats
+from firstloss.program.graph import Value
 from firstloss.runtime.step.arguments import Arguments
 
 # Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
@@ -172,6 +175,22 @@ def test_what_is_compiled_does_not_grow_with_the_layers():
 
     few, many = functions(30), functions(60)
     assert sum(many.values()) <= 2 * sum(few.values())
+
+
+@pytest.mark.parametrize("before, after", [(0, 0), (5, 3), (2, 11)])
+def test_where_all_places_are_as_good_whole_layers_are_cut_off(before, after):
+    """Nothing of a layer is left at the ends, to be compiled once more with what comes before the layers and after."""
+    layers, period = 24, 30
+
+    def value():
+        return Value((8,), (1,), torch.float32, torch.device("cpu"))
+
+    values = [value() for _ in range(before + layers * period + after + 1)]
+    calls = [Call(None, values[n : n + 1], values[n + 1 : n + 2], None, None) for n in range(len(values) - 1)]
+    last_use = {one: n for n, one in enumerate(values)}
+    run = Repeats(before, before + layers * period + after, period)
+    bounds = segments._bounds(run, calls, last_use)
+    assert bounds[-1] - bounds[0] == layers * period and len(bounds) == layers // 2 + 1
 
 
 class Captured:

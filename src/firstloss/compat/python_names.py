@@ -22,6 +22,14 @@ NAMES = {
     "environment_of": Name(
         "_data", "Reads the environment without decoding it", "tracing steps", "os.environ", lambda: os.environ
     ),
+    "is_initializing": Name(
+        "_initializing",
+        "Tells a module that another thread is importing from one that has been imported",
+        "nothing but the order at exit, where JAX is being imported while the first loss is computed",
+        "importlib.machinery.ModuleSpec",
+        lambda: argparse.__spec__,
+        otherwise=lambda spec: False,
+    ),
     "options_of": Name(
         "_actions",
         "Suggests the option that was meant",

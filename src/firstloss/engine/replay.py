@@ -34,7 +34,9 @@ class _Unforeseen:
         raise MaterializeError(self._message)
 
 
-def _laid_out(tensor: torch.Tensor | None, value: Value, node: Node) -> torch.Tensor | _Unforeseen:
+def _laid_out(
+    tensor: torch.Tensor | None, value: Value, node: Node, allocate: Callable[[Value], torch.Tensor]
+) -> torch.Tensor | _Unforeseen:
     """A result of `node`, with the strides that capture predicted."""
     if tensor is None:
         return _Unforeseen(f"{node.source}: {node.op} returned None where capture foresaw a tensor {list(value.shape)}")
@@ -48,7 +50,7 @@ def _laid_out(tensor: torch.Tensor | None, value: Value, node: Node) -> torch.Te
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.stride() == value.stride and tensor.storage_offset() == 0:
         return tensor
-    return value.empty().copy_(tensor)
+    return allocate(value).copy_(tensor)
 
 
 class Replay:
@@ -57,6 +59,9 @@ class Replay:
     def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
         self.allocate = allocate
+        self._scratch: Callable[[Value], torch.Tensor] = (
+            Value.empty
+        )  # what gives memory for a result that is laid out otherwise
         self._generator = torch.Generator()
 
     def buffer(self, value: Value) -> torch.Tensor:
@@ -104,7 +109,7 @@ class Replay:
     def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep the new tensors that `node` has returned."""
         for value, tensor in zip(made, tensors, strict=True):
-            self.buffers[value] = _laid_out(tensor, value, node)  # type: ignore[assignment] # `buffer` refuses it
+            self.buffers[value] = _laid_out(tensor, value, node, self._scratch)  # type: ignore[assignment] # `buffer` refuses it
 
     def _draw(self, node: Node, draw: Draw, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Execute a random operation at its stream position."""

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for such a fill."""
-    return dtype in DTYPES and (name == "uniform" or name == "normal" and dtype != torch.float64)
+    return dtype in DTYPES and name in ("uniform", "normal")
 
 
 def table(pieces: Iterable[Piece], device: cuda_layout.Device, by_lane: bool = False) -> tuple[np.ndarray, int]:

@@ -164,7 +164,7 @@ FN void jump(uint32_t *words, uint32_t *total, const uint32_t *window, const uin
 
 #ifdef __CUDACC__
 
-extern "C" __global__ void __launch_bounds__(256) fill(
+extern "C" __global__ void __launch_bounds__(256, 4) fill(
     const uint32_t *windows, const struct chunk *chunks, const struct segment *segments, uint32_t count
 ) {
     __shared__ uint32_t rings[8][N];

@@ -63,6 +63,22 @@ FN void curand_box_muller(uint32_t x, uint32_t y, float *first, float *second) {
     *second *= s;
 }
 
+/* Of doubles a whole block makes two. */
+FN void curand_box_muller_double(struct four words, double *first, double *second) {
+    uint64_t x = (uint64_t)words.x ^ ((uint64_t)words.y << 21), y = (uint64_t)words.z ^ ((uint64_t)words.w << 21);
+    double u = (double)x * 1.1102230246251565e-16 + 1.1102230246251565e-16 / 2.0;
+    double v = (double)y * (1.1102230246251565e-16 * 2.0) + 1.1102230246251565e-16; /* of half a circle */
+    double s = sqrt(-2.0 * log(u));
+#ifdef __CUDACC__
+    sincospi(v, first, second);
+#else
+    *first = sin(v * 3.1415926535897932);
+    *second = cos(v * 3.1415926535897932);
+#endif
+    *first *= s;
+    *second *= s;
+}
+
 /* What PyTorch makes of cuRAND's numbers: uniforms of [low, high), normals of this mean and deviation. */
 FN void emit(const struct launch *launch, uint64_t element, float x) {
     float a = (float)launch->a, b = (float)launch->b;
@@ -76,8 +92,13 @@ FN void emit(const struct launch *launch, uint64_t element, float x) {
 }
 
 FN void emit_double(const struct launch *launch, uint64_t element, double x) {
-    x = x * (launch->b - launch->a) + launch->a;
-    store_double(&launch->slice, element, x == launch->b ? launch->a : x);
+    if (launch->kind == NORMAL)
+        x = x * launch->b + launch->a;
+    else {
+        x = x * (launch->b - launch->a) + launch->a;
+        x = x == launch->b ? launch->a : x;
+    }
+    store_double(&launch->slice, element, x);
 }
 
 /* One turn of one thread of PyTorch's launch: the elements that it makes of one Philox block. */
@@ -90,9 +111,12 @@ FN void turn(const struct launch *launch, uint64_t block, uint64_t thread) {
         return;
     struct four words = philox(launch->seed, launch->offset / 4u + block, thread);
     if (launch->dtype == FLOAT64) {
-        emit_double(launch, begin + element, curand_unit_double(words.x, words.y));
+        double first = curand_unit_double(words.x, words.y), second = curand_unit_double(words.z, words.w);
+        if (launch->kind == NORMAL)
+            curand_box_muller_double(words, &first, &second);
+        emit_double(launch, begin + element, first);
         if (element + stride < launch->numel)
-            emit_double(launch, begin + element + stride, curand_unit_double(words.z, words.w));
+            emit_double(launch, begin + element + stride, second);
         return;
     }
     float made[4];

@@ -38,6 +38,7 @@ class Recipe(NamedTuple):
         fill: "uniform" or "normal", or "constant".
         numel: of the whole fill; `wanted` is which of it.
         edits: what is done to it in place, as operations and their numbers.
+        device: that of the fill, for which it was drawn; a copy of it may be for another.
     """
 
     fill: Fill
@@ -46,6 +47,7 @@ class Recipe(NamedTuple):
     dtype: torch.dtype
     draw: Draw | None
     edits: tuple[tuple[Any, tuple, dict[str, Any]], ...]
+    device: torch.device
 
 
 def recipe_of(value: Value) -> Recipe | None:
@@ -76,7 +78,7 @@ def _of_ref(ref: Ref, depth: int) -> Recipe | None:
     if node.draw is not None and node.draw.rejection is not None or (node.draw is None) != (does.name == "constant"):
         return None
     wanted = _slice(ref)
-    return wanted and Recipe(does, value.numel, wanted, value.dtype, node.draw, ())
+    return wanted and Recipe(does, value.numel, wanted, value.dtype, node.draw, (), value.device)
 
 
 def _is_all(target: Ref) -> bool:

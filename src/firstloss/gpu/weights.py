@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from .kernels import CudaLauncher, Launcher
 from .slices import Recipe, recipe_of
 
 
+def _empty(device: torch.device, value: Value) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+
 def make(
     values: Iterable[Value],
     device: torch.device,
@@ -23,13 +28,18 @@ def make(
     cpu_bits: Callable[[int, str, torch.dtype], bool] = probe.cpu_bits,
     cuda_layout_of: Callable[[int, str, torch.dtype], str | None] = probe.cuda_layout_of,
     geometry: Callable[[int], Any] = probe.geometry,
+    allocate: Callable[[Value], torch.Tensor] | None = None,
 ) -> dict[Value, torch.Tensor]:
     """Those of `values` that kernels of ours make on `device`, each on memory of its own, laid out as it is.
 
-    Left out is what they cannot make, and what they have not been seen to make as PyTorch does. (The arguments after
-    `device` are for tests, which have no GPU.)
+    Left out is what they cannot make, and what they have not been seen to make as PyTorch does. (The other arguments
+    are for tests, which have no GPU.)
+
+    Args:
+        allocate: gives the memory of a value that is made; by default PyTorch's.
     """
     index = device.index or 0
+    allocate = allocate or partial(_empty, device)
     of_cpu: list[cpu_stream.Piece] = []
     of_cuda: dict[str, list[cuda_stream.Piece]] = {}
     made: dict[Value, tuple[torch.Tensor, Recipe]] = {}
@@ -40,15 +50,15 @@ def make(
                 continue
             name, numel, dtype, draw = recipe.fill.name, recipe.numel, recipe.dtype, recipe.draw
             if draw is None:
-                out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                out = allocate(value)
                 made[value] = out.fill_(recipe.fill.value), recipe
             elif isinstance(draw.stream, PhiloxStream):
-                same = value.device.type == device.type and (value.device.index in (None, index))
+                same = recipe.device.type == device.type and recipe.device.index in (None, index)
                 layout = (
                     cuda_layout_of(index, name, dtype) if same and cuda_stream.can_make(name, numel, dtype) else None
                 )
                 if layout is not None:
-                    out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                    out = allocate(value)
                     given = draw.stream.seed, draw.position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted
                     of_cuda.setdefault(layout, []).append(cuda_stream.Piece(*given, out.data_ptr()))
                     made[value] = out, recipe
@@ -56,7 +66,7 @@ def make(
                 if not cpu_stream.can_make(name, numel, dtype) or not cpu_bits(index, name, dtype):
                     continue
                 stream, position = draw.stream.absolute(draw.position)
-                out = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+                out = allocate(value)
                 of_cpu.append(
                     cpu_stream.Piece(
                         stream, position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted,

@@ -11,6 +11,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from . import aten as kernels
+from . import precision
 from .dtypes import cast, is_complex, opmath
 from .matmul import contract
 from .registry import rule
@@ -52,7 +53,7 @@ def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, 
         lhs_dilation=spread,
         rhs_dilation=dilation,
         feature_group_count=groups,
-        precision=lax.Precision.HIGHEST,
+        precision=precision.now().convolutions,
     )
 
 

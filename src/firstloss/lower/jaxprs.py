@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,9 +18,14 @@ T = TypeVar("T")
 def jaxpr_of(call: Call) -> jex.Jaxpr:
     """What a call computes; its first input is the step's random key."""
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
-    key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.enable_x64(True):
-        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(key, *arrays).jaxpr
+        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(_key(), *arrays).jaxpr
+
+
+@functools.cache
+def _key() -> jax.ShapeDtypeStruct:
+    """What a random key looks like."""
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def interpret(

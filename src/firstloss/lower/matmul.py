@@ -8,6 +8,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from . import aten as kernels
+from . import precision
 from .activations import gelu, relu
 from .decompose import OF_LIBRARIES
 from .dtypes import cast, is_integer, is_number, known, opmath, times, where
@@ -17,10 +18,10 @@ aten = torch.ops.aten
 
 
 def contract(x, y, dims):
-    """`lax.dot_general` at full precision: float32 stays float32 on accelerators too, as PyTorch's default is."""
+    """`lax.dot_general`, as exactly as PyTorch multiplies: by default float32 stays float32 on accelerators too."""
     if x.dtype == bool:
         x, y = cast(x, np.dtype(np.int32)), cast(y, np.dtype(np.int32))
-    return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST, preferred_element_type=opmath(x.dtype))
+    return lax.dot_general(x, y, dims, precision=precision.now().products, preferred_element_type=opmath(x.dtype))
 
 
 def matmul(x, y):
@@ -135,7 +136,7 @@ def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
     if offs is None:
         return matmul(self, mat2)
     sizes = jnp.diff(offs, prepend=jnp.zeros_like(offs, shape=(1,)))
-    how = {"precision": lax.Precision.HIGHEST, "preferred_element_type": opmath(self.dtype)}
+    how = {"precision": precision.now().products, "preferred_element_type": opmath(self.dtype)}
     if self.ndim == 2 and mat2.ndim == 3:
         return lax.ragged_dot(self, mat2, sizes, **how)
     if self.ndim == 3:

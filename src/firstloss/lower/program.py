@@ -21,7 +21,7 @@ from ..compat.torch_names import schema_of
 from ..errors import LoweringError
 from ..program.graph import Node, Ref, Value
 from ..program.program import Program
-from . import aten
+from . import aten, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
 from .functional import functional
@@ -81,7 +81,7 @@ class Call(NamedTuple):
             assert key is not None
             operands = [*operands, key]
         try:
-            return function_of(self.kind, aten.usable())(*operands)
+            return function_of(self.kind, aten.usable(), precision.now())(*operands)
         except LoweringError as error:
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:
@@ -204,11 +204,14 @@ def view_of(ref: Ref) -> View | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def function_of(template: Template, by_pytorch: bool = False) -> Callable[..., tuple]:
+def function_of(
+    template: Template, by_pytorch: bool = False, precisions: precision.Precisions | None = None
+) -> Callable[..., tuple]:
     """The jitted function of all nodes of one template, from the arrays that they read to those that they make.
 
     Args:
         by_pytorch: as `aten.usable()` says; it may call PyTorch's kernels.
+        precisions: as `precision.now()` says, when it is called first: under others it is another function.
     """
     op = functional(template.op)
     rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compat.torch_names import OpOverload, OpOverloadPacket, inner_overload
 from .program import forget_functions
+from .registry import OF_USERS
 from .rules import RULES
 
 
@@ -59,6 +60,7 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
             if overload in RULES and not replace:
                 raise ValueError(f"{overload} has a lowering already; replace=True takes its place")
         RULES.update(dict.fromkeys(overloads, function))
+        OF_USERS.update(overloads)
         forget_functions()
         return function
 

@@ -18,6 +18,8 @@ import torch
 from ..compat.torch_names import OpOverload
 
 RULES: dict[OpOverload, Callable] = {}
+# Those whose rules are a user's (`register.py`), which may be other functions at the next start.
+OF_USERS: set[OpOverload] = set()
 # Operations that hold Programs: their rules take `lower`, too, which lowers one.
 OF_PROGRAMS: set[OpOverload] = set()
 # Operations on matrices whose rules take `by_columns`, too: of each matrix, whether it lies in memory by columns.

@@ -52,12 +52,14 @@ class Segment(NamedTuple):
         function: segments of one number compute the same.
         inputs: what it takes from outside, in the order of use; an int is the number of a random draw.
         outputs: what it gives to others.
+        signature: what it computes from its inputs; the same for segments of one number, and for no others.
     """
 
     function: int
     calls: tuple[Call, ...]
     inputs: tuple[Value | int, ...]
     outputs: tuple[Value, ...]
+    signature: Hashable
 
 
 def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) -> Cut | None:
@@ -142,14 +144,19 @@ def _bounds(run: Repeats, calls: Sequence[Call], last_use: dict[Value, int]) -> 
     for change in crossing[: run.period]:
         total += change
         cost.append(total)
-    phase = (run.period // 2 + min(range(run.period), key=lambda o: (cost[o], o))) % run.period
-    repeats = (length - phase) // run.period
     layer = calls[run.start : run.start + run.period]
     touched = sum(value.nbytes for call in layer for value in (*call.inputs, *call.outputs))
-    short = repeats >= _MANY and touched < _LEAST_BYTES
-    group = max(-(-repeats // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period), 2 if short else 1)
-    begin = run.start + phase
-    return [begin + k * group * run.period for k in range(repeats // group + 1)]
+
+    def cuts(phase: int) -> range:
+        repeats = (length - phase) // run.period
+        short = repeats >= _MANY and touched < _LEAST_BYTES
+        group = max(-(-repeats // _MOST_SEGMENTS), -(-_LEAST_CALLS // run.period), 2 if short else 1)
+        step = group * run.period
+        return range(run.start + phase, run.start + phase + repeats // group * step + 1, step)
+
+    costs = {(run.period // 2 + offset) % run.period: cost[offset] for offset in range(run.period)}
+    # Of places as good, the one that leaves the fewest calls outside: these are compiled again.
+    return list(cuts(min(costs, key=lambda phase: (costs[phase], length - cuts(phase)[-1] + cuts(phase)[0]))))
 
 
 def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[Value]) -> list[Segment]:
@@ -162,20 +169,22 @@ def _shared(pieces: Sequence[Sequence[Call]], inputs: set[Value], results: set[V
             used_outside.update(value for value in call.inputs if maker.get(value, n) != n)
     functions: dict[Hashable, int] = {}
     numbers: list[int] = []
+    signatures: list[Hashable] = []
     taken: list[tuple[Value | int, ...]] = []
     places: dict[int, set[int]] = {}  # for a function, which of all outputs of its calls leave it
     for piece in pieces:
         signature, outside = _signature(piece, given)
         number = functions.setdefault(signature, len(functions))
         numbers.append(number)
+        signatures.append(signature)
         taken.append(outside)
         made = (value for call in piece for value in call.outputs)
         places.setdefault(number, set()).update(i for i, value in enumerate(made) if value in used_outside)
     segments = []
-    for piece, number, outside in zip(pieces, numbers, taken, strict=True):
+    for piece, number, outside, signature in zip(pieces, numbers, taken, signatures, strict=True):
         made_values = [value for call in piece for value in call.outputs]
         outputs = tuple(made_values[i] for i in sorted(places[number]))
-        segments.append(Segment(number, tuple(piece), outside, outputs))
+        segments.append(Segment(number, tuple(piece), outside, outputs, signature))
     return segments
 
 

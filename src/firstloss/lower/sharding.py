@@ -92,7 +92,7 @@ def _propagate_through(
 
 def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
     operands = [_known(found, value) for value in call.inputs]
-    rule = _rule_of(call)
+    rule = rule_of_call(call)
     # What is of the batch is asked first, then what is larger.
     order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
     asked = [(n, cut) for i in order for n, cut in zip(rule.operands[i], operands[i].spec, strict=True) if cut]
@@ -106,7 +106,7 @@ def _forward(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
 
 
 def _back(call: Call, found: dict[Value, Placed], axes: Axes) -> None:
-    rule = _rule_of(call)
+    rule = rule_of_call(call)
     asked: dict[int, tuple[str, ...]] = {}
     known = (*zip(call.outputs, rule.results, strict=True), *zip(call.inputs, rule.operands, strict=True))
     for value, dims in known:
@@ -139,7 +139,7 @@ _rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
 _MOST = 8192
 
 
-def _rule_of(call: Call) -> ShardingRule:
+def rule_of_call(call: Call) -> ShardingRule:
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
     found = _rules.get((call.kind, shapes))
     if found is None:

@@ -11,11 +11,15 @@
 
 #ifdef __CUDACC__
 
+#ifdef __CUDACC_RTC__ /* which has no headers */
 typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef unsigned short uint16_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
+#else
+#include <stdint.h>
+#endif
 
 #define FN static __device__ __forceinline__
 #define FMA(x, y, z) __fmaf_rn(x, y, z)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ..compat.python_names import is_initializing
 from .device import pages
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ _compile_dir: list[str] = []
 
 
 def is_there() -> bool:
-    """Whether anybody has imported JAX."""
-    return "jax" in sys.modules
+    """Whether JAX has been imported. Not while another thread still imports it: what it does at exit is not registered
+    yet then, and ours has to be registered later, to come sooner (`dispatch.finish_at_exit`)."""
+    module = sys.modules.get("jax")
+    return module is not None and not is_initializing(module.__spec__)
 
 
 def is_array(found: Any) -> TypeGuard[jax.Array]:

@@ -15,6 +15,7 @@ from ..lower import unwritten
 from ..lower.dtypes import to_jax, to_torch
 from ..lower.program import as_numpy, constant
 from ..undo import Undo
+from .device import on_gpu
 from .jax_there import directory_to_compile_in, on_cpu
 
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
@@ -53,9 +54,10 @@ def compile_options() -> dict[str, Any]:
     On a CPU: to see, before it copies a donated weight, that the backward pass has read it before the optimizer writes
     it (by default each weight is copied at each step: 7% of the time of a Llama's), and to order operations so that
     they need less scratch memory (by default, so that more of them can run at once, it is 1.5 times as much).
+    On a GPU: the same results at each run, where PyTorch has been asked for that.
     """
     if not on_cpu():
-        return {}
+        return {"xla_gpu_exclude_nondeterministic_ops": True} if torch.are_deterministic_algorithms_enabled() else {}
     return {
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
@@ -96,6 +98,9 @@ def lend(tensor: torch.Tensor) -> jax.Array:
     needs the interpreter's lock there. Where the interpreter is ending meanwhile, that aborts the process. What it has
     from NumPy it leaves to JAX to give back, when Python runs.
     """
+    if tensor.is_cuda:
+        with x64():
+            return on_gpu.given(tensor)
     if not on_cpu():
         return _put(tensor)
     with x64():
@@ -105,13 +110,15 @@ def lend(tensor: torch.Tensor) -> jax.Array:
 def given(tensor: torch.Tensor) -> Any:
     """`tensor` as an argument of one call, and nothing else: where it is small, so that a call of `lend` takes longer
     than a copy, as a NumPy array. Its bytes must not change until the call is through."""
-    if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS:
+    if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
         return tensor.numpy()
     return lend(tensor)
 
 
 def _put(tensor: torch.Tensor) -> jax.Array:
     with x64():
+        if tensor.is_cuda:
+            return jax.numpy.copy(on_gpu.given(tensor))
         return jax.device_put(constant(tensor))
 
 

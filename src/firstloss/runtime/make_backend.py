@@ -13,6 +13,7 @@ from ..errors import BackendError
 from ..uncollected import uncollected
 from . import jax_there
 from .backend import EAGER, Backend, current_backend, make_current
+from .device import on_gpu
 
 if TYPE_CHECKING:
     from .cluster_config import ClusterConfig
@@ -115,6 +116,7 @@ def backend(
         # All that the first step needs, so that it need not wait for it; JAX is put off until the first loss is there,
         # where that needs none. Modules live on: a collection that looked through them, and through all of PyTorch and
         # transformers, would take as long as the import.
+        on_gpu.leave_memory_to_pytorch()
         with timeline.span("import"), uncollected():
             if first_loss == "compiled" or compile_only or validate_only or not jax_there.may_wait(mesh):
                 require_jax(f"firstloss.backend({name!r})")

@@ -31,7 +31,7 @@ from ...compat.torch_names import (
 from ...engine.run import default_threads, materialize_values
 from ...program.graph import Ref, Value, dense_count
 from ..jax_there import is_there, on_cpu, process_count
-from . import drawn, pages
+from . import drawn, on_gpu, pages
 from .buffer import DeviceBuffer, is_direct
 from .conjugated import without_bits
 from .host_memory import MappedWeights, is_countable, is_held
@@ -168,11 +168,13 @@ def _materialize_in_background(
 
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
-    memory that becomes the device's."""
+    memory that becomes the device's; on a GPU that PyTorch has too, by kernels of ours what those can make."""
     if not is_there() and on_cpu() and pages.are_there():
         return drawn.make(values, niceness)
     from ..jaxlib import empties, empty, to_device
 
+    on_its_gpu = {} if on_cpu() else on_gpu.make(values)
+    values = [value for value in values if value not in on_its_gpu]
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
     kinds = [_kind(value) for value in values if is_direct(value)]
     for kind, pair in zip(kinds, empties(kinds) if kinds else (), strict=True):  # allocated in one call
@@ -190,7 +192,7 @@ def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array
         return memory
 
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
-    out: dict[Value, jax.Array] = {}
+    out = on_its_gpu
     for value, buffer in buffers.items():
         array = arrays.get(buffer.data_ptr()) if buffer.numel() else None
         out[value] = array if array is not None else to_device(buffer)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...lower.segments import Cut
+from ...lower.gathers import Gathers, gathers_of
+from ...lower.segments import Cut, Segment
 from ...lower.sharding import Placed, Spec, propagate
 from ...program.graph import Value
 from ..jaxlib import x64
@@ -38,6 +39,9 @@ class Edges:
             wanted: the shardings that outputs have to have; the others are as they come.
         """
         self.whole = mesh.whole.named
+        self._axes = mesh.axes
+        # Where a step is one segment, its weights would be whole from the forward pass to the backward pass.
+        self._gathers = len(cut.segments) > 1 and not mesh.scatters
         places = {value: named(where) for value, where in given.items()}
         ends = {value: named(where) for value, where in wanted.items()}
         placed = {v: Placed(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
@@ -71,6 +75,13 @@ class Edges:
     def placed(self, value: Value) -> Placed:
         """The same, by dimensions."""
         return Placed(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
+
+    def gathers(self, segment: Segment) -> Gathers | None:
+        """What a segment gathers of its weights, where that is not left to XLA."""
+        if not self._gathers:
+            return None
+        known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
+        return gathers_of(segment, known, self._axes)
 
     def put(self, values: np.ndarray) -> Any:
         """A copy of `values`, which every process has, on every device."""

@@ -9,6 +9,7 @@ from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
 from ...lower.names import all_have_rules
 from ..backend import Backend
+from ..device import on_gpu
 from ..mesh.processes import processes
 from .first_loss import FirstLoss
 from .inputs import Inputs
@@ -55,7 +56,10 @@ def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -
         return None
     if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has some of the parts
         return None
-    found = FirstLoss(traced.program, names)
+    where = on_gpu.device()
+    if where is not None and backend.mesh is not None:  # no GPU has all of each weight
+        return None
+    found = FirstLoss(traced.program, names, where)
     owners = [traced.owners.inputs[value] for value in found.inputs]
     weights = [owner for owner in owners if isinstance(owner, DeferredStorage)]
     fresh = all(owner.resident is None or owner.resident.fresh for owner in weights)

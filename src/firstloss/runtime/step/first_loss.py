@@ -8,10 +8,12 @@ behind it. The first loss is then eager PyTorch's, bit for bit, and the training
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from ...compat.torch_names import DisableTorchDispatch, schema_of
 from ...engine.replay import Replay
@@ -19,6 +21,7 @@ from ...errors import FirstlossError
 from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ...program.python_text import is_number
+from ..device import on_gpu
 from ..device.lazy import LazyArray, copied_later
 from ..jax_there import is_array
 
@@ -27,30 +30,43 @@ if TYPE_CHECKING:
 
 # A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
 _MOST_OF_A_STEP = 0.6
+_ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Kernels(Replay):
     """As recipes are replayed, but for what only steps have: numbers that are inputs, barriers, and random numbers that
     come from a key."""
 
-    def __init__(self, draws: Draws | None = None) -> None:
-        super().__init__()
+    def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
+        """
+        Args:
+            device: where to run them, if not where they were recorded.
+        """
+        super().__init__(Value.empty if device is None else partial(_empty_on, device))
+        self._scratch = self.allocate
         self._draws = draws
+        self._device = device
+
+    def _real(self, arg: Any) -> Any:
+        return self._device if type(arg) is torch.device and self._device is not None else super()._real(arg)
 
     def _run_one(self, node: Node) -> None:
         if node.draw is not None and self._draws is not None:
             for value, content in zip(node.outputs, self._draws.run(node, self.buffer), strict=True):
-                self.buffers[value] = value.empty().copy_(content.reshape(value.shape))
+                self.buffers[value] = self.allocate(value).copy_(content.reshape(value.shape))
             return
         if node.op is torch.ops.firstloss.barrier.default:  # its results are its operands
             for value, ref in zip(node.outputs, node.args[0], strict=True):
-                self.buffers[value] = value.empty().copy_(ref.view(self.buffer(ref.value)))
+                self.buffers[value] = self.allocate(value).copy_(ref.view(self.buffer(ref.value)))
+            return
+        if node.op is _ATTENTION_OF_CPUS and self._device is not None:
+            self._attention(node)
             return
         if node.op is torch.ops.aten._native_batch_norm_legit_no_training.default:
             # It gives no statistics of the batch, which its backward pass is given and does not read.
             super()._run_one(node)
             for value in node.outputs[1:]:
-                self.buffers[value] = value.empty().fill_(torch.nan)
+                self.buffers[value] = self.allocate(value).fill_(torch.nan)
             return None
         schema = schema_of(node.op).arguments
         numbers = {argument.name for argument in schema if is_number(argument.type)}
@@ -62,6 +78,25 @@ class Kernels(Replay):
         plain.outputs = node.outputs
         return super()._run_one(plain)
 
+    def _attention(self, node: Node) -> None:
+        """Of a CPU's kernel for attention, by that of the device; what it keeps for its backward pass nobody reads."""
+        for value in node.reads():
+            self.buffer(value)
+        given = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
+        given |= {name: self._real(argument) for name, argument in node.kwargs.items()}
+        made = scaled_dot_product_attention(
+            given["query"],
+            given["key"],
+            given["value"],
+            attn_mask=given.get("attn_mask"),
+            dropout_p=given.get("dropout_p", 0.0),
+            is_causal=given.get("is_causal", False),
+            scale=given.get("scale"),
+        )
+        self._keep(node, node.outputs[:1], [made])
+        for value in node.outputs[1:]:
+            self.buffers[value] = self.allocate(value).fill_(torch.nan)
+
     def _number(self, argument: Any) -> Any:
         if type(argument) is Ref:
             return argument.view(self.buffer(argument.value)).item()
@@ -71,7 +106,12 @@ class Kernels(Replay):
 class FirstLoss:
     """Computes some outputs of a step's Program from its inputs."""
 
-    def __init__(self, program: Program, names: Sequence[str]) -> None:
+    def __init__(self, program: Program, names: Sequence[str], device: torch.device | None = None) -> None:
+        """
+        Args:
+            device: the GPU that the inputs are on; None for the CPU, or where PyTorch knows no such device.
+        """
+        self._device = device
         self._refs = [program.outputs[name] for name in names]
         inputs = set(program.inputs.values())
         self._nodes = slice_for([ref.value for ref in self._refs], stop=inputs)
@@ -100,6 +140,8 @@ class FirstLoss:
                 found = found.wait()
             if not is_array(found):
                 return torch.from_numpy(np.asarray(found))
+            if self._device is not None:
+                return on_gpu.view(found)
             from ..jaxlib import to_host
 
             return to_host(found)
@@ -126,20 +168,30 @@ class FirstLoss:
             content_of: gives the content of an input, not to be written; waits for it.
             draws: runs the random operations, if there are any.
         """
-        replay = Kernels(draws)
+        replay = Kernels(draws, self._device)
         with DisableTorchDispatch():
             for node in self._nodes:
                 for value in {ref.value for ref in node.refs()} & self.inputs - replay.buffers.keys():
                     content = content_of(value).reshape(value.shape)
+                    if self._device is not None:
+                        content = content.to(self._device)
                     as_it_is = content.stride() == value.stride and value not in self._written
-                    replay.buffers[value] = content if as_it_is else value.empty().copy_(content)
+                    replay.buffers[value] = content if as_it_is else replay.allocate(value).copy_(content)
                 replay.run([node])
                 for value in self._last.get(node.index, ()):
                     replay.buffers.pop(value, None)
             found = [
                 ref.view(replay.buffer(ref.value)).clone(memory_format=torch.contiguous_format) for ref in self._refs
             ]
+            replay.buffers.clear()
+            if self._device is not None:
+                found = [tensor.cpu() for tensor in found]
+                on_gpu.wait(self._device)
         return [copied_later(tensor) for tensor in found]
+
+
+def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
 
 def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:

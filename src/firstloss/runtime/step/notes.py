@@ -18,6 +18,11 @@ def set_folder(folder: str) -> None:
     _folder = Path(folder)
 
 
+def folder() -> Path | None:
+    """Where notes are kept."""
+    return _folder
+
+
 def is_noted(digest: str) -> bool:
     """Whether there is a note of `digest`."""
     return _folder is not None and (_folder / digest).exists()

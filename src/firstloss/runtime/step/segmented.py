@@ -24,8 +24,9 @@ from ..device.lazy import LazyArray, ready
 from ..device.placement import begin_behind
 from ..jaxlib import compile_options, on_cpu, x64
 from ..mesh.edges import Edges
+from ..mesh.gathers import run_gathered
 from ..mesh.peers import peers_of
-from . import notes
+from . import executable_cache, notes
 from .later import Later
 
 
@@ -359,6 +360,7 @@ class _Compiling:
         self._functions = functions
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}
+        self._entries: dict[int, executable_cache.Entry] = {}
         self._futures: dict[int, Future[Any]] = {}
         self._executables: dict[int, Any] = {}
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
@@ -377,11 +379,28 @@ class _Compiling:
         if number is None:
             return False
         with timeline.span("lower"):
-            self._held[number] = _lower(f"{self._name}_{number}", self._todo[number], self._edges)
+            entry = self._entry(number)
+            self._held[number] = entry if entry is not None and entry.found else self._lower(number)
         del self._todo[number]
         if not hold:
             self.release()
         return True
+
+    def _lower(self, number: int) -> Any:
+        return _lower(f"{self._name}_{number}", self._functions[number], self._edges)
+
+    def _entry(self, number: int) -> executable_cache.Entry | None:
+        """Where a function is kept from one start to the next; None if it is not."""
+        if self._edges is not None or not self._compiles:
+            return None
+        function = self._functions[number]
+        made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
+        results = tuple(made[function.like.outputs[i]] for i in function.result_order)
+        order = (function.argument_order, results, function.reused)
+        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order)
+        if entry is not None:
+            self._entries[number] = entry
+        return entry
 
     def release(self) -> None:
         """Compile what is lowered."""
@@ -396,6 +415,14 @@ class _Compiling:
 
     def _compile(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
+            entry = self._entries.get(number)
+            if entry is not None:
+                if isinstance(lowered, executable_cache.Entry):
+                    compiled = entry.load()
+                    if compiled is not None:
+                        return compiled
+                    lowered = self._lower(number)
+                return entry.compile(lowered, compile_options())
             if self._peers is None or self._edges is None:
                 return lowered.compile(compile_options())
             devices = self._edges.whole.mesh.devices
@@ -460,9 +487,13 @@ def _lower(name: str, function: Function, edges: Edges | None) -> Any:
                 step.append(step_key(seed))
             return jax.random.fold_in(step[0], arrays[draw])
 
-        run_calls(segment.calls, arrays, key_of)
+        if gathers is None or edges is None:
+            run_calls(segment.calls, arrays, key_of)
+        else:
+            run_gathered(gathers, arrays, key_of, edges.whole.mesh)
         return tuple(arrays[value] for value in outputs)
 
+    gathers = None if edges is None else edges.gathers(segment)
     run.__name__ = name
     with x64(), aten.within(edges is None and on_cpu()):
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}

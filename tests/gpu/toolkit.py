@@ -1,0 +1,54 @@
+"""NVIDIA's compiler for CUDA, where it is installed: no GPU is needed for it."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from firstloss.gpu import nvrtc
+
+
+def nvcc():
+    return shutil.which("nvcc")
+
+
+class Compiled(NamedTuple):
+    """What came out, and what the assembler says of each kernel: {name: (registers, bytes spilled, bytes of shared
+    memory)}."""
+
+    code: bytes
+    kernels: dict[str, tuple[int, int, int]]
+
+
+def compile(source, name, architecture, options=(), ptx=False):
+    """As `nvrtc.compile`, by nvcc."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / f"{name}.cu", Path(folder) / name
+        given.write_text(source)
+        how = ["--ptx"] if ptx else ["--cubin", "-Xptxas", "-v,-warn-spills"]
+        command = [nvcc(), *how, f"--gpu-architecture={architecture}", *options, "-o", made, given]
+        done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
+        if done.returncode:
+            raise AssertionError(done.stderr)
+        return Compiled(made.read_bytes(), _kernels(done.stderr))
+
+
+def _kernels(said):
+    found = {}
+    for part in re.split(r"Compiling entry function '", said)[1:]:
+        name = part[: part.index("'")]
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
+        shared = re.search(r"(\d+) bytes smem", part)
+        registers = int(re.search(r"Used (\d+) registers", part)[1])
+        found[name] = registers, spilled, int(shared[1]) if shared else 0
+    return found
+
+
+def has_nvrtc():
+    try:
+        nvrtc.library()
+    except Exception:
+        return False
+    return True
