@@ -2,10 +2,10 @@
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
 layout of a weight than PyTorch's; PyTorch brings oneDNN. Its attention keeps no matrix of all scores in memory. Of
-products of matrices, MKL does float32's, faster than XLA on Intel's processors, and oneDNN bfloat16's, where the
-processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays to PyTorch by the C interface
-that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which neither needs Python nor C++.
-Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
+products of matrices, MKL does most of float32's faster than XLA on Intel's processors, and oneDNN the gradients of
+weights in bfloat16, where the processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays
+to PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
+neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
 
 Steps for one CPU device are lowered `within` this; no others: an array on a mesh is in parts, and a module that is
 written to a file has to run without PyTorch.
@@ -170,8 +170,10 @@ def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
     """
     if x.dtype != y.dtype or not computes(x.dtype) or x.shape[0] * x.shape[1] * y.shape[1] < _LEAST_PRODUCT:
         return False
+    if x.dtype != np.float32:  # XLA packs what lies by columns slowly: a weight's gradient; else it is as fast
+        return bool(by_columns[0])
     # rows by columns, as activations by a weight, are what MKL is not fast at
-    return x.dtype != np.float32 or (_mkl() and tuple(by_columns) != (False, True))
+    return _mkl() and tuple(by_columns) != (False, True)
 
 
 def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
@@ -183,12 +185,18 @@ def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
 
 
 def attends(query: Any, key: Any, value: Any, mask: Any) -> bool:
-    """Whether attention is to be given to PyTorch: the kernel that never has all scores in memory."""
-    if not computes(query.dtype) or not query.dtype == key.dtype == value.dtype or query.ndim != 4:
+    """Whether attention is to be given to PyTorch: the kernel that never has all scores in memory, in float32. (In
+    bfloat16 it packs its operands anew for each block: a Llama's step takes 1.6 times as long as by XLA.)"""
+    if (
+        not computes(query.dtype)
+        or query.dtype != np.float32
+        or not query.dtype == key.dtype == value.dtype
+        or query.ndim != 4
+    ):
         return False
     if 0 in (*query.shape, *key.shape) or query.shape[3] != value.shape[3] or query.shape[1] % key.shape[1]:
         return False
-    return mask is None or (mask.ndim == 4 and mask.dtype in (np.float32, query.dtype))
+    return mask is None or (mask.ndim == 4 and mask.dtype == np.float32)
 
 
 def _heads(x: Any) -> Any:
