@@ -145,7 +145,7 @@ def one_fill_each():
     deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
     fully_shard(deferred)
     for parameter in deferred.parameters():
-        recipe = recipe_of(parameter.to_local()._store.value)
+        recipe = recipe_of(parameter.to_local()._storage.value)
         assert recipe is not None and recipe.wanted.numel == parameter.to_local().numel()
 
 

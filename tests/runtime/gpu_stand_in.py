@@ -85,7 +85,7 @@ def trained(on_backend):
         tokens = torch.randint(CONFIGS["tiny"].vocabulary, (2, 9), generator=generator)
         losses.append(float(step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())))
         if on_backend and len(losses) > 1:
-            array = model.head.weight._store.resident.array()
+            array = model.head.weight._storage.resident.array()
             assert isinstance(array, jax.Array)
             pointers.append(array.unsafe_buffer_pointer())
     return losses, pointers, model

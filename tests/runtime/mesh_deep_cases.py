@@ -142,9 +142,9 @@ def sent(executables):
 
 
 def calls_of(run):
-    """How often each function is called, in the order of the executables."""
-    numbers = [call.function for call in run.executable._calls]
-    return {place: numbers.count(number) for place, number in enumerate(run.executable._functions)}
+    """How often each function is called, by its number."""
+    numbers = [call.function for call in run.calls]
+    return {number: numbers.count(number) for number in numbers}
 
 
 # The others have one axis that cuts weights and one that cuts the batch, or that axis alone.
@@ -207,7 +207,7 @@ def test_the_weights_of_a_layer_are_gathered_together(dtype, cut_early, monkeypa
     def train():
         run = DeepRun(tmp_path, {"fsdp": 8}, dtype=dtype)
         losses = run.train(3)
-        functions = run.executable.executables
+        functions = run.executables
         (forward, backward) = [functions[number] for number, count in calls_of(run).items() if count > 1]
         return losses, [len(re.findall(r" all-gather\(", each.as_text())) for each in (forward, backward)]
 

@@ -174,7 +174,7 @@ def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
 def test_what_a_user_has_registered_is_lowered_at_each_start(tmp_path, hits):
     """It may be another function then."""
 
-    @torch.library.custom_op("test_compile_cache::scaled", mutates_args=())
+    @torch.library.custom_op("firstloss_compile_cache::scaled", mutates_args=())
     def scaled(x: torch.Tensor) -> torch.Tensor:
         return 2 * x  # never run
 
@@ -184,10 +184,12 @@ def test_what_a_user_has_registered_is_lowered_at_each_start(tmp_path, hits):
 
     found = []
     for factor in (2, 3):
-        fl.register_lowering(torch.ops.test_compile_cache.scaled, replace=True)(lambda x, factor=factor: factor * x)
+        fl.register_lowering(torch.ops.firstloss_compile_cache.scaled, replace=True)(
+            lambda x, factor=factor: factor * x
+        )
         with fl.backend("XLA", artifact_dir=tmp_path).device:
             pass
-        step = fl.trace(lambda x: torch.ops.test_compile_cache.scaled(x).sum())
+        step = fl.trace(lambda x: torch.ops.firstloss_compile_cache.scaled(x).sum())
         found.append(step(torch.ones(3)).item())
     assert found == [6, 9]
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from jax.experimental import serialize_executable
 
-from ...compat.torch_names import OpOverload
+from ...compat.torch_names import OpOverload, schema_of
 from ...files import placed
 from ...lower import aten
 from ...lower.functional_overloads import functional
@@ -160,7 +160,7 @@ def _text(part: Any) -> Iterator[str]:
         rules = {op for op in (part, functional(part)) if op in RULES}
         if not rules or not rules.isdisjoint(OF_USERS):
             raise Unknown
-        yield f"op {part} {part._schema}"
+        yield f"op {part} {schema_of(part)}"
     elif isinstance(part, tuple) and (kind in (tuple, torch.Size) or kind.__module__.startswith("firstloss.lower.")):
         yield f"{kind.__name__} {len(part)}"
         for inner in part:
