@@ -302,8 +302,8 @@ def test_a_key_is_that_of_one_machine_and_its_settings(tmp_path, monkeypatch):
     keys.add(entry((1,)))
     with jax.default_matmul_precision("bfloat16"):
         keys.add(entry((1,)))
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    keys.add(entry((1,)))
+    with torch.backends.mkldnn.flags(enabled=False):
+        keys.add(entry((1,)))
     assert len(keys) == 6
     assert entry((object(),)) is None and entry(([1],)) is None  # what cannot be written down in full
 
