@@ -165,6 +165,38 @@ def test_what_xla_has_loaded_from_jaxs_cache_is_not_kept(tmp_path, hits):
         assert set(hits) == {"JAX's"}
 
 
+LIBRARIES = """
+import json, sys, torch
+import firstloss as fl
+from firstloss.runtime.step import executable_cache
+loaded, load = [], executable_cache.Entry.load
+executable_cache.Entry.load = lambda entry: loaded.append(1) or load(entry)
+backend = fl.backend("XLA", artifact_dir=sys.argv[1], first_loss="compiled")
+@fl.trace
+def step(m):
+    found = torch.linalg.cholesky(m), torch.linalg.qr(m)[1], torch.linalg.eigvalsh(m), torch.linalg.svdvals(m)
+    return sum(each.sum() for each in (*found, torch.linalg.solve(m, m), torch.fft.rfft(m).abs(), m.topk(2)[0]))
+@fl.trace
+def plain(m):
+    return (m @ m).exp().sum()
+m = torch.eye(4) + 0.1
+print(json.dumps([step(m).item(), plain(m).item(), len(loaded)]))
+"""
+
+
+def test_what_calls_a_library_is_lowered_in_each_process(tmp_path):
+    """JAX prepares LAPACK when a call of it is lowered: without that the process would end where it is called."""
+
+    def process():
+        done = forked.run(["-c", LIBRARIES, str(tmp_path)], capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    *first, none = process()
+    *again, found = process()
+    assert again == first and (none, found) == (0, 1)  # `plain`
+
+
 def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
     monkeypatch.setattr(segmented, "_lower", lambda *_: pytest.fail("lowered"))

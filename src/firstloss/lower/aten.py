@@ -30,7 +30,7 @@ from jax import numpy as jnp
 
 from .. import c_library
 
-_CALLS = (
+TARGETS = (
     "firstloss_convolution",
     "firstloss_convolution_backward",
     "firstloss_product",
@@ -76,7 +76,7 @@ def registered_with_xla() -> bool:
     """Whether XLA has the custom calls; it is told of them the first time."""
     entry = (ctypes.c_void_p, (ctypes.c_void_p,))
     set_up = (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int))
-    ours = c_library.load(__file__, "_aten", {**dict.fromkeys(_CALLS, entry), "firstloss_aten": set_up})
+    ours = c_library.load(__file__, "_aten", {**dict.fromkeys(TARGETS, entry), "firstloss_aten": set_up})
     functions = _functions()
     if ours is None or functions is None or not torch.backends.mkldnn.is_available():
         return False
@@ -85,7 +85,7 @@ def registered_with_xla() -> bool:
         return False
     jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
     try:
-        for name in _CALLS:
+        for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(ours, name)), platform="cpu", api_version=1)
     except Exception as error:  # another version of the interface: XLA computes
         print(f"firstloss: no kernels of PyTorch's are called in steps on CPU devices ({error})", file=sys.stderr)
@@ -135,14 +135,14 @@ def convolution(x: Any, weight: Any, bias: Any, shape: Sequence[int], *how: Any)
     Args:
         how: stride, padding, dilation (a number for each dimension of space), transposed, output_padding, groups.
     """
-    call = jax.ffi.ffi_call(_CALLS[0], jax.ShapeDtypeStruct(shape, x.dtype))
+    call = jax.ffi.ffi_call(TARGETS[0], jax.ShapeDtypeStruct(shape, x.dtype))
     return call(x, weight, *([] if bias is None else [bias]), how=_how(*how))
 
 
 def convolution_backward(grad_output: Any, x: Any, weight: Any, wanted: Sequence[bool], *how: Any) -> list[Any]:
     """`aten.convolution_backward` for the input and the weight, those of the two that are `wanted`; else None."""
     kinds = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a, w in zip((x, weight), wanted, strict=True) if w]
-    call = jax.ffi.ffi_call(_CALLS[1], kinds)
+    call = jax.ffi.ffi_call(TARGETS[1], kinds)
     made = iter(call(grad_output, x, weight, how=_how(*how), wanted=np.array(wanted, np.int64)))
     return [next(made) if w else None for w in wanted]
 
@@ -178,7 +178,7 @@ def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
 
 def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
     """The product of two matrices, in their dtype; arguments as `multiplies` has them."""
-    call = jax.ffi.ffi_call(_CALLS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
+    call = jax.ffi.ffi_call(TARGETS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
     # As they lie in memory: XLA takes the transpose of a transpose for what it is.
     given = (lax.transpose(a, (1, 0)) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
     return call(*given, by_columns=np.array(by_columns, np.int64))
@@ -208,7 +208,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: 
     """`aten._scaled_dot_product_flash_attention_for_cpu`: the output, and the logarithms of the scores' sums."""
     batch, heads, length, _ = query.shape
     kinds = [((batch, length, heads, value.shape[3]), query.dtype), ((batch, length, heads), np.dtype(np.float32))]
-    call = jax.ffi.ffi_call(_CALLS[3], [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    call = jax.ffi.ffi_call(TARGETS[3], [jax.ShapeDtypeStruct(*kind) for kind in kinds])
     return [_heads(x) for x in call(*_attended((query, key, value), mask), **_numbers(causal, scale))]
 
 
@@ -217,7 +217,7 @@ def attention_backward(
 ) -> list[Any]:
     """Its derivatives by the query, the key and the value."""
     given = _attended((grad_out, query, key, value, out, logsumexp), mask)
-    call = jax.ffi.ffi_call(_CALLS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
+    call = jax.ffi.ffi_call(TARGETS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
     return [_heads(x) for x in call(*given, **_numbers(causal, scale))]
 
 

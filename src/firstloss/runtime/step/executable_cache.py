@@ -6,7 +6,8 @@ arguments and results, and all that lowering and compiling depend on besides. Th
 Python, which runs at each start: only the very same Program finds an entry.
 
 What cannot be written down in full has no key and is lowered: an operation with a lowering or a decomposition that is
-not Firstloss's own, an argument of an unknown type. An entry that cannot be read is ignored.
+not Firstloss's own, an argument of an unknown type. What calls a library other than PyTorch, such as LAPACK, is lowered
+as well, since JAX prepares that when it lowers. An entry that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import os
 import pickle
 import platform
+import re
 import stat
 import threading
 from collections.abc import Iterator, Mapping
@@ -90,10 +92,11 @@ class Entry:
 
     def compile(self, lowered: Any, options: dict[str, Any]) -> Any:
         """`lowered.compile(options)`, which is kept if XLA has compiled it there and then: what it has loaded from
-        JAX's cache it would write without complaint, and not find its kernels when that is run."""
+        JAX's cache it would write without complaint, and not find its kernels when that is run. Nor is one kept that
+        calls a library: JAX prepares LAPACK, say, when a call of it is lowered."""
         misses = _this_thread.misses
         compiled = lowered.compile(options)
-        if _this_thread.misses > misses:
+        if _this_thread.misses > misses and _custom_calls(lowered) <= set(aten.TARGETS):
             with contextlib.suppress(Exception):  # what cannot be kept will be compiled again
                 self._store(compiled)
         return compiled
@@ -106,6 +109,11 @@ class Entry:
             os.fchmod(file.fileno(), 0o600)
             file.write(hashlib.sha256(content).digest())
             file.write(content)
+
+
+def _custom_calls(lowered: Any) -> set[str]:
+    """What a lowered function calls by name."""
+    return set(re.findall(r"custom_call\s*@\"?([^\s(\"]+)", lowered.as_text()))
 
 
 def _is_ours(status: os.stat_result) -> bool:
