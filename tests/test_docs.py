@@ -102,24 +102,24 @@ def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
 
 # How-to page -> what runs its diffs against the real package: a test, or the example that the page names and its test.
 HOW_TO = {
-    "meta": ["tests/test_samples.py::test_samples_run"],
-    "nanogpt": ["tests/trainers/test_scripts.py::test_nanogpt"],
-    "nanochat": ["tests/trainers/test_scripts.py::test_nanochat"],
-    "torchtitan": ["tests/trainers/test_scripts.py::test_torchtitan"],
+    "meta": ["tests/test_doc_samples.py::test_samples_run"],
+    "nanogpt": ["tests/integrations/test_scripts.py::test_nanogpt"],
+    "nanochat": ["tests/integrations/test_scripts.py::test_nanochat"],
+    "torchtitan": ["tests/integrations/test_scripts.py::test_torchtitan"],
     "transformers": [
-        "tests/trainers/test_libraries.py::test_transformers_trainer",
+        "tests/integrations/test_libraries.py::test_transformers_trainer",
         "tests/init/test_loading.py::test_from_pretrained",
-        "tests/trainers/test_libraries.py::test_transformers_tensor_parallel",
+        "tests/integrations/test_libraries.py::test_transformers_tensor_parallel",
     ],
     "accelerate": [
-        "tests/trainers/test_libraries.py::test_accelerate_prepare",
-        "tests/trainers/test_libraries.py::test_accelerate_load_checkpoint_and_dispatch",
+        "tests/integrations/test_libraries.py::test_accelerate_prepare",
+        "tests/integrations/test_libraries.py::test_accelerate_load_checkpoint_and_dispatch",
     ],
-    "lightning": ["tests/trainers/test_libraries.py::test_lightning"] * 2,
-    "fsdp": ["tests/trainers/test_libraries.py::test_two_ranks"],
-    "deepspeed": ["tests/trainers/test_libraries.py::test_deepspeed_zero_3"],
+    "lightning": ["tests/integrations/test_libraries.py::test_lightning"] * 2,
+    "fsdp": ["tests/integrations/test_libraries.py::test_two_ranks"],
+    "deepspeed": ["tests/integrations/test_libraries.py::test_deepspeed_zero_3"],
     "checkpoints": ["tests/init/test_loading.py::test_each_rank_reads_its_own"] * 2,
-    "pipeline": ["tests/trainers/test_pipeline.py::test_training_by_a_schedule"],
+    "pipeline": ["tests/integrations/test_pipeline.py::test_training_by_a_schedule"],
 }
 
 
@@ -135,7 +135,9 @@ def test_a_how_to_is_one_line_that_a_test_runs(page):
         file, _, function = test.partition("::")
         assert f"\ndef {function}(" in read(file), test
     for named in re.findall(r"examples/(\w+)\.py", read(page)):
-        tests = "".join(read(f"tests/trainers/{f}.py") for f in ("test_libraries", "test_pipeline", "example_ranks"))
+        tests = "".join(
+            read(f"tests/integrations/{f}.py") for f in ("test_libraries", "test_pipeline", "example_ranks")
+        )
         assert os.path.exists(os.path.join(ROOT, "examples", f"{named}.py")) and named in tests, named
 
 

@@ -1,7 +1,7 @@
-"""What earlier systems that trace PyTorch or initialise it lazily could not do, a test for each limit that is lifted.
+"""What earlier systems that trace PyTorch or initialize it lazily could not do: one test for each limit that is lifted.
 
-The limits are those that the two texts admit whose samples `runtime/test_reference.py` runs. Each is shown here in its
-smallest form; everything about it is tested where it lives.
+These are the limits stated in the two documents whose samples `runtime/test_reference_samples.py` runs. Each is shown
+here in its smallest form; the details are tested beside the code.
 """
 
 import json

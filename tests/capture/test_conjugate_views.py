@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 
-from .same import assert_same, deferred, eager, materialize
+from .eager_comparison import assert_same, deferred, eager, materialize
 
 VIEWS = ["{t}.conj()", "{t}.conj()[1:]", "{t}[::2].conj()", "{t}.t().conj()", "{t}.adjoint()", "{t}.detach().conj()"]
 VIEWS += ["{t}.conj().imag", "{t}.imag", "torch._neg_view({t})", "{t}.conj().real", "{t}.reshape(-1)", "{t}.mH[:1]"]

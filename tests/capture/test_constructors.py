@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capture.same import assert_same_as_eager
+from tests.capture.eager_comparison import assert_same_as_eager
 
 CASES = {}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capture.same import assert_same_as_eager, quiet, tensors_of
+from tests.capture.eager_comparison import assert_same_as_eager, quiet, tensors_of
 
 # Arguments for the classes that need some; a class may be listed with several.
 ARGUMENTS: dict[str, list[tuple[tuple, dict]]] = {

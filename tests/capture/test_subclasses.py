@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from tests.capture.same import bytes_of, deferred, eager, materialize
+from tests.capture.eager_comparison import bytes_of, deferred, eager, materialize
 
 
 class Tagged(torch.Tensor):

@@ -34,7 +34,7 @@ def importable(monkeypatch):
 def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
     """Those of C, of other processes and at the end too."""
     ran = forked.run(
-        ["-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
+        ["-m", "firstloss", *arguments(command, "misbehaving_target:printing", tmp_path), "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(cli.__file__).parents[2])])},
         capture_output=True,
         check=True,
@@ -48,7 +48,7 @@ def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
     stdout = sys.stdout
-    assert cli.main([*arguments(command, "odd_target:printing", tmp_path), "--json"]) == 0
+    assert cli.main([*arguments(command, "misbehaving_target:printing", tmp_path), "--json"]) == 0
     assert sys.stdout is stdout
     captured = capsys.readouterr()
     assert isinstance(json.loads(captured.out), dict)
@@ -60,9 +60,9 @@ def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ending_the_process_is_no_success(command, target, as_json, tmp_path, capsys):
     options = ["--json"] if as_json else []
-    assert cli.main([*arguments(command, f"odd_target:{target}", tmp_path), *options]) == 1
+    assert cli.main([*arguments(command, f"misbehaving_target:{target}", tmp_path), *options]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "SystemExit" in captured.err and "odd_target.py:" in captured.err
+    assert captured.out == "" and "SystemExit" in captured.err and "misbehaving_target.py:" in captured.err
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

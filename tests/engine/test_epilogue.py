@@ -10,7 +10,7 @@ from firstloss.engine import epilogue
 from firstloss.engine.plan import RangePlanner
 from firstloss.program import node_kinds
 from firstloss.rng import native
-from tests.capture.same import assert_same_as_eager, bytes_of
+from tests.capture.eager_comparison import assert_same_as_eager, bytes_of
 
 aten = torch.ops.aten
 # Of what may be run on a range, the in-place operations whose operands are numbers.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import firstloss as fl
-from tests.capture.same import assert_same, bytes_of, seed_all, tensors_of
+from tests.capture.eager_comparison import assert_same, bytes_of, seed_all, tensors_of
 
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
 

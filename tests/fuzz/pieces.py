@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from . import objects
-from .draft import Draft, block
 from .places import Place, place, variable
+from .program_builder import Draft, block
 
 STATS = (
     "out.detach().mean(0)",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .draft import Draft
+from .program_builder import Draft
 
 
 @dataclass(frozen=True)

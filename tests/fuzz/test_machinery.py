@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.fuzz.compare import Difference, compare
-from tests.fuzz.judge import check
+from tests.fuzz.oracle import check
 from tests.fuzz.shrink import shrink
 from tests.fuzz.steps import generate
 

@@ -12,7 +12,7 @@ import torch
 
 import firstloss as fl
 from firstloss.lower.program import constant
-from tests.init.odd_model import Odd, OddOnDevices
+from tests.init.varied_model import Odd, OddOnDevices
 
 MESHES = {
     "one": (None, None),

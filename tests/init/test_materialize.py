@@ -10,7 +10,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import materialize_tensors
-from tests.capture.same import assert_same, deferred, eager, tensors_of
+from tests.capture.eager_comparison import assert_same, deferred, eager, tensors_of
 
 
 def build():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from tests.capture.same import assert_same
+from tests.capture.eager_comparison import assert_same
 from tests.tiny_llama import llama
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")

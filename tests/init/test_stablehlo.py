@@ -16,8 +16,8 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
 from tests import forked
-from tests.init.odd_model import TABLE, Layers, Mixed
 from tests.init.stablehlo_devices import MESHES, program_of
+from tests.init.varied_model import TABLE, Layers, Mixed
 
 pytestmark = pytest.mark.optimized
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.engine import rejection
-from tests.capture.same import assert_same_as_eager, deferred, eager
+from tests.capture.eager_comparison import assert_same_as_eager, deferred, eager
 
 BOUNDS = {
     "nothing can fall outside": {"std": 0.02},

@@ -27,8 +27,8 @@ import jax
 import torch
 
 from .core_samples import DIRECT
-from .listed import CORE, is_listed
 from .outcomes import ROOT, keep_outcome, read_outcomes, short
+from .promised_operations import CORE, is_listed
 from .samples import ABSENT, DIFFERS, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, REFUSED, tested
 from .verdicts import examine
 

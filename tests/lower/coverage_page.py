@@ -8,7 +8,7 @@ from typing import Any
 from firstloss.lower.rules import RULES
 
 from .core_samples import DIRECT
-from .listed import CORE, is_listed
+from .promised_operations import CORE, is_listed
 from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, PASSES, REFUSED, tested
 
 # Core overloads that are no lowering's business, and why.
@@ -88,7 +88,7 @@ def _totals(outcomes: dict[str, dict[str, Any]], ops: dict[str, Any]) -> list[st
     every = [sum(_total(o, *verdicts) for o in column) for column in columns]
     lines = [
         f"{every[0]:,} samples of {len(outcomes)} operations; {every[1]:,} of them of the {len(listed)} that are Core "
-        "ATen's or of the families that models are made of (`tests/lower/listed.py`):",
+        "ATen's or of the families that models are made of (`tests/lower/promised_operations.py`):",
         "",
         "| outcome | all | | Core and listed | |",
         "| --- | ---: | ---: | ---: | ---: |",

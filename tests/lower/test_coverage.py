@@ -8,7 +8,7 @@ import torch
 
 from . import outcomes, samples
 from .coverage_page import write_page
-from .listed import CORE
+from .promised_operations import CORE
 from .samples import DYNAMIC, GOOD, LEFT_OUT
 from .verdicts import examine
 

@@ -8,7 +8,7 @@ import torch
 
 from .coverage_page import ELSEWHERE
 from .harness import RULES
-from .listed import CORE, CORE_NAMES, aten_names
+from .promised_operations import CORE, CORE_NAMES, aten_names
 from .sweep import DTYPES, op_db, sweep_op
 
 

@@ -110,7 +110,7 @@ def digest(tensor: torch.Tensor) -> str:
 def of_constructor(build: Callable[[], Any], policy: str = "eager", device_parts: bool = False) -> Iterator:
     """(what, text) of one constructor."""
     import firstloss as fl
-    from tests.capture.same import seed_all, tensors_of
+    from tests.capture.eager_comparison import seed_all, tensors_of
 
     seed_all(0)
     with fl.deferred(rng=policy):
