@@ -62,6 +62,10 @@ def test_the_site_lists_every_page_that_there_is():
     assert sorted(os.path.join("docs", *page.split("/")) for page in listed) == PAGES
 
 
+def test_architecture_is_short_enough_to_be_read():
+    assert len(read("docs/architecture.md").split()) < 1200
+
+
 def test_every_public_name_is_on_a_page():
     hook = reference()
     hook.check()
