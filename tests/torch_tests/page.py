@@ -1,4 +1,4 @@
-"""What became of PyTorch's own tests: a row a test in docs/torch-tests.jsonl, and the page of the rows."""
+"""The outcomes of PyTorch's own tests: one row per test in docs/torch-tests.jsonl, and the page made of them."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ HEAD = """# PyTorch's own tests
 
 <!-- Written by `python -m tests.torch_tests`. -->
 
-Tests of PyTorch's repository, as they are, run as clients of the backend. Nothing in a test is edited. What a user
-would write for the backend is put into PyTorch's classes from outside, for the time of one test:
+Tests from PyTorch's repository, run unmodified on the backend. What a user would write for the backend is patched into
+PyTorch's classes for the duration of each test:
 
-- **eager**: as it is. What does not pass so here is not run further (the tests of a release expect things of that
-  release's PyTorch, or of a GPU).
-- **on the backend**: under `with backend.device`, with `lazy_initialization = False`, so that weights live on the
-  backend from their constructor on. A model that the test calls is compiled with `fl.compile`, and so is one that holds
-  the tensors that the test gives an optimizer. Hooks, `state_dict`, copies, pickles, backward passes, optimizer steps,
-  parametrizations: all that the test does, it does to weights on the backend, as between two steps.
-- **steps traced**: so, and each `optimizer.step()` is a step under `@fl.trace`. `optimizer.step(closure)` becomes what
-  [the table](how-to/traced-step.md#what-to-write-instead) says to write: a step that calls the closure, and then
+- **eager**: unchanged. Tests that do not pass here are not run any further (the tests of a release assume that release
+  of PyTorch, or a GPU).
+- **on the backend**: under `with backend.device`, with `lazy_initialization = False`, so that weights are on the
+  backend from construction on. A model that the test calls is compiled with `fl.compile`, and so is one that holds the
+  tensors passed to an optimizer. Hooks, `state_dict`, copies, pickling, backward passes, optimizer steps,
+  parametrizations: the test does all of this to weights on the backend, as between two steps.
+- **steps traced**: in addition, each `optimizer.step()` is a step under `@fl.trace`. `optimizer.step(closure)` becomes
+  what [the table](how-to/traced-step.md#what-to-write-instead) recommends: a step that calls the closure, and then
   `optimizer.step()`.
-- **traced whole**: the test, from its first line to its last, is one step under `@fl.trace`, and is called twice (once,
-  where eager PyTorch does not pass it twice). Hooks are registered, fire and are removed while it is traced.
-  Comparisons of tensors are made by `fl.step_closure`, when the step has been run.
+- **traced whole**: the whole test is one step under `@fl.trace`, and is called twice (once, if eager PyTorch does not
+  pass it twice). Hooks are registered, called and removed during the trace. Tensors are compared in an
+  `fl.step_closure`, after the step has run.
 
-Beside what a test asserts, all that its models return and what each `optimizer.step()` makes of the weights is compared
-with eager PyTorch: what is not the same within rounding (of float32 where steps are traced, for step counts are kept in
-it: [schedules](schedules.md)) is listed as *differs*. Where rounding errors of a few units in the last place make a
-difference in eager PyTorch as well (a batch norm follows, so that gradients are zero but for rounding), it is not.
+In addition to the test's assertions, all outputs of its models and the weights after each `optimizer.step()` are
+compared with eager PyTorch. Differences beyond rounding are listed as *differs*. (Traced steps round in float32, in
+which step counts are kept: [schedules](schedules.md).) Differences that rounding errors of a few units in the last
+place also cause in eager PyTorch (as in front of a batch norm, where gradients are zero up to rounding) are not.
 
-- **refused**: an error of Firstloss's own, at the test's line, that says what to write instead.
-- **failed**: an assertion of the test, or another error. **Late**: no end within the time for one test.
+- **refused**: one of Firstloss's errors, at the test's line, that says what to write instead.
+- **failed**: a failed assertion of the test, or another error. **Late**: not finished within the time limit.
 """
 
 
@@ -89,7 +89,7 @@ def write_page() -> None:
     lines = [HEAD]
     files = [file for file in FILES if any(row["file"] == file for row in rows)]
     lines += [
-        "| file | of PyTorch | way | tests | pass | refused | failed | differ | late | not run |",
+        "| file | PyTorch | mode | tests | pass | refused | failed | differ | late | not run |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for file in files:
@@ -116,19 +116,20 @@ def write_page() -> None:
 
 
 REMARK = """\
-Each file is of the release that its row names, and was run on the PyTorch below: what has changed in between, or came
-later (Muon), does not pass eager. *Not run* is what was left out for the time that it takes: with steps traced, tests
-that differ in `is_named`, `contiguous` or `lrsched` alone, those of schedulers and of averaged models, and some more.
+Each file is from the release in its row, and was run on the PyTorch version below: tests of what has changed in
+between, or came later (Muon), do not pass in eager mode. *Not run* are tests that were skipped to save time: with
+steps traced, tests that differ only in `is_named`, `contiguous` or `lrsched`, those of schedulers and of averaged
+models, and some more.
 """
 _THROUGH = (
-    "`differentiable=True`: the test asks for gradients through the step, and what a traced step leaves has no graph"
+    "`differentiable=True`: the test computes gradients through the step, and results of a traced step have no graph"
 )
 KNOWN = {
     ("test_wrapper_subclass_parametrization", "failed"): (
         "it asserts `type(weight) is nn.Parameter`; on the backend a weight's class is Firstloss's own, and "
         "`isinstance(weight, nn.Parameter)` holds"
     ),
-    ("test_hook_inplace", "failed"): "it expects an error of PyTorch's that has other words now",
+    ("test_hook_inplace", "failed"): "it expects an error of PyTorch's whose message has changed",
     **{
         (f"test_{name}", outcome): _THROUGH
         for name in "adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
@@ -140,13 +141,13 @@ TAIL = """## To run them
 
 ```sh
 git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch
-PYTHONPATH=src python -m tests.torch_tests pytorch            # what became of each
-PYTHONPATH=src python -m tests.torch_tests pytorch --write    # and keep it in docs/torch-tests.jsonl, and this page
+PYTHONPATH=src python -m tests.torch_tests pytorch            # print the outcome of each test
+PYTHONPATH=src python -m tests.torch_tests pytorch --write    # also write docs/torch-tests.jsonl and this page
 FIRSTLOSS_TORCH_TESTS=pytorch python -m pytest tests/torch_tests
 ```
 
-Nothing of PyTorch is built, and none of its files is a part of this repository. Any release's tests will do; those that
-expect another PyTorch than the installed one do not pass eager.
+PyTorch is not built, and none of its files is part of this repository. The tests of any release can be used; those
+that assume another version than the installed one do not pass in eager mode.
 """
 
 
@@ -159,7 +160,7 @@ def _reasons(rows: list[Row], way: str) -> list[str]:
             found[verdict(row, way), why].append(row["test"])
     if not found:
         return []
-    lines = [f"{NAMES[way].capitalize()}:", "", "| outcome | why | tests |", "| --- | --- | --- |"]
+    lines = [f"{NAMES[way].capitalize()}:", "", "| outcome | reason | tests |", "| --- | --- | --- |"]
     for (kind, why), tests in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):
         names = sorted({_method(test) for test in tests})
         shown = ", ".join(f"`{name}`" for name in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
