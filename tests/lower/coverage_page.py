@@ -86,8 +86,8 @@ def _totals(outcomes: dict[str, dict[str, Any]], ops: dict[str, Any]) -> list[st
     verdicts = (*GOOD, DYNAMIC, REFUSED, ABSENT, FAILS, DIFFERS)
     every = [sum(_total(o, *verdicts) for o in column) for column in columns]
     lines = [
-        f"{every[0]:,} samples of {len(outcomes)} operations; {every[1]:,} of them belong to the {len(listed)} that are "
-        "in Core ATen or in the operator families that models use (`tests/lower/promised_operations.py`):",
+        f"{every[0]:,} samples of {len(outcomes)} operations; {every[1]:,} of them belong to the {len(listed)} that "
+        "are in Core ATen or in the operator families that models use (`tests/lower/promised_operations.py`):",
         "",
         "| outcome | all | | Core and listed | |",
         "| --- | ---: | ---: | ---: | ---: |",
