@@ -93,14 +93,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", ["XLA", "CPU"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps(case, name, tmp_path):
+def test_steps_match_a_loop_by_hand(case, name, tmp_path):
     scaler, step, options = CASES[case]
     ours = train(fl.backend(name, artifact_dir=tmp_path), scaler, step)
     for a, b in zip(ours, by_hand(**options), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, another order of rounding
 
 
-def test_all_step_or_none(backend):
+def test_all_optimizers_step_or_none(backend):
     """An optimizer whose own gradients are finite does not step where another's are not."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
@@ -120,12 +120,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense(case):
+def test_invalid_arguments_are_refused(case):
     with pytest.raises(PrecisionError):
         WRONG[case]()
 
 
-def test_optimizers_that_are_unscaled_too_late():
+def test_several_optimizers_must_be_unscaled_before_the_first_step():
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     first, second = (torch.optim.SGD([weight], lr=0.1) for weight in weights)
     scaler = dynamic(0.1)
@@ -135,13 +135,13 @@ def test_optimizers_that_are_unscaled_too_late():
         scaler.step(second)
 
 
-def test_a_new_scale():
+def test_update_sets_a_new_scale():
     scaler = dynamic()
     scaler.update(8.0)
     assert scaler.get_scale() == 8
 
 
-def test_a_region_of_a_dtype():
+def test_an_autocast_region_has_its_own_dtype():
     x = torch.ones(2, 2)
     fl.amp.set_half_dtype("float16")
     with fl.amp.autocast("bfloat16"):
@@ -152,7 +152,7 @@ def test_a_region_of_a_dtype():
         assert (x @ x).dtype == torch.float16
 
 
-def test_mixed_precision_without_regions(backend):
+def test_enabled_mixed_precision_needs_no_regions(backend):
     """A compiled model computes in half precision in traced steps while it is on; turning it off is another step."""
     net = nn.Linear(3, 3)
     called = fl.compile(net, backend)
@@ -168,7 +168,7 @@ def test_mixed_precision_without_regions(backend):
         assert fl.amp.get_floating_point_dtype_str() == str(expected).removeprefix("torch.")
 
 
-def test_the_names_of_cstorch():
+def test_cstorch_names_are_available():
     """Choosing a half precision is asking for it."""
     fl.amp.enable_mixed_precision(False)
     assert cstorch.amp.set_half_dtype("cbfloat16") == torch.float16

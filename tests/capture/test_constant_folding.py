@@ -42,7 +42,7 @@ STATIC = {
 
 
 @pytest.mark.parametrize("name", STATIC)
-def test_what_depends_on_no_input_is_known(name, backend):
+def test_values_that_depend_on_no_input_are_known(name, backend):
     function = STATIC[name]
 
     @fl.trace
@@ -59,7 +59,7 @@ def test_what_depends_on_no_input_is_known(name, backend):
         assert torch.equal(ours, theirs)
 
 
-def test_state_is_not_known_though_it_was_made_from_constants(backend):
+def test_state_made_from_constants_is_not_constant(backend):
     with backend.device:
         model = torch.nn.BatchNorm1d(3)
     fl.compile(model, backend)
@@ -82,7 +82,7 @@ def test_a_write_through_a_mask_has_a_gradient(shape, backend):
     check_write(function, torch.full(shape, 2.0), backend)
 
 
-def test_a_write_of_one_value_for_each_place_has_a_gradient(backend):
+def test_a_write_of_one_value_per_index_has_a_gradient(backend):
     def function(x, v):
         x = x * 2
         x[x > 0] = v * 3
@@ -139,7 +139,7 @@ def test_ctc_loss_takes_traced_lengths(joined, backend):
         torch.testing.assert_close(ours.clone(), theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_an_assertion_holds_or_is_an_error_at_its_line(backend):
+def test_a_failed_assertion_is_an_error_at_its_line(backend):
     @fl.trace
     def step(x):
         torch._assert_async((x < 5).all(), "x has grown")
@@ -164,7 +164,7 @@ def test_an_assertion_runs_after_every_step_of_a_loop(backend):
     assert 2 <= len(seen) <= 5
 
 
-def test_what_only_validates_is_checked_after_the_step(backend):
+def test_validation_branches_are_checked_after_the_step(backend):
     @fl.trace
     def step(x, var):
         return torch.nn.functional.gaussian_nll_loss(x, torch.zeros_like(x), var)
@@ -191,7 +191,7 @@ def test_a_distribution_is_validated_after_the_step(backend, monkeypatch):
         step(X, -torch.ones(3))
 
 
-def test_a_function_imported_before_the_trace_is_an_error_in_our_words(backend):
+def test_a_function_imported_before_the_trace_raises_our_error(backend):
     split = torch.tensor_split
 
     @fl.trace
@@ -202,7 +202,7 @@ def test_a_function_imported_before_the_trace_is_an_error_in_our_words(backend):
         step(X, torch.tensor([1, 2]))
 
 
-def test_the_rank_of_a_matrix_is_written_to_out(backend):
+def test_matrix_rank_is_written_to_out(backend):
     @fl.trace
     def step(x):
         rank = torch.zeros((), dtype=torch.int64)

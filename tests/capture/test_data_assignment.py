@@ -104,7 +104,7 @@ CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read",
 
 @pytest.mark.parametrize("compiled_by_xla", [False, True], ids=["kernels", "xla"])
 @pytest.mark.parametrize("part", range(7))
-def test_viewers_keep_the_memory_that_they_have(part, compiled_by_xla, tmp_path, monkeypatch):
+def test_views_keep_their_memory(part, compiled_by_xla, tmp_path, monkeypatch):
     if not compiled_by_xla:  # which takes nine tenths of the time
         monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
     every = 20 if compiled_by_xla else scale.of(5, 1)  # which of them: each assignment with each viewer
@@ -121,7 +121,7 @@ def test_viewers_keep_the_memory_that_they_have(part, compiled_by_xla, tmp_path,
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=said)  # XLA adds in another order
 
 
-def test_memory_from_outside_is_refused(backend):
+def test_outside_memory_is_refused(backend):
     with backend.device:
         net = Net()
     fl.compile(net, backend)

@@ -125,7 +125,7 @@ STATIC = {
 
 
 @pytest.mark.parametrize("kind", STATIC)
-def test_the_static_way_gives_what_the_dynamic_one_would(kind, backend):
+def test_the_suggested_code_gives_the_same_result(kind, backend):
     dynamic, static = STATIC[kind]
     got = fl.trace(static)(X, IDS)
     # a sum of two or three numbers, in any order, and a division
@@ -148,7 +148,7 @@ def test_repeat_interleave_is_static_with_output_size(repeats, dim, backend):
         assert torch.equal(got, expected)  # the gradients are sums of small whole numbers
 
 
-def test_a_wrong_output_size_shows(backend):
+def test_a_wrong_output_size_is_visible(backend):
     """Eager raises; a compiled step cannot."""
     for size in (4, 6):
         got = fl.trace(lambda x, n, size=size: x.repeat_interleave(n, output_size=size))(X[0], torch.tensor([2, 0, 3]))
@@ -203,7 +203,7 @@ WRITES = (in_place, scalar, of_tensor, row, rows, columns, columns_of_their_own,
 
 
 @pytest.mark.parametrize("write", (*WRITES, accumulated))
-def test_a_write_by_mask_gives_eagers_result_and_gradient(write, backend):
+def test_a_masked_write_matches_eager_with_its_gradient(write, backend):
     def step(x):
         x = x.clone().requires_grad_()
         y = x * 2

@@ -20,7 +20,7 @@ def nothing_is_left():
     return session.depth == 0 and not session.constants and _get_current_dispatch_mode() is None and gc.isenabled()
 
 
-def test_an_error_in_the_constructor_leaves_nothing_behind():
+def test_an_error_in_the_constructor_ends_the_capture():
     def build():
         nn.Linear(30, 40)
         raise KeyError("user")
@@ -37,7 +37,7 @@ def test_an_error_in_the_constructor_leaves_nothing_behind():
     assert type(torch.randn(2)) is torch.Tensor
 
 
-def test_nested_contexts():
+def test_contexts_can_be_nested():
     def build():
         with fl.deferred():
             first = nn.Linear(3, 3)
@@ -53,7 +53,7 @@ def test_nested_contexts():
         assert torch.equal(a, b)
 
 
-def test_two_contexts_one_after_the_other_go_on_in_the_stream():
+def test_a_second_context_continues_the_stream():
     expected, state = eager(lambda: [nn.Linear(3, 3), torch.rand(5), nn.Linear(4, 4)])
     torch.manual_seed(0)
     first = fl.deferred_init(nn.Linear, 3, 3)
@@ -66,7 +66,7 @@ def test_two_contexts_one_after_the_other_go_on_in_the_stream():
     assert torch.equal(first.weight, expected[0].weight) and torch.equal(second.weight, expected[2].weight)
 
 
-def test_the_state_that_the_constructor_kept_is_the_real_one():
+def test_a_kept_generator_state_becomes_real():
     def build():
         layer = nn.Linear(5, 5)
         layer.state = torch.get_rng_state()
@@ -81,7 +81,7 @@ def test_the_state_that_the_constructor_kept_is_the_real_one():
     assert torch.equal(again.weight, made.next.weight)
 
 
-def test_a_generator_outside_is_left_where_eager_leaves_it():
+def test_an_outside_generator_ends_where_eager_leaves_it():
     ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     a = fl.deferred_init(lambda: torch.randn(33, generator=ours))
     b = torch.randn(33, generator=theirs)
@@ -100,7 +100,7 @@ def test_draws_between_capture_and_materialization_change_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_another_default_dtype_at_materialization():
+def test_the_default_dtype_at_materialization_does_not_matter():
     def build():
         return [
             nn.Linear(3, 3),
@@ -145,7 +145,7 @@ def test_a_large_constant_of_numpy_is_copied():
     assert fl.materialize_tensor(made).sum() == 0
 
 
-def test_a_constant_edited_within_the_constructor_is_taken_as_it_was_each_time():
+def test_a_constant_edited_within_the_constructor_has_its_value_at_each_use():
     table = torch.zeros(3)
 
     def build():
@@ -168,7 +168,7 @@ def test_loaded_weights_are_never_initialised():
     assert torch.equal(made.weight, saved["weight"])
 
 
-def test_loading_by_assignment_and_a_deferred_state_dict():
+def test_state_dicts_can_be_loaded_by_assignment():
     saved = nn.Linear(3, 3).state_dict()
     made = fl.deferred_init(nn.Linear, 3, 3)
     made.load_state_dict(saved, assign=True)
@@ -179,7 +179,7 @@ def test_loading_by_assignment_and_a_deferred_state_dict():
     assert torch.equal(other.weight, fl.materialize_tensor(source.weight))
 
 
-def test_changes_after_the_constructor():
+def test_operations_after_the_constructor_are_recorded():
     def change(module):
         module.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Linear) else None)
         with torch.no_grad():
@@ -204,7 +204,7 @@ def test_changes_after_the_constructor():
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_a_real_weight_given_deferred_memory():
+def test_a_real_weight_can_get_deferred_data():
     layer = nn.Linear(3, 3)
     weight = layer.weight
     layer.weight.data = fl.deferred_init(lambda: torch.ones(3, 3))
@@ -213,7 +213,7 @@ def test_a_real_weight_given_deferred_memory():
     assert type(weight) is nn.Parameter and weight.sum() == 9
 
 
-def test_subclasses_of_parameter_are_made_at_once():
+def test_parameter_subclasses_are_materialized_at_once():
     class Tagged(nn.Parameter):
         pass
 
@@ -226,29 +226,29 @@ def test_subclasses_of_parameter_are_made_at_once():
 
 
 @pytest.mark.parametrize("result", [None, 3, "text", [1, 2], {}, nn.ReLU()], ids=str)
-def test_a_constructor_that_returns_no_tensors(result):
+def test_a_constructor_without_tensors_is_refused(result):
     with pytest.raises(fl.errors.NothingDeferredError, match=r"test_deferred.py:\d+.*holds no tensor"):
         fl.deferred_init(lambda: result)
     assert nothing_is_left()
 
 
-def test_what_cannot_be_called():
+def test_a_constructor_that_is_not_callable_is_refused():
     with pytest.raises(TypeError, match=r"test_deferred.py:\d+: deferred_init takes a constructor"):
         fl.deferred_init(nn.Linear(2, 2).weight)
 
 
-def test_a_module_in_the_place_of_its_constructor():
+def test_an_instance_instead_of_a_class_is_refused():
     with pytest.raises(TypeError, match=r"_deferred.py:\d+: .*a Linear that is constructed already.*init\(Linear, "):
         fl.deferred_init(nn.Linear(2, 2))
 
 
-def test_an_unknown_policy():
+def test_an_unknown_policy_is_refused():
     with pytest.raises(fl.errors.CaptureError, match="not a policy"), fl.deferred(rng="quick"):
         pass
     assert nothing_is_left()
 
 
-def test_is_deferred():
+def test_is_deferred_follows_materialization():
     module = fl.deferred_init(nn.Linear, 2, 2)
     assert fl.is_deferred(module) and fl.is_deferred(module.weight)
     fl.materialize_tensor(module.weight)
@@ -258,7 +258,7 @@ def test_is_deferred():
     assert not fl.is_deferred(nn.Linear(2, 2))
 
 
-def test_other_threads_go_on_as_usual():
+def test_other_threads_are_not_captured():
     found = []
 
     def work():
@@ -272,6 +272,6 @@ def test_other_threads_go_on_as_usual():
     assert found == [torch.Tensor] and fl.is_deferred(inside)
 
 
-def test_what_is_made_like_a_deferred_tensor_afterwards_is_deferred():
+def test_tensors_made_like_a_deferred_one_are_deferred():
     weight = fl.deferred_init(lambda: torch.randn(4, 3))
     assert all(fl.is_deferred(t) for t in (weight.new_zeros(0, 3), torch.empty_like(weight), torch.rand_like(weight)))

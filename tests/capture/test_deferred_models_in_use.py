@@ -246,12 +246,12 @@ def outcome(use, make):
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.filterwarnings("ignore")
-def test_a_deferred_model_is_used_as_any_other(name):
+def test_uses_of_a_deferred_model_match_eager(name):
     assert outcome(USES[name], lambda: fl.deferred_init(Net)) == outcome(USES[name], Net)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_torch_jit_traces_has_to_be_made_before():
+def test_torch_jit_trace_of_a_deferred_model_is_refused():
     """PyTorch holds what it traces by a weak reference in C++, so that no tensor can take its place."""
     torch.manual_seed(3)
     model = fl.deferred_init(Net)
@@ -259,7 +259,7 @@ def test_what_torch_jit_traces_has_to_be_made_before():
         torch.jit.trace(model.eval(), (X,))
 
 
-def test_a_default_device_concerns_the_functions_that_are_replaced():
+def test_a_default_device_applies_to_patched_functions():
     """PyTorch looks them up when `torch.device` is first a context, here while they are replaced."""
     code = """if True:
         import torch, firstloss as fl

@@ -131,18 +131,18 @@ def own_operations():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_as_eager(name):
+def test_constructors_that_bypass_the_dispatcher_match_eager(name):
     assert_same_as_eager(CASES[name], anything=False)
 
 
-def test_copies_of_generators_are_where_eagers_are():
+def test_copies_of_generators_match_eager():
     seed_all(0)
     expected = copy.deepcopy(OwnGenerator())
     made = fl.deferred_init(lambda: copy.deepcopy(OwnGenerator()))
     assert torch.equal(made.generator.get_state(), expected.generator.get_state())
 
 
-def test_a_state_of_a_capture_that_has_ended_is_refused():
+def test_a_generator_state_from_an_ended_capture_is_refused():
     generator = torch.Generator()
     with fl.deferred():
         torch.randn(5, generator=generator)
@@ -152,7 +152,7 @@ def test_a_state_of_a_capture_that_has_ended_is_refused():
     torch.set_rng_state(real)
 
 
-def test_swapped_with_a_real_one():
+def test_deferred_tensors_swap_with_real_ones():
     seed_all(0)
     expected = [nn.Linear(3, 4), nn.Linear(3, 4)]
     seed_all(0)

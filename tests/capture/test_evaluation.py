@@ -50,7 +50,7 @@ def model():
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-def test_a_read_is_what_eager_gives(read):
+def test_reads_match_eager(read):
     expected, _ = eager(model)
     made, _ = deferred(model)
     assert read(made[0].weight) == read(expected[0].weight)
@@ -61,7 +61,7 @@ def test_a_read_is_what_eager_gives(read):
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-def test_a_read_inside_the_constructor(read):
+def test_reads_inside_the_constructor_match_eager(read):
     def build():
         module = model()
         answer = read(module[0].weight)
@@ -93,7 +93,7 @@ def test_the_second_read_of_a_small_value_costs_nothing(monkeypatch):
     assert made[0].weight.tolist() == first
 
 
-def test_a_read_then_an_edit():
+def test_an_edit_after_a_read_is_recorded():
     def build():
         weight = torch.randn(4, 4)
         total = weight.sum().item()
@@ -114,7 +114,7 @@ def test_numpy_shows_the_tensors_own_memory():
     assert made[0].item() == 5 and not fl.is_deferred(made)
 
 
-def test_data_ptr_and_storage_are_the_tensors_own():
+def test_data_ptr_and_storage_show_the_tensors_own_memory():
     made, _ = deferred(lambda: [torch.randn(3), torch.randn(4)])
     assert made[0].data_ptr() == made[0].untyped_storage().data_ptr()
     assert not fl.is_deferred(made[0]) and fl.is_deferred(made[1])
@@ -150,7 +150,7 @@ def test_addresses_that_serve_as_names_are_equal_where_those_of_memory_are():
     assert real == addresses_as_names(made, "accelerate.accelerator")
 
 
-def test_pickle_and_torch_save(tmp_path):
+def test_deferred_tensors_can_be_pickled_and_saved(tmp_path):
     expected, _ = eager(model)
     made, _ = deferred(model)
     again = pickle.loads(pickle.dumps(made))
@@ -161,7 +161,7 @@ def test_pickle_and_torch_save(tmp_path):
         assert torch.equal(parameter, loaded[name])
 
 
-def test_copies_made_after_the_constructor():
+def test_copies_made_after_the_constructor_match_eager():
     expected, _ = eager(model)
     made, _ = deferred(model)
     copied, shallow = copy.deepcopy(made), copy.copy(made[0].weight)
@@ -172,7 +172,7 @@ def test_copies_made_after_the_constructor():
     assert torch.equal(fl.materialize_tensor(shallow), expected[0].weight + 1)
 
 
-def test_arithmetic_with_real_tensors_afterwards():
+def test_arithmetic_with_real_tensors_matches_eager():
     expected, _ = eager(model)
     made, _ = deferred(model)
     x = torch.ones(2, 3)
@@ -181,7 +181,7 @@ def test_arithmetic_with_real_tensors_afterwards():
     )
 
 
-def test_a_view_with_a_gradient_is_still_one_afterwards():
+def test_a_differentiable_view_stays_one():
     def build():
         module = nn.Linear(3, 4)
         module.turned = module.weight.t()
@@ -194,7 +194,7 @@ def test_a_view_with_a_gradient_is_still_one_afterwards():
     assert torch.equal(made.weight.grad, expected.weight.grad)
 
 
-def test_the_repr_is_torchs():
+def test_the_repr_matches_torchs():
     (expected, _), (made, _) = eager(model), deferred(model)
     assert repr(made[0].weight) == repr(expected[0].weight)
     assert repr(made) == repr(expected)

@@ -40,7 +40,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("outside", [False, True], ids=["captured", "afterwards"])
-def test_of_deferred_and_real_tensors(edit, outside):
+def test_lists_of_deferred_and_real_tensors_match_eager(edit, outside):
     def build():
         return [torch.randn(3), torch.randn(3)] if outside else changed([torch.randn(3), torch.randn(3)])
 

@@ -84,7 +84,7 @@ def check(op, sample, seed):
 
 
 @pytest.mark.parametrize("group", range(_GROUPS))
-def test_operations_in_a_constructor(group):
+def test_operations_in_a_constructor_match_eager(group):
     chance = random.Random(group)
     wrong = []
     for op in op_db[group::_GROUPS]:

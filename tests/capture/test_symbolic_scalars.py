@@ -50,7 +50,7 @@ PLACES = {
 }
 
 
-def test_the_result_is_eager_pytorchs_at_every_step(backend):
+def test_results_match_eager_at_every_step(backend):
     """The reference's case: a schedule of the traced step, as `addcdiv`'s value, among others."""
     count = torch.tensor(1000)
 
@@ -90,7 +90,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("place", REFUSED)
-def test_where_the_value_itself_is_needed_the_line_is_named(place, backend):
+def test_needing_the_value_is_an_error_at_the_users_line(place, backend):
     @fl.trace
     def step(t):
         return REFUSED[place](t * 2)
@@ -122,7 +122,7 @@ READS = {
 
 
 @pytest.mark.parametrize("way", READS)
-def test_a_tensor_from_outside_that_is_read_counts_as_it_is_now(way, backend):
+def test_an_outside_tensor_is_read_at_each_call(way, backend):
     """Edited between two calls: the value is no constant of the compiled step."""
     number = torch.tensor(0.5)
     step = fl.trace(lambda x: READS[way](x, number))
@@ -136,7 +136,7 @@ def test_a_tensor_from_outside_that_is_read_counts_as_it_is_now(way, backend):
         torch.testing.assert_close(got.clone(), READS[way](X, number))
 
 
-def test_a_number_that_the_step_edits_first_is_the_edited_one(backend):
+def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
     number = torch.tensor(0.5)
 
     @fl.trace
@@ -148,7 +148,7 @@ def test_a_number_that_the_step_edits_first_is_the_edited_one(backend):
         torch.testing.assert_close(step(X).clone(), X * (1 + 0.5 / 2**n))
 
 
-def test_what_other_threads_read_while_a_step_is_traced_is_none_of_its_business(backend):
+def test_reads_by_other_threads_are_not_part_of_the_trace(backend):
     """Weights are made while their step is traced, from generators' states that are read as numbers."""
     others = torch.tensor([0.5])
 

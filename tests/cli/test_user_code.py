@@ -31,7 +31,7 @@ def importable(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
+def test_prints_go_to_stderr(command, tmp_path):
     """Those of C, of other processes and at the end too."""
     ran = forked.run(
         ["-m", "firstloss", *arguments(command, "misbehaving_target:printing", tmp_path), "--json"],
@@ -46,7 +46,7 @@ def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
+def test_stdout_has_only_the_json_object(command, tmp_path, capsys):
     stdout = sys.stdout
     assert cli.main([*arguments(command, "misbehaving_target:printing", tmp_path), "--json"]) == 0
     assert sys.stdout is stdout
@@ -58,7 +58,7 @@ def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("target", ["leaving", "leaving_without_a_word"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ending_the_process_is_no_success(command, target, as_json, tmp_path, capsys):
+def test_a_constructor_that_exits_is_a_failure(command, target, as_json, tmp_path, capsys):
     options = ["--json"] if as_json else []
     assert cli.main([*arguments(command, f"misbehaving_target:{target}", tmp_path), *options]) == 1
     captured = capsys.readouterr()
@@ -66,7 +66,7 @@ def test_ending_the_process_is_no_success(command, target, as_json, tmp_path, ca
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_json_has_no_nan(capsys):
+def test_nan_is_not_written_as_json(capsys):
     output.print_json({"loss": float("nan"), "best": [float("inf"), 1.0], "steps": 3})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "loss": None,

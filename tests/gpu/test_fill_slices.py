@@ -71,7 +71,7 @@ def drawn_there(stream, begin, name, dtype, pair, low, high):
 
 @settings(max_examples=60)
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, FAR), st.sampled_from(FILLS), slices(), st.integers(9, 14))
-def test_slices_of_the_cpus_fills_are_pytorchs(seed, begin, fill, of, bits):
+def test_slices_of_cpu_fills_match_pytorch(seed, begin, fill, of, bits):
     (name, dtype), (numel, wanted) = fill, of
     assume(cpu_stream.can_make(name, numel, dtype) and probe.cpu_type_is_supported(name, dtype))
     if name == "normal":  # the last 16 of a ragged fill are drawn anew: see test_fills.py
@@ -132,7 +132,7 @@ def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lan
     GEOMETRIES,
     st.booleans(),
 )
-def test_slices_of_cudas_fills_are_where_the_layout_says(seed, offset, fill, of, device, by_lane):
+def test_slices_of_cuda_fills_follow_the_layout(seed, offset, fill, of, device, by_lane):
     (name, dtype), (numel, wanted) = fill, of
     pair = 0.0, 1.0
     piece = seed, offset, name, numel, dtype, pair, wanted

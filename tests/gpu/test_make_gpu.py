@@ -26,25 +26,25 @@ def test_a_part_that_fails_says_why(tmp_path, monkeypatch):
     assert not found["ok"] and "no luck" in found["error"]
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_began(tmp_path, monkeypatch):
+def test_a_part_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     found = found_of(tmp_path, monkeypatch, code, limit=2)
     assert not found["ok"] and found["error"] == "ran past its limit" and found["took"] < 20
 
 
-def test_what_a_part_finds_is_kept(tmp_path, monkeypatch):
+def test_results_of_a_part_are_kept(tmp_path, monkeypatch):
     code = "import sys, json; open(sys.argv[1], 'w').write(json.dumps({'ok': True, 'n': 7}))"
     found = found_of(tmp_path, monkeypatch, code)
     assert found["ok"] and found["n"] == 7
 
 
 @pytest.mark.parametrize("half", [1, 2])
-def test_each_half_fits_into_ten_minutes_where_all_goes_as_expected(half):
+def test_each_half_fits_into_ten_minutes(half):
     """Limits are for what goes wrong; half of each is what is expected of it at most."""
     assert sum(part.limit for part in PARTS if part.half == half or part.name == "device") / 2 < 600
 
 
-def test_the_table_says_what_was_met():
+def test_the_table_shows_the_results():
     side = {"ok": True, "first loss": 10.0, "step": 0.1, "steady after": 12.0}
     parts = {f"first loss 8B {name}": dict(side) for name in ("eager", "graph", "xla", "compile whole")}
     parts["first loss 8B xla"].update({"first loss": 12.0, "step": 0.2})
@@ -59,7 +59,7 @@ def test_the_table_says_what_was_met():
     assert "not met" not in table({"parts": parts, "commit": "abc", "at": "now", "tiny": True})
 
 
-def test_results_go_into_the_docs(tmp_path, monkeypatch):
+def test_results_are_written_to_the_docs(tmp_path, monkeypatch):
     page = tmp_path / "docs" / "measurements.md"
     page.parent.mkdir()
     page.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")

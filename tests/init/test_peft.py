@@ -26,7 +26,7 @@ def adapt(model, options):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "afterwards"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_adapters(name, inside):
+def test_adapters_match_eager(name, inside):
     options = CONFIGURATIONS[name]
     torch.manual_seed(0)
     eager = adapt(llama(), options)

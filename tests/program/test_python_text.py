@@ -71,7 +71,7 @@ def test_a_recipes_text_makes_its_weight_alone():
             assert_same(found[name], tensor)
 
 
-def test_a_text_may_be_run_again_and_leaves_its_constants_alone():
+def test_a_text_can_be_run_twice():
     class Edited(nn.Module):
         def __init__(self):
             super().__init__()
@@ -145,7 +145,7 @@ def test_a_steps_text_draws_the_same_numbers_each_time(tmp_path):
         assert_same(again, found[name])
 
 
-def test_a_steps_text_is_eagers_step(tmp_path):
+def test_a_steps_text_matches_eagers_step(tmp_path):
     def build():
         return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
 
