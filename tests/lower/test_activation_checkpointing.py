@@ -87,7 +87,7 @@ def test_memory_is_saved_and_values_are_the_same(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_dropout_is_the_same_when_it_is_computed_again(tmp_path, monkeypatch, kind):
+def test_recomputed_dropout_has_the_same_mask(tmp_path, monkeypatch, kind):
     losses, grads, _ = train(tmp_path, monkeypatch, None, 0.5)
     again, same_grads, _ = train(tmp_path, monkeypatch, kind, 0.5)
     assert again == losses and losses[0] != losses[1]

@@ -172,7 +172,7 @@ def step_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_place_out_of_range_stands_out_where_eager_raises(name, step_of):
+def test_an_index_out_of_range_gives_nan_where_eager_raises(name, step_of):
     raised = 0
     for places in ([1, 0], [0, 1], [1, 7], [1, -1], [0, -9], [-2, 1]):
         places = torch.tensor(places)
@@ -188,13 +188,13 @@ def test_a_place_out_of_range_stands_out_where_eager_raises(name, step_of):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_out_of_range_stands_out_where_eager_raises(name, step_of):
+def test_a_value_out_of_range_gives_nan_where_eager_raises(name, step_of):
     assert stands_out(step_of(name)(torch.tensor([0.5, -1.0])))
     assert not stands_out(step_of(name)(torch.tensor([0.5, 1.0])))
     assert math.isfinite(step_of(name)(torch.tensor([0.25, 0.0])).sum())
 
 
-def test_what_is_known_of_dtypes_is_known_for_one_default_dtype():
+def test_known_dtypes_depend_on_the_default_dtype():
     numbers = torch.arange(3)
 
     def made():

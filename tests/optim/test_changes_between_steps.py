@@ -177,7 +177,7 @@ OPTIONS = {"SGD": {"momentum": 0.9}, "Adadelta": {"lr": 1.0}}
 
 
 @pytest.mark.parametrize("key, name", [(key, name) for key, (_, names) in CHANGES.items() for name in names])
-def test_what_is_in_a_group_may_change_between_steps(key, name, backend):
+def test_groups_may_change_between_steps(key, name, backend):
     options = {"lr": 0.01, **OPTIONS.get(name, {})}
     check(backend, lambda p: getattr(torch.optim, name)(p, **options), setting(key, CHANGES[key][0]))
 
@@ -196,7 +196,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name, number", [(name, number) for name, numbers in NUMBERS.items() for number in numbers])
 @pytest.mark.parametrize("schedule", CYCLING)
-def test_a_number_set_by_hand_beside_a_scheduler_that_moves_it(schedule, name, number, backend):
+def test_a_number_may_be_set_by_hand_and_by_a_scheduler(schedule, name, number, backend):
     """A tuple of which the scheduler moves one number has others that nobody reads again unless told to."""
 
     def between(n, run):
@@ -219,7 +219,7 @@ def test_a_number_set_by_hand_beside_a_scheduler_that_moves_it(schedule, name, n
     check(backend, lambda p: getattr(torch.optim, name)(p, lr=0.01, **options), between)
 
 
-def test_a_list_in_a_group_edited_in_place(backend):
+def test_a_list_in_a_group_may_be_edited_in_place(backend):
     def between(n, run):
         if n == 0:
             run.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
@@ -228,7 +228,7 @@ def test_a_list_in_a_group_edited_in_place(backend):
     check(backend, lambda p: torch.optim.AdamW(p, lr=0.01), between)
 
 
-def test_a_number_that_goes_back_to_what_it_was_at_first(backend):
+def test_a_number_may_return_to_its_first_value(backend):
     """The first executable has it baked in, later ones take it as an input: both would do."""
     check(backend, sgd, setting("momentum", [0.9, 0.8, 0.9, 0.8, 0.9, 0.9, 0.9, 0.8, 0.9]))
 
@@ -290,7 +290,7 @@ def test_a_rate_that_is_a_tensor_may_be_edited_and_replaced(name, how, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
-def test_a_rate_of_any_dtype(dtype, backend):
+def test_a_rate_may_have_any_dtype(dtype, backend):
     # eager computes with a float16 rate in float16 where it is alone
     close = {"rtol": 1e-2, "atol": 1e-4} if dtype == torch.float16 else CLOSE
     check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(1, dtype=dtype), momentum=0.5), close=close)
@@ -311,7 +311,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_other_numbers_that_are_tensors(name, backend):
+def test_other_numbers_may_be_tensors(name, backend):
     key, change = TENSORS[name]
 
     def make(parameters):
@@ -358,7 +358,7 @@ def removed_and_back(n, run):
 
 @pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("change", ["fewer", "none", "more"])
-def test_weights_in_the_groups_of_an_optimizer_that_only_clears_gradients(change, steps, backend):
+def test_an_optimizer_may_only_clear_gradients(change, steps, backend):
     def run_on(where):
         run = Run(where, sgd)
         run.optimizer = torch.optim.SGD(run.parameters[:3], lr=0.1)
@@ -450,11 +450,11 @@ EVENTS = {
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("name", EVENTS)
-def test_groups_weights_and_state_changed_between_steps(name, cls, backend):
+def test_groups_weights_and_state_may_change_between_steps(name, cls, backend):
     check(backend, lambda p: two(p, cls), EVENTS[name], set_to_none="gradient" not in name)
 
 
-def test_a_group_added(backend):
+def test_a_group_may_be_added(backend):
     def between(n, run):
         if n == 3:
             run.optimizer.add_param_group({"params": run.parameters[2:], "lr": 0.05})
@@ -463,7 +463,7 @@ def test_a_group_added(backend):
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
-def test_an_optimizer_replaced(cls, backend):
+def test_an_optimizer_may_be_replaced(cls, backend):
     check(backend, two, at(4, lambda run: setattr(run, "optimizer", two(run.parameters, cls))))
 
 
@@ -527,13 +527,13 @@ class Phases(Own):
 
 @pytest.mark.parametrize("cls", [GradientByReference, GradientCloned, Anchored])
 @pytest.mark.parametrize("set_to_none", [True, False, None])  # None: never cleared
-def test_state_that_begins_as_something_of_the_first_step(cls, set_to_none, backend):
+def test_state_may_start_from_the_first_gradient(cls, set_to_none, backend):
     check(backend, cls, set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("cls", [Counting, Toggling, Phases])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_python_values_that_count_in_the_state(cls, backend):
+def test_python_values_in_the_state_are_respected(cls, backend):
     check(backend, cls)
 
 
@@ -543,7 +543,7 @@ def test_a_step_whose_optimizer_counts_in_python_is_traced_at_each_call_and_says
         run.train(run.step())
 
 
-def test_what_counts_in_a_list_in_the_state_is_refused_at_the_users_line(backend):
+def test_a_counter_in_a_list_in_the_state_is_refused(backend):
     run = Run(backend, CountingInAList)
     with pytest.raises(
         fl.errors.TraceError,
@@ -598,7 +598,7 @@ def test_an_averaged_model_is_updated_in_a_step(name, of, backend):
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
 @pytest.mark.parametrize("event", ["nothing", "eval between", "reset", "momentum given"])
 @pytest.mark.optimized  # in eval mode the kernel gives other shapes of what is kept for the backward pass
-def test_batch_norm_with_a_cumulative_average(norm, event, backend):
+def test_batch_norm_with_a_cumulative_average_matches_eager(norm, event, backend):
     def between(n, run):
         if event == "eval between":
             run.model.train(n % 3 != 2)

@@ -33,7 +33,7 @@ def adam(groups=1):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_of_any_number_as_of_the_rate(name):
+def test_any_number_can_be_scheduled_like_the_rate(name):
     """The schedule of weight decay, and that of any number, have the formula of the rate's."""
     arguments = RATES[name]
     rate = getattr(lr_scheduler, f"{name}LR")(adam(), *arguments)
@@ -51,7 +51,7 @@ def test_of_any_number_as_of_the_rate(name):
             schedule.step()
 
 
-def test_arguments_have_the_names_of_values():
+def test_arguments_are_named_after_values():
     optimizer = adam()
     weight_decay_scheduler.LinearWD(optimizer, initial_val=0.3, end_val=0.1, total_iters=2).step()
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.2, rel=1e-12)
@@ -59,7 +59,7 @@ def test_arguments_have_the_names_of_values():
         weight_decay_scheduler.LinearWD(adam(), initial_learning_rate=0.3, end_val=0.1, total_iters=2)
 
 
-def test_composed_weight_decay():
+def test_weight_decay_schedules_can_be_composed():
     optimizer = adam()
     WD = weight_decay_scheduler
     whole = WD.SequentialWD(optimizer, [WD.ConstantWD(optimizer, 0.5), WD.ConstantWD(optimizer, 0.1)], [2])
@@ -73,7 +73,7 @@ def test_composed_weight_decay():
     assert adam_.param_groups[0]["weight_decay"] == 0.25
 
 
-def test_a_number_has_to_be_named():
+def test_the_scheduled_number_must_be_named():
     with pytest.raises(ScheduleError, match="define param_group_key"):
         scheduler.ConstantScheduler(adam(), 0.1)
 
@@ -87,7 +87,7 @@ def test_a_number_has_to_be_named():
     assert optimizer.param_groups[0]["betas"][0] == pytest.approx(0.6, rel=1e-12)
 
 
-def test_tags():
+def test_tags_choose_groups():
     optimizer = adam(2)
     optimizer.param_groups[0]["tags"] = "decayed"
     weight_decay_scheduler.ConstantWD(optimizer, 0.5, param_group_tags="decayed")
@@ -100,7 +100,7 @@ def scaled(optimizer):
     return lr_scheduler.ScalePerParamLR(optimizer, lr_scheduler.LinearLR(optimizer, 0.4, 0.0, 4))
 
 
-def test_a_rate_for_each_group():
+def test_each_group_can_have_its_rate():
     optimizer = adam(3)
     schedule = scaled(optimizer)
     assert schedule.adjustment_scalars == [0.5, 2.0, 1.0]
@@ -154,7 +154,7 @@ TRACED = {
 
 @pytest.mark.parametrize("case", TRACED)
 @pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
-def test_traced_as_eager(case, backend):
+def test_traced_schedules_match_eager(case, backend):
     eager, groups = weights(lambda step: step, lambda model: model, TRACED[case])
     traced, traced_groups = weights(fl.trace, lambda model: fl.compile(model, backend), TRACED[case])
     for a, b in zip(traced, eager, strict=True):
@@ -165,7 +165,7 @@ def test_traced_as_eager(case, backend):
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_begun_in_the_middle(name):
+def test_a_schedule_can_start_in_the_middle(name):
     whole = getattr(lr_scheduler, f"{name}LR")(adam(), *RATES[name])
     for _ in range(3):
         whole.step()
@@ -176,6 +176,6 @@ def test_begun_in_the_middle(name):
 
 
 @pytest.mark.parametrize("wrong", [-2, 0.5, None])
-def test_a_beginning_that_makes_no_sense(wrong):
+def test_an_invalid_start_is_refused(wrong):
     with pytest.raises(ScheduleError, match="last_epoch"):
         lr_scheduler.ConstantLR(adam(), 0.1, last_epoch=wrong)

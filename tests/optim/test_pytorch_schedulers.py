@@ -76,12 +76,12 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name, backend):
+def test_schedulers_match_eager(name, backend):
     make, scheduler = SCHEDULERS[name]
     check(backend, make, stepping(scheduler))
 
 
-def test_a_plateau(backend):
+def test_reduce_on_plateau_matches_eager(backend):
     def change(optimizer):
         schedule = theirs.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return lambda n, loss: schedule.step(loss)
@@ -104,7 +104,7 @@ def test_numbers_changed_by_hand_are_inputs_from_the_second_compile_on(make, key
     check(backend, make, change, compiles=2)
 
 
-def test_numbers_of_an_optimizer_of_ones_own_are_traced_anew(backend):
+def test_numbers_of_a_custom_optimizer_are_retraced(backend):
     """What it does with them in Python is not known."""
 
     class Odd(torch.optim.Optimizer):
@@ -126,7 +126,7 @@ def test_numbers_of_an_optimizer_of_ones_own_are_traced_anew(backend):
     check(backend, Odd, change, compiles=2)
 
 
-def test_a_rate_in_a_tensor_is_read_anew(backend):
+def test_a_rate_in_a_tensor_is_read_at_each_step(backend):
     def change(optimizer):
         def between(n, loss):
             if n < 3:
@@ -179,7 +179,7 @@ def inside(name, rate, backend, steps=8):
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_scheduler_stepped_inside_the_traced_step(name, backend, traced):
+def test_a_scheduler_can_step_inside_the_traced_step(name, backend, traced):
     expected, _ = inside(name, 0.1, fl.backend("CPU"))
     found, schedule = inside(name, 0.1, backend)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)  # XLA adds in another order than PyTorch
@@ -191,7 +191,7 @@ def test_a_scheduler_stepped_inside_the_traced_step(name, backend, traced):
 
 
 @pytest.mark.parametrize("name", ["step", "chained"])
-def test_a_scheduler_inside_the_step_of_a_rate_that_is_a_tensor(name, backend):
+def test_a_scheduler_inside_the_step_can_drive_a_tensor_rate(name, backend):
     expected, _ = inside(name, torch.tensor(0.1), fl.backend("CPU"))
     found, _ = inside(name, torch.tensor(0.1), backend)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)  # as above
@@ -214,7 +214,7 @@ def before_its_optimizer(optimizer, schedule):
 
 
 @pytest.mark.parametrize("reads", [too_late, too_late_as_well, computed_with, before_its_optimizer])
-def test_what_a_scheduler_sets_is_not_there_before_the_step_has_been_run(reads, backend):
+def test_a_schedulers_changes_cannot_be_read_inside_the_step(reads, backend):
     model = nn.Linear(2, 2)
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
