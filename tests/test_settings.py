@@ -39,7 +39,7 @@ def test_an_unknown_attribute_is_an_error(number, backend):
         (lambda b: fl.distributed.ClusterConfig(), "num_csxs", "num_csx"),
     ],
 )
-def test_the_name_that_was_meant_is_said(make, name, near, backend):
+def test_the_closest_name_is_suggested(make, name, near, backend):
     with pytest.raises(fl.errors.SettingError, match=f"Did you mean {near}?"):
         setattr(make(backend), name, 1)
 
@@ -58,7 +58,7 @@ def test_the_name_that_was_meant_is_said(make, name, near, backend):
         (lambda b: fl.distributed.ClusterConfig(), "num_workers_per_csx", -1),
     ],
 )
-def test_a_value_set_later_is_checked_as_one_that_is_given(make, name, value, backend):
+def test_values_set_later_are_checked(make, name, value, backend):
     settings = make(backend)
     before = getattr(settings, name)
     with pytest.raises(ValueError, match=name):
@@ -76,7 +76,7 @@ def test_a_users_subclass_may_have_attributes(backend):
 
 
 @pytest.mark.parametrize("name", ["mesh", "name", "is_xla", "torch_device", "artifact_dir"])
-def test_what_is_decided_when_a_backend_is_made_stays(name, backend):
+def test_settings_fixed_at_creation_cannot_be_changed(name, backend):
     with pytest.raises(fl.errors.BackendError, match=f"{name} is decided when it is made"):
         setattr(backend, name, None)
 
@@ -96,7 +96,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_arguments_of_a_backend_that_would_be_dropped(name, backend):
+def test_backend_arguments_without_effect_are_refused(name, backend):
     with pytest.raises(fl.errors.BackendError):
         BACKENDS[name](backend)
     assert fl.backend() is backend
@@ -112,7 +112,7 @@ def test_a_loss_scale_is_dynamic_or_positive(scale):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", ["dynamic", 1.0, 128])
-def test_a_loss_scale_that_would_do_nothing(dtype, scale):
+def test_a_loss_scale_without_effect_is_refused(dtype, scale):
     with pytest.raises(ValueError, match="would do nothing"):
         Precision(dtype, loss_scale=scale)
 
@@ -123,7 +123,7 @@ DYNAMIC = {"init_scale": 8.0, "steps_per_increase": 2, "min_loss_scale": 1.0, "m
 
 @pytest.mark.parametrize("name", DYNAMIC)
 @pytest.mark.parametrize("scale", [None, 2.0])
-def test_what_is_of_a_dynamic_scale_is_refused_with_another(name, scale):
+def test_dynamic_scale_options_are_refused_with_a_fixed_scale(name, scale):
     fl.amp.GradScaler("dynamic", **{name: DYNAMIC[name]})
     with pytest.raises(fl.errors.PrecisionError, match=f"{name}=.* is of a dynamic scale"):
         fl.amp.GradScaler(scale, **{name: DYNAMIC[name]})
@@ -145,7 +145,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_arguments_of_schedules_that_would_be_dropped(name):
+def test_schedule_arguments_without_effect_are_refused(name):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(fl.errors.ScheduleError, match=name):
         SCHEDULES[name](optimizer)
@@ -189,6 +189,6 @@ def _adam():
 
 
 @pytest.mark.parametrize("says", ARGUMENTS)
-def test_arguments_that_would_be_dropped_or_taken_for_others(says, backend):
+def test_arguments_without_effect_are_refused(says, backend):
     with pytest.raises(fl.errors.FirstlossError, match=says):
         ARGUMENTS[says]()

@@ -2,14 +2,14 @@
 
 | what they admit | shown by |
 | --- | --- |
-| lazy initialisation changes the order of draws | test_initialising_twice_keeps_the_order_of_draws |
+| lazy initialisation changes the order of draws | test_initializing_twice_keeps_the_order_of_draws |
 | aliases of weights break the compile | test_aliases_of_weights_compile_and_train |
 | every rank draws something else | mesh_cases.py: test_every_part_has_the_bits_of_the_whole |
 | randn stand-ins, or a map of initialisers | test_the_constructor_is_the_specification |
 | data-dependent branches: obscure, or frozen | test_a_value_read..., test_a_counter... |
-| a traced tensor as a scalar is a random value | test_tensors_as_scalars |
+| a traced tensor as a scalar is a random value | test_tensors_work_as_scalars |
 | state made inside `step()` starts over each time | test_state_that_step_makes_under_a_condition_is_carried |
-| no ordinary `lr_scheduler`, mixed precision only, train before eval | test_what_had_to_be_otherwise |
+| no ordinary `lr_scheduler`, mixed precision only, train before eval | test_samples_that_need_changes_run |
 | weights may be edited after a checkpoint only | test_weights_are_edited_between_executions |
 """
 
@@ -57,7 +57,7 @@ def run(sample, **names):
 
 
 @pytest.mark.parametrize("sample", [ON_THE_DEVICE, LAZILY])
-def test_a_model_on_the_device(sample):
+def test_a_model_is_constructed_on_the_device(sample):
     made = run(sample, Model=lambda: torch.nn.Linear(4, 2))
     model = made["model"]
     assert cstorch.is_deferred(model) or sample is ON_THE_DEVICE
@@ -66,7 +66,7 @@ def test_a_model_on_the_device(sample):
     torch.testing.assert_close(predict(X).detach().clone(), model(X).detach())
 
 
-def test_initialising_twice_keeps_the_order_of_draws():
+def test_initializing_twice_keeps_the_order_of_draws():
     torch.manual_seed(0)
     made = run(TWICE)
     model, after = made["model"], torch.rand(3)
@@ -140,7 +140,7 @@ def test_a_counter_in_a_branch_is_not_frozen():
     assert got == [-1.0] * 9 + [1.0] * 3
 
 
-def test_the_way_with_torch_where():
+def test_torch_where_works_in_place_of_a_branch():
     cstorch.backend("CSX")
     better_function, number = run(as_python(WHERE))["better_function"], torch.zeros((), dtype=torch.int64)
     step = cstorch.trace(lambda x: better_function(x, -x, number))
@@ -156,7 +156,7 @@ def test_a_value_read_in_a_branch_is_an_error_at_its_line():
 
 
 @pytest.mark.parametrize("sample", [SCALAR, SCALAR_FROM_OUTSIDE, TRACED_SCALAR])
-def test_tensors_as_scalars(sample):
+def test_tensors_work_as_scalars(sample):
     cstorch.backend("CSX")
     tensor1, tensor2 = X + 1, X * 2
     traced = cstorch.trace(lambda input, step: run(sample, input=input, step=step, **parts)["output"])
@@ -195,7 +195,7 @@ def test_state_that_step_makes_under_a_condition_is_carried():
     assert trained(model, backend, make) == pytest.approx(trained(reference, None, make), rel=1e-6)
 
 
-def test_what_had_to_be_otherwise():
+def test_samples_that_need_changes_run():
     """Evaluation comes first, the scheduler is PyTorch's, and all is float32."""
 
     def losses(backend):

@@ -60,13 +60,13 @@ trees = st.recursive(
 
 @settings(max_examples=60)
 @given(tree=trees)
-def test_any_nesting_comes_back(tree, tmp_path_factory):
+def test_any_nesting_round_trips(tree, tmp_path_factory):
     assert same(tree, saved_and_loaded(tree, tmp_path_factory.mktemp("tree")))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, BIG // 2)])
-def test_every_dtype(dtype, shape, tmp_path):
+def test_every_dtype_round_trips(dtype, shape, tmp_path):
     count = math.prod(shape) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 100, (count,), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape)
@@ -76,7 +76,7 @@ def test_every_dtype(dtype, shape, tmp_path):
     assert torch.equal(back.clone().reshape(-1).view(torch.uint8), raw)
 
 
-def test_other_data(tmp_path):
+def test_other_data_round_trips(tmp_path):
     obj = {
         "counter": Counter({3: 2, 5: 1}),
         "size": torch.Size([2, 3]),
@@ -98,7 +98,7 @@ def test_other_data(tmp_path):
     assert restored.random() == random.Random(3).random()
 
 
-def test_a_generator_goes_on(tmp_path):
+def test_a_generator_state_round_trips(tmp_path):
     state = saved_and_loaded({"rng": torch.get_rng_state()}, tmp_path)["rng"]
     expected = torch.randn(3)
     torch.set_rng_state(state)
@@ -128,7 +128,7 @@ def test_a_state_dict_loads_into_an_eager_model(tmp_path):
     assert type(other.last.weight) is torch.nn.Parameter
 
 
-def test_loaded_tensors_take_part_in_eager_work(tmp_path):
+def test_loaded_tensors_work_in_eager_operations(tmp_path):
     x = torch.randn(BIG)
     back = saved_and_loaded([x], tmp_path)[0]
     assert torch.equal(back[3:9] * 2, x[3:9] * 2)
@@ -139,7 +139,7 @@ def test_loaded_tensors_take_part_in_eager_work(tmp_path):
     assert np.array_equal(b.numpy(), (x + 1).numpy())
 
 
-def test_an_eager_optimizer_goes_on(tmp_path):
+def test_an_eager_optimizer_resumes(tmp_path):
     torch.manual_seed(0)
     model, x = Big(), torch.randn(8, 200)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -183,14 +183,14 @@ def test_a_deferred_model_takes_weights_from_the_file(tmp_path):
     assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_a_deferred_model_is_saved_as_eager_would_have_been(tmp_path):
+def test_a_deferred_model_is_saved_like_an_eager_one(tmp_path):
     torch.manual_seed(5)
     deferred = fl.deferred_init(Big)
     torch.manual_seed(5)
     assert same(dict(Big().state_dict()), dict(saved_and_loaded(deferred.state_dict(), tmp_path)))
 
 
-def test_saving_again_replaces_and_what_was_loaded_stays(tmp_path):
+def test_saving_again_keeps_loaded_tensors_readable(tmp_path):
     old, new = torch.randn(BIG), torch.randn(BIG)
     loaded = saved_and_loaded({"x": old}, tmp_path)
     assert torch.equal(saved_and_loaded({"x": new}, tmp_path)["x"], new)
@@ -221,20 +221,20 @@ def test_a_checkpoint_can_be_loaded_and_saved_in_place(tmp_path):
         (functools.reduce(lambda inner, _: {"a": inner}, range(3000), 1), "a.a.* is below"),
     ],
 )
-def test_what_cannot_be_saved_is_named(obj, place, tmp_path):
+def test_an_unsavable_object_is_named(obj, place, tmp_path):
     with pytest.raises(fl.errors.UnsavableError, match=place):
         fl.save(obj, tmp_path / "it")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_object_in_itself_is_refused(tmp_path):
+def test_a_cycle_is_refused(tmp_path):
     obj = []
     obj.append(obj)
     with pytest.raises(fl.errors.UnsavableError, match="contains itself"):
         fl.save(obj, tmp_path / "it")
 
 
-def test_a_file_in_the_way_and_a_missing_folder(tmp_path):
+def test_a_file_in_the_way_and_a_missing_folder_are_errors(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(fl.errors.SaveError):
         fl.save({}, tmp_path / "file" / "it")
@@ -244,7 +244,7 @@ def test_a_file_in_the_way_and_a_missing_folder(tmp_path):
         fl.load(tmp_path)
 
 
-def test_the_object_is_readable_json(tmp_path):
+def test_the_structure_is_readable_json(tmp_path):
     fl.save({"step": 3, "w": torch.zeros(2)}, tmp_path / "it")
     content = json.loads((tmp_path / "it" / "checkpoint.json").read_text())
     assert content["object"] == {"step": 3, "w": {"$tensor": "w"}}

@@ -41,7 +41,7 @@ def tensors_of(folder):
     return path
 
 
-def test_a_flipped_bit_in_a_tensor_names_it(saved):
+def test_a_flipped_bit_is_an_error_that_names_the_tensor(saved):
     path = tensors_of(saved)
     with safetensors.safe_open(path, "pt") as file:
         assert set(file.keys()) == {"a", "b.c", "big"}
@@ -73,7 +73,7 @@ def test_any_flipped_bit_is_found_or_changes_nothing(saved, tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 200, 5000, 0.5, -1])
-def test_a_cut_file_is_noticed_on_loading(saved, keep):
+def test_a_truncated_file_is_an_error_on_loading(saved, keep):
     for path in (tensors_of(saved), saved / "checkpoint.json"):
         size = path.stat().st_size
         length = int(size * keep) if isinstance(keep, float) else keep if keep >= 0 else size + keep
@@ -83,21 +83,21 @@ def test_a_cut_file_is_noticed_on_loading(saved, keep):
                 fl.load(saved)
 
 
-def test_a_file_cut_after_loading(saved):
+def test_a_file_truncated_after_loading_is_an_error(saved):
     state = fl.load(saved)
     os.truncate(tensors_of(saved), 10_000)
     with pytest.raises(CheckpointError, match="cut short while it was open: big"):
         state["big"].sum()
 
 
-def test_a_missing_file(saved):
+def test_a_missing_file_is_an_error(saved):
     path = tensors_of(saved)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path.name}, a file of the checkpoint, is missing"):
         fl.load(saved)
 
 
-def test_another_checkpoints_file(saved, tmp_path):
+def test_another_checkpoints_file_is_an_error(saved, tmp_path):
     fl.save({"a": torch.zeros(4)}, tmp_path / "other")
     shutil.copy(tensors_of(tmp_path / "other"), tensors_of(saved))
     with pytest.raises(CheckpointError, match="had .* when it was written"):
@@ -106,13 +106,13 @@ def test_another_checkpoints_file(saved, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"{}", b"\0" * 100, b"PK\x03\x04 no zip", b"\x80\x02no pickle"])
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
-def test_foreign_files(tmp_path, content, name):
+def test_foreign_files_are_an_error(tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name} is "):
         fl.load(tmp_path / name)
 
 
-def test_a_newer_format_is_named(saved):
+def test_a_newer_format_is_an_error(saved):
     (saved / "checkpoint.json").write_text(json.dumps({"format": "firstloss checkpoint 9", "crc32": 0}))
     with pytest.raises(CheckpointError, match="is of format 'firstloss checkpoint 9'"):
         fl.load(saved)
@@ -135,7 +135,7 @@ def test_code_is_never_run(tmp_path, zipped):
     assert not (tmp_path / "made").exists()
 
 
-def test_damage_in_a_file_of_torch(tmp_path):
+def test_damage_in_a_torch_file_is_an_error(tmp_path):
     torch.save({"w": torch.randn(200, 200), "v": torch.ones(3)}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         info = archive.getinfo("x/data/0")
@@ -146,7 +146,7 @@ def test_damage_in_a_file_of_torch(tmp_path):
         state["w"].clone()
 
 
-def test_a_cut_file_of_torch(tmp_path):
+def test_a_truncated_torch_file_is_an_error(tmp_path):
     torch.save({"w": torch.randn(200, 200)}, tmp_path / "x.pt")
     for size in (100_000, 300, 5):
         os.truncate(tmp_path / "x.pt", size)

@@ -19,7 +19,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_file_of_torch(tmp_path, legacy):
+def test_torch_files_round_trip(tmp_path, legacy):
     model = model_of_two()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 200)).sum().backward()
@@ -40,7 +40,7 @@ def test_a_file_of_torch(tmp_path, legacy):
         assert equal(entries, expected)
 
 
-def test_sharing_in_a_file_of_torch(tmp_path):
+def test_sharing_in_a_torch_file_is_kept(tmp_path):
     w = torch.randn(200, 200)
     half = torch.randn(300, 300, dtype=torch.bfloat16)
     torch.save({"w": w, "t": w.t(), "rows": w[3:9], "half": half[:, ::2], "none": torch.zeros(0, 3)}, tmp_path / "x.pt")
@@ -51,7 +51,7 @@ def test_sharing_in_a_file_of_torch(tmp_path):
     assert not loaded["t"].any() and not loaded["rows"].any()  # as in eager PyTorch: one memory
 
 
-def test_what_was_loaded_is_saved_for_torch(tmp_path):
+def test_loaded_tensors_can_be_saved_for_torch(tmp_path):
     model = model_of_two()
     fl.save({"model": model.state_dict(), "n": (1, None)}, tmp_path / "it")
     fl.save(fl.load(tmp_path / "it"), tmp_path / "x.pt")
@@ -60,7 +60,7 @@ def test_what_was_loaded_is_saved_for_torch(tmp_path):
     assert equal(loaded["model"], model.state_dict()) and loaded["n"] == (1, None)
 
 
-def test_safetensors_there_and_back(tmp_path):
+def test_safetensors_files_round_trip(tmp_path):
     state = dict(model_of_two().state_dict())
     fl.save(state, tmp_path / "x.safetensors")
     assert equal(safetensors.torch.load_file(tmp_path / "x.safetensors"), dict(sorted(state.items()))) or equal(
@@ -73,7 +73,7 @@ def test_safetensors_there_and_back(tmp_path):
         fl.save({"model": state}, tmp_path / "x.safetensors")
 
 
-def test_ties_in_a_safetensors_file(tmp_path):
+def test_ties_in_a_safetensors_file_are_kept(tmp_path):
     model = model_of_two()
     model.tied = model[0]
     fl.save(model.state_dict(), tmp_path / "x.safetensors")
@@ -84,7 +84,7 @@ def test_ties_in_a_safetensors_file(tmp_path):
     safetensors.torch.load_model(other, tmp_path / "x.safetensors")
 
 
-def test_hugging_face_folders(tmp_path):
+def test_hugging_face_folders_can_be_loaded(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = llama(hidden_size=64, intermediate_size=128)  # of several shards of 100 KB
@@ -103,7 +103,7 @@ def test_hugging_face_folders(tmp_path):
     assert equal(back.state_dict(), model.state_dict())
 
 
-def test_what_save_initialized_has_written(tmp_path):
+def test_files_of_save_initialized_can_be_loaded(tmp_path):
     torch.manual_seed(0)
     fl.save_initialized(fl.deferred_init(model_of_two), tmp_path / "it")
     assert equal(dict(sorted(fl.load(tmp_path / "it").items())), dict(sorted(model_of_two().state_dict().items())))

@@ -100,7 +100,7 @@ def test_the_last_complete_checkpoint_loads(tmp_path):
     forked.run([__file__, str(tmp_path)], check=True, timeout=250)
 
 
-def test_two_processes_do_not_write_at_once(tmp_path):
+def test_two_processes_do_not_write_concurrently(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     fl.save({}, tmp_path / "it")
     descriptor = os.open(tmp_path / "it", os.O_RDONLY)

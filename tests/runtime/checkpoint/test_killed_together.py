@@ -135,7 +135,7 @@ def kill_each(folder, victim, new):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
-def test_the_last_complete_checkpoint_loads_whichever_dies(tmp_path):
+def test_the_last_complete_checkpoint_loads_whichever_process_dies(tmp_path):
     forked.run([__file__, str(tmp_path)], check=True, timeout=250)
 
 

@@ -44,7 +44,7 @@ def cut_tensors(draw):
 
 @settings(max_examples=60)
 @given(case=cut_tensors())
-def test_any_box_of_any_parts(case, tmp_path_factory, request):
+def test_any_slice_can_be_read_from_any_parts(case, tmp_path_factory, request):
     request.getfixturevalue("small_pieces")
     shape, cuts, ends, dtype = case
     tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
@@ -58,7 +58,7 @@ def test_any_box_of_any_parts(case, tmp_path_factory, request):
     assert torch.equal(loaded.clone(), tensor)
 
 
-def test_a_box_reads_only_the_pieces_that_it_lies_in(small_pieces, tmp_path, monkeypatch):
+def test_a_slice_reads_only_the_parts_it_needs(small_pieces, tmp_path, monkeypatch):
     tensor = torch.arange(1600.0).reshape(100, 16)  # a row is a piece
     write(str(tmp_path / "x"), parts_of(tensor, (1, 1)))
     file, read = TensorFile(str(tmp_path / "x")), []
@@ -69,7 +69,7 @@ def test_a_box_reads_only_the_pieces_that_it_lies_in(small_pieces, tmp_path, mon
     assert read == [64, 64, 64]
 
 
-def test_damage_is_found_where_it_is_read(small_pieces, tmp_path):
+def test_damage_is_found_when_read(small_pieces, tmp_path):
     tensor = torch.arange(1600.0).reshape(100, 16)
     write(str(tmp_path / "x"), parts_of(tensor, (1, 1)))
     raw = bytearray((tmp_path / "x").read_bytes())
@@ -81,7 +81,7 @@ def test_damage_is_found_where_it_is_read(small_pieces, tmp_path):
         value.box((99, 0), (1, 1))
 
 
-def test_missing_parts_are_noticed(tmp_path):
+def test_missing_parts_are_an_error(tmp_path):
     write(str(tmp_path / "x"), parts_of(torch.zeros(8, 8), (2, 2))[1:])
     with pytest.raises(CheckpointError, match="only parts of the tensor w"):
         Tensors([TensorFile(str(tmp_path / "x"))]).get("w")

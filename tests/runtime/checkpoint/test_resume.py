@@ -75,7 +75,7 @@ class Run:
         (torch.optim.Adagrad, {}, True),
     ],
 )
-def test_another_process_goes_on(make, options, lazy, tmp_path):
+def test_another_process_resumes(make, options, lazy, tmp_path):
     first = Run(tmp_path, 0, make, lazy, **options)
     expected = first.train(X[:3])
     first.save(tmp_path / "it")
@@ -86,7 +86,7 @@ def test_another_process_goes_on(make, options, lazy, tmp_path):
     assert len(set(expected)) == 3
 
 
-def test_the_same_run_goes_back(tmp_path):
+def test_the_same_run_can_go_back(tmp_path):
     run = Run(tmp_path, 0)
     run.train(X[:2])
     run.save(tmp_path / "it")
@@ -98,7 +98,7 @@ def test_the_same_run_goes_back(tmp_path):
     assert compiled_steps.latest(run.step).executable is compiled  # traced again, and nothing was compiled
 
 
-def test_saving_disturbs_nothing(tmp_path):
+def test_saving_does_not_change_training(tmp_path):
     plain = Run(tmp_path, 0).train(X)
     run = Run(tmp_path, 0)
     saving = []
@@ -108,7 +108,7 @@ def test_saving_disturbs_nothing(tmp_path):
     assert saving == plain
 
 
-def test_weights_of_the_backend_go_to_an_eager_model_and_back(tmp_path):
+def test_weights_round_trip_through_an_eager_model(tmp_path):
     run = Run(tmp_path, 0)
     run.train(X[:2])
     fl.save(run.model.state_dict(), tmp_path / "w.pt")

@@ -155,7 +155,7 @@ def _program(alias, backend, lazy):
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["captured", "at once"])
 @pytest.mark.parametrize("alias", ALIASES, ids=lambda f: f.__name__.strip("_"))
-def test_aliases_of_a_constructor(folder, alias, lazy):
+def test_aliases_from_a_constructor_are_kept(folder, alias, lazy):
     ours = _program(alias, fl.backend("XLA", artifact_dir=folder), lazy)
     theirs = _program(alias, None, lazy)
     assert len(ours) == len(theirs)

@@ -169,7 +169,7 @@ def run(what, backend, how):
 
 
 @pytest.mark.parametrize("what", SITUATIONS.values(), ids=SITUATIONS)
-def test_autograd_goes_on_with_a_weight_that_moves(what, tmp_path):
+def test_autograd_continues_with_a_moved_weight(what, tmp_path):
     eager = run(what, None, lambda m, backend: None)
     moved = run(what, fl.backend("XLA", artifact_dir=tmp_path), fl.compile)
     assert moved == eager  # the host computes both, in the same order
@@ -195,7 +195,7 @@ def losses(backend, prepare, loss):
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
-def test_a_view_of_a_weight_is_trained_with_it_in_a_step(kept, tmp_path):
+def test_a_view_of_a_weight_is_trained_with_it(kept, tmp_path):
     def loss(m, out):
         tied = m.all[0] if hasattr(m, "all") else m.tied
         return (out @ tied.t()).square().mean()
@@ -214,7 +214,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_of_a_weight_from_before_counts_in_a_step(kind, tmp_path):
+def test_a_hook_from_before_the_move_runs_in_a_step(kind, tmp_path):
     run = lambda backend: losses(backend, HOOKS[kind], lambda m, out: out.square().mean())  # noqa: E731
     eager, traced = on_both(run, tmp_path)
     # As above.

@@ -94,7 +94,7 @@ def test_the_weights_are_those_of_eager_construction(backend, tie):
     assert isinstance(model.head.weight, nn.Parameter)
 
 
-def test_it_trains(backend):
+def test_training_matches_eager(backend):
     model = construct(backend, Model)
     torch.manual_seed(0)
     reference = Model()
@@ -120,7 +120,7 @@ def test_it_trains(backend):
         torch.testing.assert_close(step(x).clone(), expected.detach(), rtol=1e-5, atol=0)
 
 
-def test_a_weight_that_somebody_else_writes_to_waits(backend):
+def test_a_weight_with_other_writers_is_moved_later(backend):
     class Filled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -134,7 +134,7 @@ def test_a_weight_that_somebody_else_writes_to_waits(backend):
     assert type(model.weight) is DeferredTensor and model.weight.tolist() == [3.0] * 8
 
 
-def test_copies_and_weights_set_to_each_other(backend):
+def test_copies_and_assigned_weights_match_eager(backend):
     def make():
         layer = nn.Linear(4, 4)
         twin = copy.deepcopy(layer)
@@ -148,7 +148,7 @@ def test_copies_and_weights_set_to_each_other(backend):
     assert equal(model, make())
 
 
-def test_a_fill_that_fails_leaves_what_was_there(backend):
+def test_a_failed_fill_keeps_the_old_values(backend):
     model = construct(backend, lambda: nn.Linear(4, 4))
     before = model.weight.tolist()
     with pytest.raises(RuntimeError), torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_fill_that_fails_leaves_what_was_there(backend):
     assert model.weight.tolist() == before
 
 
-def test_one_edit_at_a_time_is_on_the_host(backend):
+def test_edits_use_one_host_buffer_at_a_time(backend):
     model = construct(backend, lambda: nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]))
     with torch.no_grad():
         for layer in model:
@@ -179,7 +179,7 @@ def loaded(model):
 
 
 @pytest.mark.parametrize("change", [converted, loaded])
-def test_weights_are_swapped_while_others_are_constructed(change, backend):
+def test_weights_can_be_swapped_during_construction(change, backend):
     """`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -191,6 +191,6 @@ def test_weights_are_swapped_while_others_are_constructed(change, backend):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_a_weight_that_gets_its_shape_later(backend):
+def test_lazy_modules_get_their_shape_later(backend):
     model = construct(backend, lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
     assert model(torch.ones(3, 5)).shape == (3, 2)

@@ -23,7 +23,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (300, 200)])
 @pytest.mark.parametrize("shared", [True, False])
-def test_there_and_back(dtype, shape, shared, monkeypatch):
+def test_tensors_round_trip_through_the_device(dtype, shape, shared, monkeypatch):
     monkeypatch.setattr(jax_support, "on_cpu", lambda: shared)
     torch.manual_seed(0)
     tensor = (torch.rand(shape) * 100).to(dtype)
@@ -83,7 +83,7 @@ def test_a_dtype_that_xla_lacks_is_refused():
         jax_support.to_device(torch.zeros(2, dtype=torch.complex32))
 
 
-def test_a_weight_that_is_written_whole_is_written_where_it_will_live(tmp_path):
+def test_whole_writes_of_a_weight_are_in_place(tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     with backend.device:
         model = torch.nn.Linear(512, 512)

@@ -27,18 +27,18 @@ def behind(backend, *shape):
     return state
 
 
-def test_what_is_behind_waits_until_it_is_begun(backend):
+def test_deferred_work_waits_until_started(backend):
     state = behind(backend, 300, 200)
     assert not making() and not state._storage.resident._pending.done()
     placement.start_waiting_materializations()
     assert torch.equal(torch.Tensor(state._storage.resident.read()), torch.zeros(300, 200))
 
 
-def test_who_reads_it_begins_it(backend):
+def test_a_read_starts_deferred_work(backend):
     assert torch.equal(behind(backend, 300, 200).cpu(), torch.zeros(300, 200))
 
 
-def test_what_nobody_holds_any_more_is_not_made(backend):
+def test_unreferenced_weights_are_not_made(backend):
     state = behind(backend, 300, 200)
     pending = state._storage.resident._pending
     begun = []
@@ -52,7 +52,7 @@ def test_what_nobody_holds_any_more_is_not_made(backend):
     assert waiting and not begun and not placement._pending_after_first_loss
 
 
-def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
+def test_a_weight_may_have_the_shape_of_its_source(backend):
     """Memory is asked for by shape, all at once; recipes need more of a shape than there are weights."""
 
     class Model(torch.nn.Module):
@@ -73,7 +73,7 @@ def test_a_weight_of_the_shape_of_what_it_is_made_from(backend):
         assert torch.equal(getattr(model, name).cpu(), weight), name
 
 
-def test_a_program_that_ends_waits_for_the_thread():
+def test_the_process_waits_for_the_thread_at_exit():
     """A daemon would go on drawing while the interpreter is taken down under it, and crash the process."""
     gate = threading.Event()
     state = placement._Materialization(lambda: gate.wait(60) and {})

@@ -224,7 +224,7 @@ OFTEN = [(way, MOMENTS[n % 3]) for n, way in enumerate(WAYS)] + [("numpy", momen
         for way in WAYS
     ],
 )
-def test_the_weights_own_memory(backend, way, moment):
+def test_numpy_and_pointers_show_the_weights_own_memory(backend, way, moment):
     theirs = program(Run(), WAYS[way], moment)
     ours = program(Run(backend), WAYS[way], moment)
     for (what, a), (also, b) in zip(ours, theirs, strict=True):
@@ -314,7 +314,7 @@ SAVERS = {
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_what_is_saved_is_what_is_there(backend, tmp_path, saver):
+def test_saved_values_are_current(backend, tmp_path, saver):
     run = trained(backend)
     loaded = SAVERS[saver](run.model.state_dict(), tmp_path)
     for name, value in loaded.items():
@@ -335,7 +335,7 @@ def _sharing(state):
 
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle", "copy.deepcopy"])
-def test_ties_and_views_are_saved_as_such(backend, tmp_path, saver):
+def test_ties_and_views_are_saved_as_ties_and_views(backend, tmp_path, saver):
     ours, theirs = trained(backend), trained()
     expected = _sharing(theirs.model.state_dict())
     assert expected == [["embed.weight", "head.weight"], ["first_rows", "middle.weight"]]
@@ -346,7 +346,7 @@ def test_ties_and_views_are_saved_as_such(backend, tmp_path, saver):
 
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle"])
-def test_a_model_and_its_optimizer_are_saved_whole(backend, tmp_path, saver):
+def test_a_model_and_its_optimizer_can_be_saved(backend, tmp_path, saver):
     ours, theirs = trained(backend), trained()
     (model, state), (also, other) = (
         SAVERS[saver]((run.model, run.optimizer.state_dict()), tmp_path) for run in (ours, theirs)
@@ -364,7 +364,7 @@ def test_a_model_and_its_optimizer_are_saved_whole(backend, tmp_path, saver):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(now).clone()), key
 
 
-def test_safetensors_save_and_load_model(backend, tmp_path):
+def test_safetensors_save_model_and_load_model_round_trip(backend, tmp_path):
     from safetensors.torch import load_model, save_model
 
     run = trained(backend)
@@ -385,7 +385,7 @@ def test_safetensors_save_and_load_model(backend, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_save_pretrained(backend, tmp_path, tied):
+def test_transformers_save_pretrained_round_trips(backend, tmp_path, tied):
     transformers = pytest.importorskip("transformers")
     with backend.device:
         model = llama(tie_word_embeddings=tied)
@@ -516,7 +516,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("where", ["in the block", "in the block, at once", "before the block"])
 @pytest.mark.parametrize("held", HELD)
-def test_memory_that_somebody_holds_already(backend, held, where):
+def test_memory_shared_before_stays_shared(backend, held, where):
     def program(backend):
         torch.manual_seed(0)
 
@@ -655,7 +655,7 @@ ASSIGNED = [
 
 @pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))
 @pytest.mark.parametrize("steps", [0, 2])
-def test_another_memory(backend, assign, steps):
+def test_a_weight_can_get_other_memory(backend, assign, steps):
     def program(run):
         held = []
         for _ in range(steps):
@@ -690,7 +690,7 @@ IN_STEP = {
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("view", IN_STEP)
-def test_a_step_that_uses_a_weight_and_real_memory_of_it(backend, view, write):
+def test_a_step_can_use_a_weight_and_a_real_alias(backend, view, write):
     def program(backend):
         run = Run(backend)
         real = IN_STEP[view](_real_alias(run.model))
@@ -717,7 +717,7 @@ def test_a_step_that_uses_a_weight_and_real_memory_of_it(backend, view, write):
 
 
 @pytest.mark.parametrize("begin, end", [(0, 20), (5, 20), (0, 10), (5, 10)])
-def test_a_step_that_uses_memory_of_which_a_weight_is_a_part(backend, begin, end):
+def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
     """Right if all of the tensor is the weight's, an error if it is partly so."""
     run = Run(backend)
     vector = torch.arange(30.0) / 30
@@ -741,7 +741,7 @@ def test_a_step_that_uses_memory_of_which_a_weight_is_a_part(backend, begin, end
 # -- what it costs, and how long it lasts -----------------------------------------------------------------------------
 
 
-def test_memory_is_the_devices_again_when_nobody_holds_it(backend):
+def test_released_memory_returns_to_the_device(backend):
     run = Run(backend)
     run.step(run.x)
     for hold in (lambda t: t.numpy(), torch.from_dlpack, lambda t: np.asarray(t)[1:], lambda t: pickle.dumps(t)):
@@ -774,7 +774,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_step_in_segments(backend, monkeypatch, lasting):
+def test_segmented_steps_update_shared_memory(backend, monkeypatch, lasting):
     monkeypatch.setattr(segments, "_SAVED", 40)
     monkeypatch.setattr(segments, "_SHARE", 0.1)
 
@@ -813,7 +813,7 @@ def test_memory_outlives_its_tensor(backend):
     assert bytes(storage) == other
 
 
-def test_addresses_tell_tensors_apart_as_eager_ones_do(backend):
+def test_addresses_identify_tensors_as_in_eager(backend):
     ours, theirs = trained(backend), trained()
     for read in (lambda t: t.data_ptr(), lambda t: t.untyped_storage().data_ptr(), lambda t: t.storage().data_ptr()):
         names = list(theirs.model.state_dict())
@@ -822,7 +822,7 @@ def test_addresses_tell_tensors_apart_as_eager_ones_do(backend):
         assert 0 not in a
 
 
-def test_a_gradients_memory(backend):
+def test_gradients_share_memory_as_in_eager(backend):
     def program(backend):
         run = Run(backend)
         out = []
@@ -846,7 +846,7 @@ def test_a_gradients_memory(backend):
         close(a, b, f"value {i}")
 
 
-def test_results_of_a_step(backend):
+def test_results_share_memory_as_in_eager(backend):
     run = Run(backend)
     results = [run.step(run.x).detach().numpy() for _ in range(3)]
     assert len({float(r) for r in results}) == 3
@@ -856,7 +856,7 @@ def test_results_of_a_step(backend):
     assert loss.item() == kept.item()
 
 
-def test_shared_between_processes(backend):
+def test_memory_can_be_shared_between_processes(backend):
     run = Run(backend)
     run.step(run.x)
     before = run.model.small.detach().clone()
@@ -885,14 +885,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_eager_refuses(backend, what):
+def test_accesses_that_eager_refuses_are_refused(backend, what):
     with pytest.raises(Exception) as theirs:  # whatever eager PyTorch raises
         REFUSED[what](Run().model.small)
     with pytest.raises(theirs.type):
         REFUSED[what](Run(backend).model.small)
 
 
-def test_past_our_methods_there_is_no_null_pointer(backend):
+def test_c_code_gets_no_null_pointer(backend):
     """C++ that is handed the tensor itself; there is nothing to hook."""
     tensor = Run(backend).model.small
     for take in (torch._C.TensorBase.data_ptr, torch._C._to_dlpack):
@@ -902,7 +902,7 @@ def test_past_our_methods_there_is_no_null_pointer(backend):
         torch._C.TensorBase.untyped_storage(tensor).data_ptr()
 
 
-def test_past_our_methods_a_deferred_tensor_is_made_where_pytorch_lets_us():
+def test_c_code_gets_a_materialized_tensor():
     torch.manual_seed(0)
     expected = Net().small
     torch.manual_seed(0)
@@ -931,7 +931,7 @@ def test_deferred_tensors_become_real(way):
 
 
 @pytest.mark.parametrize("saver", [s for s in SAVERS if s != "copy.deepcopy"])
-def test_deferred_models_are_saved_as_they_would_be(tmp_path, saver):
+def test_deferred_models_are_saved_like_eager_ones(tmp_path, saver):
     torch.manual_seed(0)
     expected = Tied().state_dict()
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ def trained(backend, register, before, replaced):
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_registered_once_a_weight_has_moved_to_the_backend(kind, before, replaced):
+def test_a_hook_registered_after_the_move_runs(kind, before, replaced):
     eager = trained(fl.backend("CPU"), REGISTER[kind], BEFORE[before], replaced)
     traced = trained(fl.backend("XLA"), REGISTER[kind], BEFORE[before], replaced)
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, four steps
@@ -63,7 +63,7 @@ def test_a_hook_registered_once_a_weight_has_moved_to_the_backend(kind, before, 
 
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_registered_once_a_weight_is_real(kind, before):
+def test_a_hook_registered_after_materialization_runs(kind, before):
     def grad(deferred):
         torch.manual_seed(0)
         told = []
@@ -85,7 +85,7 @@ def test_a_hook_registered_once_a_weight_is_real(kind, before):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_two_hooks_keep_one_object_from_the_first_call_on(register, by_kernels):
+def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
     """What hooks use is known before they run: the second is registered when the first has kept some."""
 
     def run(backend):

@@ -109,7 +109,7 @@ READ = {
 }
 
 
-def test_reading(backend):
+def test_reads_match_eager(backend):
     ours, theirs = Run(backend), Run()
     ours.train(1), theirs.train(1)
     for kind, read in READ.items():
@@ -117,7 +117,7 @@ def test_reading(backend):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=kind)
 
 
-def test_printing(backend):
+def test_printing_matches_eager(backend):
     ours, theirs = Run(backend), Run()
     assert repr(ours.model.head.weight) == repr(theirs.model.head.weight)
     assert str(ours.model.head.bias.data) == str(theirs.model.head.bias.data)
@@ -184,7 +184,7 @@ OTHER = {
 }
 
 
-def test_editing_between_steps(backend):
+def test_edits_between_steps_match_eager(backend):
     ours, theirs = Run(backend), Run()
     for edit in EDIT.values():
         for run in (ours, theirs):
@@ -197,7 +197,7 @@ def test_editing_between_steps(backend):
 
 @pytest.mark.parametrize("kind", OTHER)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_other_weights_between_steps(kind, backend):
+def test_weights_replaced_between_steps_match_eager(kind, backend):
     ours, theirs = Run(backend), Run()
     close(ours.train(1), theirs.train(1))
     for run in (ours, theirs):
@@ -206,7 +206,7 @@ def test_other_weights_between_steps(kind, backend):
     assert same(ours, theirs)
 
 
-def test_data_of_another_shape(backend):
+def test_data_of_another_shape_matches_eager(backend):
     model = nn.Linear(4, 2)
     compiled = fl.compile(model, backend)
     predict = fl.trace(lambda x: compiled(x))
@@ -217,7 +217,7 @@ def test_data_of_another_shape(backend):
         torch.testing.assert_close(predict(X.float()).detach().clone(), expected)
 
 
-def test_editing_between_runs_whatever_checkpoint_steps_was(backend):
+def test_weights_can_be_edited_between_runs(backend):
     """The reference allows it only after a checkpoint on the last step."""
     ours, theirs = Run(backend), Run()
     for checkpoint_steps in (2, 0):
@@ -247,7 +247,7 @@ def test_optimizer_state_can_be_read_and_edited(runs):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_state_dicts_there_and_back(backend, assign):
+def test_state_dicts_round_trip(backend, assign):
     ours, theirs = Run(backend), Run()
     theirs.train(3)
     ours.train(1)
@@ -268,7 +268,7 @@ def test_a_state_dict_is_live_and_its_copy_is_not(runs):
     assert not torch.equal(live["head.weight"].clone(), cloned["head.weight"])
 
 
-def test_optimizer_state_dicts_there_and_back(backend):
+def test_optimizer_state_dicts_round_trip(backend):
     ours, theirs = Run(backend), Run()
     close(ours.train(), theirs.train())
     saved = (copy.deepcopy(ours.model.state_dict()), copy.deepcopy(ours.optimizer.state_dict()))
@@ -283,7 +283,7 @@ def test_optimizer_state_dicts_there_and_back(backend):
     close(eager.train(3), expected)
 
 
-def test_saved_by_torch_and_loaded(runs):
+def test_torch_save_round_trips(runs):
     ours, _ = runs
     file = io.BytesIO()
     torch.save(ours.model.state_dict(), file)
@@ -304,7 +304,7 @@ def test_deep_copies_are_models_of_their_own(runs, backend):
     close(predict(X).clone(), copies[1](X).detach())
 
 
-def test_an_average_of_weights_beside_training(backend):
+def test_averaged_weights_match_eager(backend):
     ours, theirs = Run(backend), Run()
     averages = []
     for run in (ours, theirs):
@@ -319,7 +319,7 @@ def test_an_average_of_weights_beside_training(backend):
 # -- eager work outside of a step -------------------------------------------------------------------------------------
 
 
-def test_an_eager_step_between_traced_ones(runs):
+def test_eager_and_traced_steps_can_alternate(runs):
     ours, theirs = runs
     for run in runs:
         loss = F.mse_loss(run.model(X), Y)
@@ -332,7 +332,7 @@ def test_an_eager_step_between_traced_ones(runs):
     assert same(ours, theirs)
 
 
-def test_gradients_made_eagerly_are_added_to_in_a_step(backend):
+def test_eager_gradients_accumulate_in_a_step(backend):
     ours, theirs = Run(backend), Run()
     for run in (ours, theirs):
         F.mse_loss(run.model(X), Y).backward()
@@ -341,7 +341,7 @@ def test_gradients_made_eagerly_are_added_to_in_a_step(backend):
 
 
 @pytest.mark.parametrize("eager_backward", [False, True])
-def test_an_update_alone_takes_the_gradients_that_are_there(eager_backward, backend):
+def test_an_update_uses_existing_gradients(eager_backward, backend):
     ours, theirs = Run(backend), Run()
     for run in (ours, theirs):
 
@@ -366,7 +366,7 @@ def test_an_update_alone_takes_the_gradients_that_are_there(eager_backward, back
     assert same(ours, theirs)
 
 
-def test_gradients_are_taken_as_they_lie(backend, traced):
+def test_gradients_of_any_layout_are_used(backend, traced):
     """That of a Linear's weight is a product transposed, whichever step leaves it: the update is not traced again.
 
     One that is put in its place may lie otherwise: `hidden.weight` is square, so no shape would tell.
@@ -404,7 +404,7 @@ def test_gradients_are_taken_as_they_lie(backend, traced):
 # -- several models, several runs -------------------------------------------------------------------------------------
 
 
-def test_validation_before_training_and_in_any_order(backend):
+def test_validation_may_come_before_training(backend):
     ours, theirs = Run(backend), Run()
     evaluate = fl.trace(lambda x: ours.compiled(x))
     for kind in "etteettte":
@@ -417,7 +417,7 @@ def test_validation_before_training_and_in_any_order(backend):
     assert same(ours, theirs)
 
 
-def test_several_models_at_once(backend):
+def test_several_models_can_be_trained_at_once(backend):
     pairs = [
         (Run(backend), Run()),
         (Run(backend, lambda p: torch.optim.SGD(p, 0.1, 0.9)), Run(None, lambda p: torch.optim.SGD(p, 0.1, 0.9))),
@@ -428,7 +428,7 @@ def test_several_models_at_once(backend):
     assert all(same(*pair) for pair in pairs)
 
 
-def test_weights_that_the_step_itself_assigns(backend):
+def test_weights_assigned_in_the_step_match_eager(backend):
     def losses(on):
         torch.manual_seed(0)
         model = nn.Linear(4, 2).double()
@@ -447,7 +447,7 @@ def test_weights_that_the_step_itself_assigns(backend):
     close(losses(True), losses(False))
 
 
-def test_one_step_for_two_models(backend):
+def test_one_step_can_train_two_models(backend):
     """As adversarial training does."""
 
     def losses(on):

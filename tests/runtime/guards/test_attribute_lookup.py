@@ -172,7 +172,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_read_past_the_look_up_is_noticed(way, by_kernels):
+def test_reads_that_bypass_attribute_lookup_are_guarded(way, by_kernels):
     make, read, change = WAYS[way]
 
     def run(backend):
@@ -210,7 +210,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("what", OPTIMIZERS)
-def test_what_is_read_of_an_optimizer_is_noticed(what, by_kernels):
+def test_reads_of_an_optimizer_are_guarded(what, by_kernels):
     read, change = OPTIMIZERS[what]
 
     def run(backend):
@@ -231,7 +231,7 @@ def test_what_is_read_of_an_optimizer_is_noticed(what, by_kernels):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_state_that_is_no_weights_is_refused(late, by_kernels):
+def test_state_without_a_weight_is_refused(late, by_kernels):
     compiled = compiled_linear(fl.backend("XLA"))
     optimizer = torch.optim.SGD(compiled.parameters(), 0.1, momentum=0.9)
 
@@ -252,7 +252,7 @@ def test_state_that_is_no_weights_is_refused(late, by_kernels):
 
 
 @pytest.mark.parametrize("method", [False, True])
-def test_a_step_counts_in_its_own_attributes(method, by_kernels):
+def test_a_step_can_count_in_its_own_attributes(method, by_kernels):
     def run(backend):
         compiled = compiled_linear(backend)
 
@@ -297,7 +297,7 @@ THROUGH = {
 
 @pytest.mark.parametrize("by_model", [False, True])
 @pytest.mark.parametrize("what", THROUGH)
-def test_what_is_read_through_the_compiled_model(what, by_model, by_kernels):
+def test_reads_through_the_compiled_model_are_guarded(what, by_model, by_kernels):
     read, change = THROUGH[what]
 
     def run(backend):
@@ -322,7 +322,7 @@ def test_what_is_read_through_the_compiled_model(what, by_model, by_kernels):
     assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
 
 
-def test_numbers_of_our_schedules(by_kernels):
+def test_numbers_of_our_schedules_are_guarded(by_kernels):
     """They are baked into the step, whose Python need not read them itself."""
 
     def run(backend):
@@ -362,7 +362,7 @@ class Scripted(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_scripted_module_is_asked_each_time(by_kernels):
+def test_a_scripted_module_is_checked_at_each_call(by_kernels):
     """Its attributes are in C++."""
 
     def run(backend):
@@ -394,7 +394,7 @@ WATCHERS = {
 
 
 @pytest.mark.parametrize("what", WATCHERS)
-def test_what_would_see_none_of_a_steps_operations_is_refused(what, by_kernels):
+def test_modes_that_would_see_no_operations_are_refused(what, by_kernels):
     compiled = compiled_linear(fl.backend("XLA"))
 
     @fl.trace
@@ -420,7 +420,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_facts_that_are_no_values(fact, by_kernels):
+def test_metadata_is_guarded(fact, by_kernels):
     read, change = FACTS[fact]
 
     def run(backend):
@@ -436,7 +436,7 @@ def test_facts_that_are_no_values(fact, by_kernels):
 
 
 @pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
-def test_a_namespace_is_set_by_any_method(make, by_kernels):
+def test_a_namespace_can_be_set_by_any_method(make, by_kernels):
     """While a step is traced as well, and what it sets to what it is counts as read."""
 
     def run(backend):
@@ -459,7 +459,7 @@ def test_a_namespace_is_set_by_any_method(make, by_kernels):
     assert run(fl.backend("XLA")) == run(fl.backend("CPU")) == [(1.0, 2.0)] * 6
 
 
-def test_a_configuration_of_transformers_that_renames_its_attributes(by_kernels):
+def test_renamed_attributes_of_transformers_configurations_are_guarded(by_kernels):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8)
     compiled = compiled_linear(fl.backend("XLA"))

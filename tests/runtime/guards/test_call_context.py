@@ -551,7 +551,7 @@ def losses(backend, make):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_set_around_some_calls(name, monkeypatch):
+def test_settings_around_a_call_match_eager(name, monkeypatch):
     monkeypatch.setattr(compiling, "compile_step", interpreted)
     eager = losses(fl.backend("CPU"), CASES[name])
     traced = losses(fl.backend("XLA"), CASES[name])
@@ -580,7 +580,7 @@ LEFT = {
 @pytest.mark.parametrize("back", [False, True], ids=["left", "set back"])
 @pytest.mark.parametrize("name", LEFT)
 @pytest.mark.filterwarnings("ignore")
-def test_what_a_step_sets_for_the_process(name, back, monkeypatch):
+def test_process_settings_made_by_a_step_match_eager(name, back, monkeypatch):
     monkeypatch.setattr(compiling, "compile_step", interpreted)
     change, read, undo = LEFT[name]
 

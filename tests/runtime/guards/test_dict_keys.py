@@ -43,7 +43,7 @@ CHANGE = {
 @pytest.mark.parametrize("change", CHANGE)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::UserWarning")
-def test_keys_stay_and_what_is_in_them_counts(kind: str, change: str, size: int, tmp_path) -> None:
+def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: str, size: int, tmp_path) -> None:
     if kind == "WeakKeyDictionary" and change in ("a weight", "one less"):
         pytest.skip("a weak dictionary asks tensors whether they are equal: eager PyTorch raises")
     seen = {}
@@ -82,7 +82,7 @@ def test_keys_stay_and_what_is_in_them_counts(kind: str, change: str, size: int,
     assert seen["XLA"][0][2] != seen["XLA"][0][3]
 
 
-def test_another_tensor_of_the_same_value_is_another_key(tmp_path) -> None:
+def test_an_equal_tensor_is_another_key(tmp_path) -> None:
     seen = {}
     for name in ("CPU", "XLA"):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_another_tensor_of_the_same_value_is_another_key(tmp_path) -> None:
 
 @pytest.mark.parametrize("one", [1, 1.0, torch.ones(())], ids=["int", "float", "tensor"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::UserWarning")
-def test_an_equal_item_of_a_large_list_is_another(one, tmp_path) -> None:
+def test_an_equal_item_of_a_large_list_is_detected(one, tmp_path) -> None:
     """`1 == True == 1.0`, and tensors of one element say so, too."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     with backend.device:

@@ -70,7 +70,7 @@ def number(value):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", places())
-def test_what_lies_where_an_equal_lay_is_seen(place, kind, backend):
+def test_an_object_at_the_address_of_an_equal_one_is_detected(place, kind, backend):
     (put, get), make = places()[place], KINDS[kind]
     weight = torch.ones(2)
 

@@ -562,12 +562,12 @@ ANY_MODULE = ("a_module_by_a_name_worked_out", "whether_a_module_is_there")
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ANY_MODULE])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_what_changes_between_calls(name):
+def test_changes_between_calls_match_eager(name):
     compare(name)
 
 
 @pytest.mark.parametrize("name", ANY_MODULE)
-def test_what_changes_of_any_module(name, tmp_path):
+def test_changes_of_any_module_match_eager(name, tmp_path):
     code = (
         "from firstloss.runtime.step import compiling\n"
         "from tests.runtime.guards import test_external_state\n"
@@ -595,7 +595,7 @@ def test_the_warning_names_the_line_and_what_is_called(name, called):
     assert any("is traced at each call" in text and f"{__file__}:" in text and called in text for text in texts), texts
 
 
-def test_a_profiler_goes_on_after_a_trace():
+def test_a_profiler_continues_after_a_trace():
     """It waits while the step is traced, and what the step asks is known all the same."""
     seen = []
     get, change = CASES["whether_a_file_is_there"]()
@@ -623,7 +623,7 @@ def test_a_profiler_goes_on_after_a_trace():
     assert [r[0].item() for r in found] == [1, 1, 1, 2, 2, 2] and seen
 
 
-def test_a_difference_at_the_second_call_that_nobody_can_explain_is_no_error():
+def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
     """No step has been run that should have been another; from there on it is traced at each call."""
     hidden = itertools.count(1)
 
@@ -645,7 +645,7 @@ def test_a_difference_at_the_second_call_that_nobody_can_explain_is_no_error():
     assert found == [1, 2, 3, 4]
 
 
-def test_refusing_changes_refuses_that_one_too():
+def test_refusing_changes_refuses_unexplained_ones():
     numbers = itertools.count(1)
 
     @fl.trace(changes="refuse")
@@ -659,7 +659,7 @@ def test_refusing_changes_refuses_that_one_too():
 
 
 @pytest.mark.parametrize("itself", [False, True], ids=["another", "a part of it"])
-def test_a_file_and_an_argument_that_is_met_in_another_way(itself):
+def test_a_file_and_an_argument_reached_in_another_way_match_eager(itself):
     """Where arguments share memory, and one is edited, the step's Python runs twice, and would read what it has
     written."""
     file = pathlib.Path(path())

@@ -133,7 +133,7 @@ BETWEEN_KINDS = ("forward", "full backward", "step pre")
 
 
 @pytest.mark.parametrize("kind, when", [*itertools.product(KINDS, IN_STEP), *itertools.product(BETWEEN_KINDS, BETWEEN)])
-def test_a_hook_counts_in_each_step_in_which_eager_has_it(kind, when, tmp_path):
+def test_hooks_run_in_the_same_steps_as_in_eager(kind, when, tmp_path):
     case = kind, IN_STEP.get(when), BETWEEN.get(when)
     eager = train(*case, fl.backend("CPU"))
     with warnings.catch_warnings():
@@ -145,11 +145,11 @@ def test_a_hook_counts_in_each_step_in_which_eager_has_it(kind, when, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["forward", "step post"])
-def test_without_checking_as_well(kind, tmp_path, monkeypatch):
+def test_hooks_run_without_checks_too(kind, tmp_path, monkeypatch):
     """The guards alone see it, and not the tracing again at the second call."""
     plain = fl.trace
     monkeypatch.setattr(fl, "trace", lambda step: plain(step, check=False))
-    test_a_hook_counts_in_each_step_in_which_eager_has_it(kind, "added each time", tmp_path)
+    test_hooks_run_in_the_same_steps_as_in_eager(kind, "added each time", tmp_path)
 
 
 class Fails(torch.nn.Module):
@@ -160,7 +160,7 @@ class Fails(torch.nn.Module):
 @pytest.mark.parametrize("of_all", [True, False], ids=["of all modules", "of one"])
 @pytest.mark.parametrize("caught", [True, False], ids=["caught in the step", "raised by it"])
 @pytest.mark.parametrize("hook_fails", [True, False], ids=["hook fails", "hook"])
-def test_a_hook_is_always_called(of_all, caught, hook_fails, tmp_path):
+def test_always_call_hooks_run_after_an_error(of_all, caught, hook_fails, tmp_path):
     """`always_call=True`: also where `forward` raises."""
 
     def train(backend):

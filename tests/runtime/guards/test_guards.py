@@ -583,7 +583,7 @@ def stars():
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_number_changed_by_the_user(tmp_path, name):
+def test_a_number_changed_by_the_user_is_used(tmp_path, name):
     def case(backend):
         read, change = PLACES[name]()
 
@@ -737,7 +737,7 @@ def in_a_chained_comparison():
 
 
 @pytest.mark.parametrize("name", COUNTERS)
-def test_a_number_that_the_step_counts(tmp_path, name):
+def test_a_counter_of_the_step_matches_eager(tmp_path, name):
     def case(backend):
         more = COUNTERS[name]()
 
@@ -806,7 +806,7 @@ MODULE_CHANGES = {
 
 
 @pytest.mark.parametrize("name", MODULE_CHANGES)
-def test_a_module_or_optimizer_changed(tmp_path, name):
+def test_changes_of_modules_and_optimizers_match_eager(tmp_path, name):
     def case(backend, change=MODULE_CHANGES[name]):
         module, optimizer, compiled = build(backend)
         kept = train(compiled, optimizer, lambda i: i == CHANGE and change(module, optimizer))
@@ -828,7 +828,7 @@ HOOKS_REMOVED = {
 
 @pytest.mark.parametrize("name", HOOKS_REMOVED)
 @pytest.mark.parametrize("first", [0, CHANGE])
-def test_a_hook_removed_again(tmp_path, name, first):
+def test_a_removed_hook_no_longer_runs(tmp_path, name, first):
     def case(backend):
         module, optimizer, compiled = build(backend)
         handles = []
@@ -922,7 +922,7 @@ class Trainer:
 
 @pytest.mark.parametrize("times", ["once", "each step"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_whose_self_is_changed(tmp_path, name, times):
+def test_a_traced_method_sees_changes_of_self(tmp_path, name, times):
     def case(backend):
         trainer, kept = Trainer(backend), []
         for i in range(STEPS):
@@ -934,7 +934,7 @@ def test_a_method_whose_self_is_changed(tmp_path, name, times):
     compare(case, tmp_path, exact=False)
 
 
-def test_a_method_of_two_objects(tmp_path):
+def test_a_traced_method_works_on_two_objects(tmp_path):
     class Scaled:
         def __init__(self, scale):
             self.scale, self.total = scale, torch.zeros(2)
@@ -976,7 +976,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("edited", ["never", "by the user", "rebound"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_from_outside_is_read(tmp_path, name, edited):
+def test_outside_views_can_be_read(tmp_path, name, edited):
     def case(backend):
         base = torch.arange(8.0)
         held = types.SimpleNamespace(view=VIEWS[name](base))
@@ -1001,7 +1001,7 @@ def test_a_view_from_outside_is_read(tmp_path, name, edited):
     "name", [n for n in VIEWS if n not in ("expanded", "of another dtype", "as_strided", "unfolded")]
 )
 @pytest.mark.parametrize("touched", ["the view", "the base", "both"])
-def test_a_view_from_outside_is_edited(tmp_path, name, touched):
+def test_outside_views_can_be_edited(tmp_path, name, touched):
     def case(backend):
         base = torch.arange(8.0)
         view = VIEWS[name](base)
@@ -1033,7 +1033,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("user", [False, True], ids=["step alone", "user too"])
-def test_two_views_from_outside_are_edited(tmp_path, name, user):
+def test_two_outside_views_can_be_edited(tmp_path, name, user):
     def case(backend):
         base = torch.zeros(8)
         t, u = PAIRS[name](base)
@@ -1204,7 +1204,7 @@ BOUND_BY_THE_USER = ("in_an_attribute_of_an_object", "in_a_global")
     ("name", "user"),
     [(name, user) for name in STATES for user in ("keeps", "edits")] + [(name, "binds") for name in BOUND_BY_THE_USER],
 )
-def test_kept_states_stay_what_they_were(tmp_path, name, user):
+def test_kept_states_keep_their_values(tmp_path, name, user):
     def case(backend):
         global bound
         advance, get = STATES[name]()
@@ -1253,7 +1253,7 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", ALIASES)
-def test_a_rebound_alias_of_a_weight_leaves_the_weight(tmp_path, name, trained):
+def test_rebinding_an_alias_leaves_the_weight(tmp_path, name, trained):
     def case(backend):
         with backend.device:
             module = Cached(ALIASES[name])
@@ -1288,7 +1288,7 @@ NORMS = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", NORMS)
-def test_a_weight_made_anew_at_each_step(tmp_path, name):
+def test_a_weight_recreated_at_each_step_matches_eager(tmp_path, name):
     def case(backend):
         module, optimizer, compiled = build(backend, lambda: nn.Sequential(NORMS[name](), nn.Tanh(), nn.Linear(5, 3)))
         kept = train(compiled, optimizer)
@@ -1302,7 +1302,7 @@ class Half(nn.Module):
         return w * 0.5
 
 
-def test_a_parametrization_added_between_steps(tmp_path):
+def test_a_parametrization_can_be_added_between_steps(tmp_path):
     def case(backend):
         module, _, compiled = build(backend)
 

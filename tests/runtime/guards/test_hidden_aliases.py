@@ -52,7 +52,7 @@ def cases():
 
 @pytest.mark.parametrize("holder, shows, kept", list(cases()))
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_memory_is_shared_with_what_is_held_there(holder: str, shows: str, kept: str, tmp_path) -> None:
+def test_memory_is_shared_with_hidden_tensors(holder: str, shows: str, kept: str, tmp_path) -> None:
     def run(backend):
         torch.manual_seed(0)
         with backend.device:

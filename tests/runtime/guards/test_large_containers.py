@@ -58,7 +58,7 @@ WATCHED = {
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("kind", WATCHED)
-def test_one_of_many_items_that_decides_is_not_frozen(kind, backend):
+def test_a_change_of_one_of_many_items_is_detected(kind, backend):
     step, switch = WATCHED[kind]()
     assert [step(X).tolist()[0] for _ in range(3)] == [2.0] * 3
     switch()
@@ -66,7 +66,7 @@ def test_one_of_many_items_that_decides_is_not_frozen(kind, backend):
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_a_set_of_many(backend):
+def test_a_change_in_a_large_set_is_detected(backend):
     seen = set(range(MANY))
     step = fl.trace(lambda x: x * 3 if -1 in seen else x * 2)
     first = step(X).tolist()
@@ -75,7 +75,7 @@ def test_a_set_of_many(backend):
     assert (first, step(X).tolist()) == ([2.0, 2.0], [3.0, 3.0])
 
 
-def test_many_items_that_stay_are_traced_once_more_and_no_more(backend, monkeypatch, traced):
+def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced):
     monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
     held = {"flags": [0] * MANY, "table": np.zeros(1 << 17), "names": dict.fromkeys(map(str, range(MANY)))}
 
@@ -101,7 +101,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("what", TOO_LARGE)
-def test_what_is_larger_still_is_named_and_the_step_traced_at_each_call(what, backend):
+def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, backend):
     step, switch = TOO_LARGE[what]()
     with pytest.warns(GraphChangeWarning) as told:
         for _ in range(3):
@@ -117,7 +117,7 @@ def test_what_is_larger_still_is_named_and_the_step_traced_at_each_call(what, ba
 
 
 @pytest.mark.parametrize("kind", ["list", "keys", "values", "set", "deque", "tuples"])
-def test_objects_in_a_large_collection_are_named_and_the_step_traced_at_each_call(kind, backend):
+def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(kind, backend):
     flags = [Flag() for _ in range(mutable_state.LARGEST + 1)]
     made = {
         "list": lambda: flags,
@@ -138,7 +138,7 @@ def test_objects_in_a_large_collection_are_named_and_the_step_traced_at_each_cal
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_a_list_that_grows_is_noticed_whatever_its_length(backend):
+def test_a_growing_list_is_detected_whatever_its_length(backend):
     held = [0] * TOO_MANY
     step = fl.trace(lambda x: x * len(held))
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_list_that_grows_is_noticed_whatever_its_length(backend):
         held.append(0)
 
 
-def test_what_no_code_of_the_users_reads_is_not_named(backend):
+def test_containers_that_user_code_does_not_read_are_not_named(backend):
     filled[:] = [0] * TOO_MANY
 
     @fl.trace

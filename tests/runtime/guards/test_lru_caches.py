@@ -74,13 +74,13 @@ def program(backend, cache, kind, event, when, before):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("event", [cleared, cleared_and_called, called_otherwise, result_edited])
 @pytest.mark.parametrize(("when", "before"), [(1, False), (3, True)])
-def test_what_is_kept_is_noticed(cache, kind, event, when, before, backend):
+def test_cached_values_are_guarded(cache, kind, event, when, before, backend):
     expected = list(program(fl.backend("CPU"), cache, kind, event, when, before))
     found = list(program(fl.backend(backend), cache, kind, event, when, before))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
 
 
-def test_what_others_keep_costs_no_trace(backend, traced):
+def test_entries_cached_by_other_code_do_not_retrace(backend, traced):
     model = fl.compile(nn.Linear(4, 3), backend)
 
     @functools.lru_cache

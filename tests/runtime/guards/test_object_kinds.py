@@ -49,7 +49,7 @@ def losses(case, backend):
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_what_has_changed_is_seen(case, tmp_path):
+def test_changes_of_every_kind_of_object_are_detected(case, tmp_path):
     expected = losses(case, fl.backend("CPU"))
     # XLA adds four products in another order than PyTorch, in float32 over seven steps.
     assert losses(case, fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(expected, rel=1e-4, nan_ok=True)
@@ -69,7 +69,7 @@ def subclasses(cls, seen):
             yield from subclasses(found, seen)
 
 
-def test_no_class_made_in_c_is_taken_for_plain_because_of_its_module():
+def test_c_classes_are_not_taken_for_plain_ones_by_their_module():
     made_in_c = [cls for cls in subclasses(object, set()) if not is_python_class(cls)]
     plain = [cls for cls in made_in_c if kind_of(cls) is ObjectKind.LEAF and not issubclass(cls, LEAVES)]
     assert {module_of_class(cls).partition(".")[0] for cls in plain} <= PLAIN

@@ -230,7 +230,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_batches_that_the_step_fetches_itself_are_fetched_at_each_call(source, backend):
+def test_a_step_that_fetches_batches_fetches_at_each_call(source, backend):
     batches = [torch.full((2,), float(n)) for n in range(5)]
     it = SOURCES[source](batches)
     step = fl.trace(lambda: next(it) * 2)
@@ -248,20 +248,20 @@ def batches_of_pytorchs_loader():
 
 
 @pytest.mark.parametrize("make", [bytes_of_a_file, batches_of_pytorchs_loader])
-def test_where_they_come_from_cannot_be_seen_they_are_fetched_at_each_call(make, backend):
+def test_batches_from_an_opaque_source_are_fetched_at_each_call(make, backend):
     batch = make()
     step = fl.trace(lambda: batch() + 1)
     for begin in (1, 5, 9, 13):
         assert step().tolist() == list(range(begin, begin + 4))
 
 
-def test_a_loader_of_ours_inside_a_step_is_an_error(backend):
+def test_our_loader_inside_a_step_is_an_error(backend):
     it = iter(fl.utils.data.DataExecutor([torch.zeros(2)], num_steps=3))
     with pytest.raises(fl.errors.LoaderError, match="inside a traced step.*argument"):
         fl.trace(lambda: next(it))()
 
 
-def test_memory_of_numpys_is_read_anew(backend):
+def test_numpy_memory_is_read_at_each_call(backend):
     weights = np.array([1.0, 2.0])
     step = fl.trace(lambda x: x * torch.from_numpy(weights))
     x = torch.ones(2, dtype=torch.float64)

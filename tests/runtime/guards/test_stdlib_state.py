@@ -164,7 +164,7 @@ def program(backend, make):
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
-def test_a_change_is_noticed(make, backend, monkeypatch):
+def test_changes_are_detected(make, backend, monkeypatch):
     monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
     expected = list(program(fl.backend("CPU"), make))
     torch.testing.assert_close(list(program(fl.backend(backend), make)), expected)

@@ -540,7 +540,7 @@ def run(make, backend, first, late, others=OTHERWISE):
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_set(name, first, late):
+def test_stores_match_eager(name, first, late):
     eager = run(CASES[name], fl.backend("CPU"), first, late)
     ours = run(CASES[name], fl.backend("XLA"), first, late)
     assert ours[1] == eager[1]
@@ -549,7 +549,7 @@ def test_it_is_set(name, first, late):
 
 
 @pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
-def test_what_nobody_sets_otherwise_is_traced_twice(name, monkeypatch):
+def test_unchanged_stores_are_traced_twice(name, monkeypatch):
     """The second time to find out what the first call could not know."""
     traces = []
     monkeypatch.setattr(tracing, "trace_step", lambda *args: (traces.append(args), trace_step(*args))[1])
@@ -589,7 +589,7 @@ ITERATORS = {
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", ITERATORS)
-def test_iterators_move_on(name):
+def test_iterators_advance_as_in_eager(name):
     """Also where they stand, by all that can be seen, where they stood before. Nothing moves them but Python."""
 
     def losses(backend):
@@ -606,7 +606,7 @@ def test_iterators_move_on(name):
 
 @pytest.mark.parametrize("module", [random, np.random], ids=["random", "numpy.random"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_generators_move_on(module):
+def test_random_generators_advance_as_in_eager(module):
     """Seeded by others before each call; what they draw after it follows what the step has drawn."""
 
     def drawn(backend):
@@ -654,7 +654,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_memory_of_a_tensor_edited_behind_its_back(name):
+def test_memory_edited_through_another_object_matches_eager(name):
     edit, seen = REFUSED[name]()
 
     @fl.trace
@@ -669,7 +669,7 @@ def test_memory_of_a_tensor_edited_behind_its_back(name):
     assert torch.equal(seen, before)
 
 
-def test_arrays_edited_beside_leaves_that_are_given():
+def test_arrays_edited_together_with_arguments_match_eager():
     """Which have no memory that could be an array's while a step is traced."""
     held, leaf = np.zeros(3), torch.ones(3, requires_grad=True)
 
@@ -685,7 +685,7 @@ def test_arrays_edited_beside_leaves_that_are_given():
     assert losses(fl.backend("XLA")) == losses(fl.backend("CPU"))
 
 
-def test_data_of_a_tensor_from_outside():
+def test_data_of_an_outside_tensor_matches_eager():
     held, other = torch.zeros(2), torch.ones(2)
 
     @fl.trace
@@ -699,7 +699,7 @@ def test_data_of_a_tensor_from_outside():
     assert held.sum() == 0
 
 
-def test_a_generator_of_its_own():
+def test_its_own_generator_is_refused():
     generator = torch.Generator()
 
     @fl.trace
@@ -711,7 +711,7 @@ def test_a_generator_of_its_own():
         step(torch.ones(2))
 
 
-def test_a_rate_that_only_the_device_knows():
+def test_a_rate_known_only_on_the_device_is_refused():
     backend = fl.backend("XLA")
     with backend.device:
         model = nn.Linear(3, 2)
@@ -728,7 +728,7 @@ def test_a_rate_that_only_the_device_knows():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_another_step_expects_what_is_set_in_pytorch_now(backend, by_kernels, traced, monkeypatch):
+def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monkeypatch):
     """The step that sets a function there guards what was there before, alone."""
     monkeypatch.setattr(F, "celu", F.celu)
     _, _, compiled = small_training.build(backend)

@@ -106,7 +106,7 @@ def its_dtype():
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_what_is_asked_of_a_tensor(name, monkeypatch):
+def test_metadata_of_a_tensor_is_guarded(name, monkeypatch):
     monkeypatch.setattr(compiling, "compile_step", interpreted)
 
     def run(backend):

@@ -27,25 +27,25 @@ def results(processes):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_all_come(count):
+def test_processes_join(count):
     for status, out, err in results(start("nothing", range(count), count)):
         assert status == 0 and out == f"joined {count}", err[-3000:]
 
 
-def test_other_versions_are_an_error_in_all():
+def test_different_versions_are_an_error_in_all_processes():
     for status, out, err in results(start("other version", range(2))):
         assert status == 1 and not out
         assert "the processes run other versions: process 0 has firstloss" in err
         assert "and process 1 firstloss 9, jax 9. Install the same in all of them." in err
 
 
-def test_one_that_never_comes():
+def test_a_process_that_never_joins_is_reported():
     ((status, out, err),) = results(start("late", [0]))
     assert status != 0 and not out
     assert "process 0 of 2 (torchrun) has waited 3 s for the others at localhost:" in err, err[-3000:]
 
 
-def test_one_that_dies_ends_the_others():
+def test_a_process_that_dies_ends_the_others():
     begin = time.monotonic()
     (status, _, err), (other, _, _) = results(start("dies", range(2)))
     assert other == 3 and status not in (0, 3), err[-3000:]
@@ -63,7 +63,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_processes_that_run_other_programs_are_an_error_in_all(what, tmp_path):
+def test_different_programs_are_an_error_in_all_processes(what, tmp_path):
     words = f"process 0 has come to the step training, and process 1 to {OTHERS[what]}"
 
     for status, out, err in results(start(what, range(2), folder=tmp_path)):
@@ -71,7 +71,7 @@ def test_processes_that_run_other_programs_are_an_error_in_all(what, tmp_path):
         assert "BackendError" in err and words in err, err[-3000:]
 
 
-def test_a_late_process_is_waited_for_and_those_who_wait_say_so(tmp_path):
+def test_a_late_process_is_waited_for_with_a_message(tmp_path):
     (status, out, err), (other, others_out, _) = results(start("is late", range(2), folder=tmp_path))
     assert (status, other) == (0, 0), err[-3000:]
     assert [line for line in out.splitlines() if "loss" in line] == [
@@ -85,7 +85,7 @@ GONE = ("tasks are unhealthy (stopped sending heartbeats):\n1\n", "Task 1 heartb
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_process_that_dies_in_training_is_an_error_in_all_others(count, tmp_path):
+def test_a_process_that_dies_in_training_is_an_error_in_the_others(count, tmp_path):
     begin = time.monotonic()
     processes = results(start("dies in training", range(count), count, folder=tmp_path))
     for number, (status, out, err) in enumerate(processes):
@@ -111,7 +111,7 @@ def test_a_process_that_hangs_in_training_ends_the_others(tmp_path):
         second.communicate()
 
 
-def test_no_launcher(monkeypatch):
+def test_without_a_launcher_nothing_is_done(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     assert fl.distributed.initialize() == 1

@@ -26,13 +26,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_read(name):
+def test_environment_variables_are_read(name):
     environ, expected = CASES[name]
     assert launch_of(environ) == expected
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SLURM, KUBERNETES], ids=["torchrun", "SLURM", "Kubernetes"])
-def test_what_is_missing_or_no_number_is_named(environ):
+def test_missing_and_invalid_variables_are_named(environ):
     chosen = {"RANK", "SLURM_PROCID", "SLURM_NTASKS", "JOB_COMPLETION_INDEX"}
     kubernetes = {"WORLD_SIZE"} if environ is KUBERNETES else set()
     for name in environ.keys() - chosen - kubernetes:
@@ -44,7 +44,7 @@ def test_what_is_missing_or_no_number_is_named(environ):
                 launch_of({**environ, name: "a few"})
 
 
-def test_an_index_beyond_the_count():
+def test_an_index_beyond_the_count_is_an_error():
     with pytest.raises(BackendError, match="this is process 8 of 8"):
         launch_of({**TORCHRUN, "RANK": "8"})
 
@@ -53,5 +53,5 @@ def test_an_index_beyond_the_count():
     "nodes, first",
     [("a", "a"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[01,07],m", "n01"), ("rack1-n[3-4]-ib,x", "rack1-n3-ib")],
 )
-def test_the_first_node(nodes, first):
+def test_the_first_node_is_parsed(nodes, first):
     assert first_node(nodes) == first

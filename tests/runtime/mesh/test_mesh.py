@@ -15,7 +15,7 @@ from tests import forked, scale
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cases", ["mesh_cases.py", "deep_cases.py", "plan_cases.py"])
-def test_eight_devices_in_one_process(cases, request):
+def test_cases_with_eight_devices_pass(cases, request):
     cases = os.path.join(os.path.dirname(__file__), cases)
     without = [part for plugin in ("cacheprovider", "unraisableexception") for part in ("-p", f"no:{plugin}")]
     done = forked.run(
@@ -44,7 +44,7 @@ def result(process):
     return json.loads(out.splitlines()[-1])
 
 
-def test_two_processes(tmp_path):
+def test_two_processes_match_one(tmp_path):
     port = free_port()
     ranks = [start(tmp_path, port, rank) for rank in range(2)]
     found = [result(process) for process in ranks]
@@ -65,7 +65,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_processes_with_loaders_of_their_own(tmp_path):
+def test_processes_with_their_own_loaders_match_one(tmp_path):
     """Each reads its rows, from where its loader was: together they train as one process on all of them does."""
     port, count = free_port(), scale.of(2, 4)
     ranks = [start(tmp_path, port, rank, "loader_ranks.py", count) for rank in range(count)]
@@ -80,7 +80,7 @@ def test_processes_with_loaders_of_their_own(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_deep_model_goes_on_with_other_counts_of_processes_and_devices(tmp_path):
+def test_a_deep_model_resumes_with_other_counts_of_processes_and_devices(tmp_path):
     """Two processes save, four go on, save, and two go on; one process with 8 devices saves, 4 and 16 go on. Alike
     layers are one function, which one process compiles, for all."""
 

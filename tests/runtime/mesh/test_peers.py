@@ -93,7 +93,7 @@ def compile_together(count, factor=lambda index: 2.0):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_one_compiles_and_a_later_start_reads(count, compiled, folder):
+def test_one_process_compiles_and_a_later_start_reads(count, compiled, folder):
     found, client = compile_together(count)
     assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * count
     assert len(compiled) == 1 and not client.key_value_dir_get("step/function0")  # none keeps what all have taken
@@ -102,13 +102,13 @@ def test_one_compiles_and_a_later_start_reads(count, compiled, folder):
     assert len(compiled) == 1
 
 
-def test_large_ones_go_in_pieces(compiled, folder, monkeypatch):
+def test_large_executables_are_sent_in_pieces(compiled, folder, monkeypatch):
     monkeypatch.setattr(peers, "_PIECE", 100)
     found, _ = compile_together(2)
     assert found[1](jnp.ones(3)).tolist() == [2.0] * 3 and len(compiled) == 1
 
 
-def test_a_damaged_file_is_compiled_anew(compiled, folder):
+def test_a_damaged_file_is_recompiled(compiled, folder):
     compile_together(2)
     (file,) = folder.glob("*.processes")
     whole = file.read_bytes()
@@ -121,14 +121,14 @@ def test_a_damaged_file_is_compiled_anew(compiled, folder):
         assert len(compiled) == 1 and len(file.read_bytes()) > len(whole) // 2
 
 
-def test_what_cannot_be_packed_is_compiled_by_each(compiled, folder, monkeypatch):
+def test_unserializable_executables_are_compiled_by_each(compiled, folder, monkeypatch):
     monkeypatch.setattr(peers, "_packed", lambda compiled: b"")
     found, _ = compile_together(3)
     assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * 3
     assert len(compiled) == 3
 
 
-def test_what_jax_has_read_from_a_file_of_its_own_is_compiled_by_each(compiled, folder, monkeypatch):
+def test_executables_from_jaxs_cache_are_compiled_by_each(compiled, folder, monkeypatch):
     """XLA cannot pack it again on a CPU: it would lack its functions."""
     compile_one = jax.stages.Lowered.compile
 
@@ -142,7 +142,7 @@ def test_what_jax_has_read_from_a_file_of_its_own_is_compiled_by_each(compiled, 
     assert len(compiled) == 2 and not list(folder.iterdir())
 
 
-def test_what_the_first_cannot_compile_is_an_error_in_each(folder, monkeypatch):
+def test_a_compile_error_is_raised_in_each_process(folder, monkeypatch):
     def fail(*given):
         raise RuntimeError("no such thing")
 
@@ -150,14 +150,14 @@ def test_what_the_first_cannot_compile_is_an_error_in_each(folder, monkeypatch):
     assert [str(error) for error in compile_together(3)[0]] == ["no such thing"] * 3
 
 
-def test_other_constants_are_an_error_in_those_that_have_them(folder):
+def test_different_constants_are_an_error(folder):
     found, _ = compile_together(3, lambda index: 2.0 + (index == 2))
     assert found[1](jnp.ones(3)).tolist() == [2.0] * 3
     assert isinstance(found[2], BackendError) and "process 2 of 3: double has the operations" in str(found[2])
 
 
 @pytest.mark.parametrize("names, digests", [("aab", "111"), ("aaa", "121"), ("aba", "213")])
-def test_all_of_them_learn_which_runs_something_else(names, digests):
+def test_all_processes_learn_which_one_differs(names, digests):
     found, _ = together(3, lambda index, mine: mine.agree(names[index], digests[index]))
     said = list(zip(names, digests, strict=True))
     other = next(index for index in range(3) if said[index] != said[0])
@@ -168,7 +168,7 @@ def test_all_of_them_learn_which_runs_something_else(names, digests):
         assert ("1 more differ" in str(error)) == (more == 1)
 
 
-def test_who_waits_says_so(monkeypatch, capsys):
+def test_waiting_processes_say_so(monkeypatch, capsys):
     monkeypatch.setattr(peers, "_PATIENCE", 0.1)
     go = threading.Event()
 
@@ -189,7 +189,7 @@ GONE = [
 
 
 @pytest.mark.parametrize("words", [*GONE, "RESOURCE_EXHAUSTED: Out of memory"])
-def test_which_errors_say_that_another_process_is_gone(words, monkeypatch):
+def test_errors_of_a_lost_process_are_recognized(words, monkeypatch):
     error = jax.errors.JaxRuntimeError(words)
     assert peers.lost(error) is error  # of this process alone
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -457,24 +457,24 @@ def plain_dict(value):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_arguments(name, tmp_path):
+def test_argument_updates_match_eager(name, tmp_path):
     expected, found = run("CPU", CASES[name], tmp_path), run("XLA", CASES[name], tmp_path)
     # XLA adds in another order than PyTorch.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_that_would_have_to_go_on_outside(backend):
+def test_gradients_that_would_leave_the_step_are_refused(backend):
     net, before = fl.compile(Net(), backend), nn.Linear(4, 4)
 
     @fl.trace
     def step(x):
         net(x).sum().backward()
 
-    with pytest.raises(fl.errors.TraceError, match=r"test_arguments.py:\d+.*outside of the step"):
+    with pytest.raises(fl.errors.TraceError, match=r"test_argument_updates_match_eager.py:\d+.*outside of the step"):
         step(before(batch()))
 
 
-def test_an_edited_argument_that_was_padded(backend):
+def test_editing_a_padded_argument_is_refused(backend):
     net = fl.compile(Net(), backend)
 
     @fl.trace(shapes=fl.Pad())
@@ -490,7 +490,7 @@ def test_an_edited_argument_that_was_padded(backend):
         step(batch()[:3])
 
 
-def test_data_is_not_kept(backend):
+def test_arguments_are_not_kept_alive(backend):
     import gc
     import weakref
 
@@ -508,7 +508,7 @@ def test_data_is_not_kept(backend):
     assert gone() is None
 
 
-def test_data_does_not_make_a_step_trace_again(backend, traced):
+def test_new_argument_values_do_not_retrace(backend, traced):
     net = fl.compile(Net(), backend)
 
     @fl.trace
@@ -524,7 +524,7 @@ def test_data_does_not_make_a_step_trace_again(backend, traced):
     assert len(traced) <= 2
 
 
-def test_a_step_that_is_traced_twice_edits_arrays_once(backend):
+def test_a_step_traced_twice_edits_arrays_once(backend):
     """An argument turns out to be a part of another, and the step is traced again for it, at the same call."""
 
     def program(backend):
@@ -572,7 +572,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arguments_lie_as_they_are_given(layout):
+def test_arguments_keep_their_strides(layout):
     """The step may ask how; another layout is another graph. (What a step returns lies row by row.)"""
 
     @fl.trace
@@ -589,7 +589,7 @@ def test_arguments_lie_as_they_are_given(layout):
         assert torch.equal(x, y) and stride == expected
 
 
-def test_which_of_two_arguments_lies_otherwise():
+def test_strides_of_each_argument_are_guarded():
     @fl.trace
     def step(x, y):
         return torch.stack(
@@ -605,7 +605,7 @@ def test_which_of_two_arguments_lies_otherwise():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_step_writes_to_arguments_that_lie_otherwise(layout):
+def test_writes_to_strided_arguments_match_eager(layout):
     @fl.trace
     def step(x):
         x.mul_(2.0)

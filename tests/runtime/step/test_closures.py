@@ -36,7 +36,7 @@ def trained(model, closure, backend):
     return step
 
 
-def test_a_closure_in_a_step_runs_after_every_execution(backend, model):
+def test_a_closure_runs_after_every_execution(backend, model):
     seen = []
     step = trained(model, fl.step_closure(lambda loss: seen.append(loss)), backend)
     losses = [step(x).item() for x in batches(5)]
@@ -45,7 +45,7 @@ def test_a_closure_in_a_step_runs_after_every_execution(backend, model):
     assert all(type(value) is torch.Tensor for value in seen)
 
 
-def test_in_a_loop_all_closures_have_run_when_it_ends(backend, model):
+def test_all_closures_have_run_when_a_loop_ends(backend, model):
     seen, losses = [], []
 
     @fl.step_closure
@@ -59,7 +59,7 @@ def test_in_a_loop_all_closures_have_run_when_it_ends(backend, model):
     assert fl.current_executor() is None
 
 
-def test_a_closure_beside_the_step_sees_what_the_tensors_held_at_its_call(backend, model):
+def test_a_closure_outside_of_the_step_sees_the_values_at_its_call(backend, model):
     seen, expected = [], []
     step = trained(model, fl.step_closure(lambda loss: None), backend)
 
@@ -75,7 +75,7 @@ def test_a_closure_beside_the_step_sees_what_the_tensors_held_at_its_call(backen
     assert seen == expected
 
 
-def test_a_closure_gets_its_arguments_as_they_were_at_its_place_in_the_step(backend, model):
+def test_a_closure_gets_its_arguments_as_of_its_call(backend, model):
     seen = []
     compiled = fl.compile(model, backend)
     outside = torch.ones(2)
@@ -107,7 +107,7 @@ def test_a_closure_may_edit_what_it_gets(backend, model):
     assert step(batches(1)[0]).item() != 0
 
 
-def test_python_runs_ahead_of_values_and_not_further_than_promised():
+def test_python_runs_ahead_by_at_most_the_promised_number_of_steps():
     class Array:
         def __init__(self):
             self.there = False
@@ -140,7 +140,7 @@ def test_python_runs_ahead_of_values_and_not_further_than_promised():
     assert ran == [(i, i) for i in range(1, 8)]
 
 
-def test_activation_steps_and_checkpoint_steps(backend, model):
+def test_activation_steps_and_checkpoint_steps_are_respected(backend, model):
     seen, kept, texts = [], [], []
 
     @fl.step_closure
@@ -162,7 +162,7 @@ def test_activation_steps_and_checkpoint_steps(backend, model):
     assert len(texts) == 3
 
 
-def test_checkpoint_closures_in_the_step_read_the_weights_that_it_left(backend, model):
+def test_checkpoint_closures_read_the_weights_after_the_step(backend, model):
     kept = []
 
     @fl.checkpoint_closure
@@ -192,7 +192,7 @@ def test_a_checkpoint_closure_outside_of_a_loop_is_refused(backend):
         keep()
 
 
-def test_what_a_closure_raises_comes_out_of_the_loop_with_its_step(backend, model):
+def test_a_closures_error_is_raised_from_the_loop_with_its_step(backend, model):
     @fl.step_closure
     def check(loss):
         if fl.current_executor().step == 3:
@@ -209,7 +209,7 @@ def test_what_a_closure_raises_comes_out_of_the_loop_with_its_step(backend, mode
     assert fl.current_executor() is None
 
 
-def test_closures_of_the_last_steps_are_not_lost_when_the_loop_is_left(backend, model):
+def test_leaving_the_loop_runs_pending_closures(backend, model):
     seen = []
     step = trained(model, fl.step_closure(lambda loss: seen.append(1)), backend)
     for i, x in enumerate(fl.utils.data.DataExecutor(batches(9)), 1):
@@ -224,7 +224,7 @@ def test_closures_of_the_last_steps_are_not_lost_when_the_loop_is_left(backend, 
     assert len(seen) == 5
 
 
-def test_a_loop_within_a_loop(backend, model):
+def test_loops_can_be_nested(backend, model):
     order = []
     compiled = fl.compile(model, backend)
 

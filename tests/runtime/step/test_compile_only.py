@@ -57,7 +57,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("mesh", [None, {"data": 1}])
-def test_compiled_once_for_a_run_to_come(mesh, tmp_path):
+def test_a_later_run_finds_the_compiled_steps(mesh, tmp_path):
     from firstloss.runtime.device import placement
 
     folder, closures = tmp_path / "kept", []
@@ -75,21 +75,21 @@ def test_compiled_once_for_a_run_to_come(mesh, tmp_path):
     assert {name for name in files(folder) - kept if name.startswith("jit_step")} == set()
 
 
-def test_only_lowered(tmp_path):
+def test_validate_only_lowers_without_running(tmp_path):
     losses, _ = train([torch.zeros(4, 8)], [], artifact_dir=tmp_path, validate_only=True)
     with pytest.raises(BackendError, match="validate_only"):
         losses[0].item()
     assert not {name for name in files(tmp_path / "compiled") if name.startswith("jit_step")}
 
 
-def test_weights_are_made_when_they_are_read(tmp_path):
+def test_weights_are_made_on_first_read(tmp_path):
     _, model = train([torch.zeros(4, 8)], [], artifact_dir=tmp_path, compile_only=True)
     torch.manual_seed(0)
     for ours, theirs in zip(model.parameters(), Model([]).parameters(), strict=True):
         assert torch.equal(ours.detach(), theirs.detach())
 
 
-def test_what_cannot_be_lowered_is_found(tmp_path):
+def test_an_operation_without_lowering_is_found(tmp_path):
     fl.backend("CSX", artifact_dir=tmp_path, validate_only=True)
     with pytest.raises((LoweringError, fl.errors.ValueReadError)):
         fl.trace(lambda x: x.nonzero())(torch.zeros(3))
@@ -104,13 +104,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense(case):
+def test_invalid_arguments_are_refused(case):
     with pytest.raises(BackendError):
         fl.backend(**WRONG[case])
 
 
 @pytest.mark.parametrize("name, which", [("CSX", "is_csx"), ("XLA", "is_csx"), ("CPU", "is_cpu")])
-def test_which_backend_it_is(name, which, tmp_path):
+def test_a_backend_says_which_it_is(name, which, tmp_path):
     config = fl.distributed.ClusterConfig(num_csx=1)
     backend = fl.backend(name, artifact_dir=tmp_path, cluster_config=config)
     assert [w for w in ("is_csx", "is_cpu", "is_gpu") if getattr(backend, w)] == [which]
@@ -124,7 +124,7 @@ def test_which_backend_it_is(name, which, tmp_path):
         backend.compile_only = True
 
 
-def test_the_current_backend(monkeypatch):
+def test_current_backend_is_the_last_one_made(monkeypatch):
     from firstloss.runtime import backend
 
     monkeypatch.setattr(backend, "_current", None)
@@ -138,7 +138,7 @@ def test_the_current_backend(monkeypatch):
 # -- the executor --
 
 
-def test_iterations(backend):
+def test_the_executor_counts_iterations(backend):
     seen = []
     executor = fl.utils.data.DataExecutor([torch.zeros(1)] * 3, num_steps=3)
     assert (executor.iteration, executor.user_iteration) == (-1, 0)
@@ -148,7 +148,7 @@ def test_iterations(backend):
     assert seen == [(0, 1, True, False), (1, 2, False, False), (2, 3, False, True)]
 
 
-def test_the_executors_folder(tmp_path):
+def test_each_executor_has_its_folder(tmp_path):
     fl.backend("CPU", artifact_dir=tmp_path)
     folders = set()
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_the_executors_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
-def test_filled_tensors(name, tmp_path):
+def test_factories_match_torch(name, tmp_path):
     fl.backend(name, artifact_dir=tmp_path)
     like = torch.ones(2, 3, dtype=torch.float64)
     made = {
@@ -182,7 +182,7 @@ def test_filled_tensors(name, tmp_path):
     assert float(total) == 6
 
 
-def test_arrays():
+def test_numpy_arrays_round_trip():
     import ml_dtypes
     import numpy as np
 
@@ -199,7 +199,7 @@ def test_arrays():
 
 
 @pytest.mark.parametrize("place", ["cpu", torch.device("cpu"), "meta"])
-def test_loaded_to_a_device(place, tmp_path):
+def test_load_moves_to_a_device(place, tmp_path):
     weights = {"a": torch.randn(300, 300), "b": [torch.ones(2)], "c": 3}
     fl.save(weights, tmp_path / "saved")
     loaded = fl.load(tmp_path / "saved", map_location=place)
@@ -210,7 +210,7 @@ def test_loaded_to_a_device(place, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["nowhere", {"cpu": "cpu"}, lambda storage, location: storage])
-def test_loaded_to_nowhere(place, tmp_path):
+def test_an_invalid_map_location_is_refused(place, tmp_path):
     fl.save({"a": torch.ones(1)}, tmp_path / "saved")
     with pytest.raises(fl.errors.CheckpointError, match="map_location"):
         fl.load(tmp_path / "saved", map_location=place)

@@ -99,7 +99,7 @@ def trained(name, backend):
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_views_in_a_step(name):
+def test_views_in_a_step_match_eager(name):
     for ours, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
         # sums and products in another order
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
@@ -167,13 +167,13 @@ def trained_with(make, how):
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])
 @pytest.mark.parametrize("make", [buffer, buffer_alone, attribute, parameter_alone])
-def test_a_model_that_holds_one(make, how):
+def test_a_model_with_a_conjugate_buffer_matches_eager(make, how):
     for ours, eager in zip(trained_with(make, how), trained_with(make, "eager"), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)  # as above
 
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])
-def test_a_parameter_that_shares_its_memory(how):
+def test_a_conjugate_parameter_with_shared_memory_is_refused(how):
     with pytest.raises(
         fl.errors.BackendError, match=r"test_conjugate_views.py:\d+.*conjugated or negated view of memory"
     ):

@@ -32,7 +32,7 @@ def line_of(function, text):
 # -- a step in a step --
 
 
-def test_a_traced_function_in_another_is_a_part_of_it(compiled):
+def test_a_traced_function_called_in_another_is_part_of_it(compiled):
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
 
     @fl.trace
@@ -103,14 +103,14 @@ ALL = ["static_outside", "static_inside", "of_class_outside", "of_class_inside"]
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("on", ["instance", "class"])
-def test_static_and_class_methods_in_either_order(name, on, compiled):
+def test_static_and_class_methods_can_be_traced(name, on, compiled):
     methods = Methods(compiled)
     factor = 2.0 if "class" in name else 1.0
     expected = compiled.model(X).sum().detach() * factor
     torch.testing.assert_close(getattr(methods if on == "instance" else Methods, name)(X), expected)
 
 
-def test_a_method_without_an_instance(compiled):
+def test_a_method_without_an_instance_is_an_error(compiled):
     methods = Methods(compiled)
     expected = compiled.model(X).sum().detach() * 2
     torch.testing.assert_close(Methods.plain(methods, X), expected)
@@ -123,7 +123,7 @@ def test_a_method_without_an_instance(compiled):
 
 
 @pytest.mark.parametrize("what", [3, "refuse", None, nn.Parameter(torch.ones(1))])
-def test_what_cannot_be_called_cannot_be_traced(what):
+def test_tracing_a_non_callable_is_an_error(what):
     if what is None:
         assert callable(fl.trace(what))
         return
@@ -131,7 +131,7 @@ def test_what_cannot_be_called_cannot_be_traced(what):
         fl.trace(what)
 
 
-def test_generators_and_coroutines_compute_nothing_when_they_are_called():
+def test_generators_and_coroutines_cannot_be_traced():
     def generator():
         yield 1
 
@@ -172,7 +172,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_result_has_no_graph_and_says_where_backward_belongs(name, compiled):
+def test_backward_of_a_result_is_an_error(name, compiled):
     step = fl.trace(lambda x: compiled(x).sum())
     with pytest.raises(fl.errors.TraceError, match=r"backward\(\) in the step") as caught:
         ASKED[name](step(X), list(compiled.parameters()))
@@ -180,14 +180,14 @@ def test_a_result_has_no_graph_and_says_where_backward_belongs(name, compiled):
 
 
 @pytest.mark.parametrize("more", [lambda result: result * 2, lambda result: result + torch.ones(3, requires_grad=True)])
-def test_a_gradient_that_comes_to_a_result_is_an_error(more, compiled):
+def test_a_gradient_for_a_result_is_an_error(more, compiled):
     step = fl.trace(lambda x: compiled(x).sum())
     with pytest.raises(fl.errors.TraceError, match=r"Call backward\(\) in the step") as caught:
         more(step(X)).sum().backward()
     assert str(caught.value).startswith(f"{__file__}:")
 
 
-def test_a_gradient_that_comes_to_an_argument_that_a_step_made_is_an_error(compiled):
+def test_a_gradient_for_an_argument_from_a_step_is_an_error(compiled):
     """The first step's weights would get none of it."""
     features = fl.trace(lambda x: compiled(x))
     weight = torch.ones(3, requires_grad=True)
@@ -203,7 +203,7 @@ def test_a_gradient_that_comes_to_an_argument_that_a_step_made_is_an_error(compi
     assert second(features(X).detach()).requires_grad
 
 
-def test_a_result_requires_gradients_where_it_does_in_eager_pytorch(compiled):
+def test_requires_grad_of_results_matches_eager(compiled):
     kept = []
 
     @fl.trace
@@ -218,7 +218,7 @@ def test_a_result_requires_gradients_where_it_does_in_eager_pytorch(compiled):
         assert found == [False, False, True, False, False]
 
 
-def test_eager_gradients_are_untouched(compiled):
+def test_eager_gradients_are_unaffected(compiled):
     (gradient,) = torch.autograd.grad(compiled.model(X).sum(), [compiled.model.bias])
     assert gradient.tolist() == [3.0, 3.0]
     compiled.model(X).sum().backward()
@@ -241,7 +241,7 @@ RESIZED = {
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", RESIZED)
 @pytest.mark.parametrize("which", ["held", "loose", "captured"])
-def test_a_tensor_resized_between_steps(name, which, compiled):
+def test_a_tensor_may_be_resized_between_steps(name, which, compiled):
     captured = torch.arange(12.0)
 
     def seen(model):
@@ -269,7 +269,7 @@ def test_an_argument_resized_in_a_step_is_refused(change, compiled):
         fl.trace(step)(X.clone())
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(fl.errors.CheckpointMissingError, match=str(tmp_path)):
         fl.load(tmp_path)
 
@@ -284,7 +284,7 @@ EDITED = {
 
 
 @pytest.mark.parametrize("edit", EDITED)
-def test_weights_edited_before_the_backward_pass(edit, compiled):
+def test_editing_weights_before_the_backward_pass_is_an_error(edit, compiled):
     def step(x):
         loss = (compiled(x).tanh() @ compiled.model.weight).sum()
         with torch.no_grad():

@@ -90,7 +90,7 @@ OTHERS = [
 SAME = [{}, {"rate": 0.2}, {"table": (3.0, 2.0, 1.0)}, {"x": X * 2}]  # other inputs, the same computation
 
 
-def test_what_differs_is_compiled_and_what_does_not_is_found(tmp_path, hits):
+def test_equal_steps_are_found_and_others_compiled(tmp_path, hits):
     def on(**change):
         return trained(fl.backend("XLA", artifact_dir=tmp_path), **change)
 
@@ -111,7 +111,7 @@ def test_what_differs_is_compiled_and_what_does_not_is_found(tmp_path, hits):
         assert set(hits) == {"Firstloss's"}, change  # nothing is lowered, so that nobody looks in JAX's
 
 
-def test_a_damaged_entry_is_compiled_anew(tmp_path):
+def test_a_damaged_entry_is_recompiled(tmp_path):
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
     for file in (tmp_path / "compiled").iterdir():
         content = file.read_bytes()
@@ -140,7 +140,7 @@ def writable_by_others(file):
 
 
 @pytest.mark.parametrize("damage", [halved, emptied, of_something_else, writable_by_others])
-def test_an_executable_that_cannot_be_trusted_is_compiled_anew(damage, tmp_path, hits):
+def test_an_untrusted_executable_is_recompiled(damage, tmp_path, hits):
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
     files = sorted((tmp_path / "lowered").glob("*.executable"))
     assert files
@@ -154,7 +154,7 @@ def test_an_executable_that_cannot_be_trusted_is_compiled_anew(damage, tmp_path,
     assert "Firstloss's" in hits
 
 
-def test_what_xla_has_loaded_from_jaxs_cache_is_not_kept(tmp_path, hits):
+def test_executables_from_jaxs_cache_are_not_stored(tmp_path, hits):
     """XLA would write it, and not find its kernels when that is run."""
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
     for file in (tmp_path / "lowered").glob("*.executable"):
@@ -184,7 +184,7 @@ print(json.dumps([step(m).item(), plain(m).item(), len(loaded)]))
 """
 
 
-def test_what_calls_a_library_is_lowered_in_each_process(tmp_path):
+def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
     """JAX prepares LAPACK when a call of it is lowered: without that the process would end where it is called."""
 
     def process():
@@ -203,7 +203,7 @@ def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
     assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected
 
 
-def test_what_a_user_has_registered_is_lowered_at_each_start(tmp_path, hits):
+def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
     """It may be another function then."""
 
     @torch.library.custom_op("firstloss_compile_cache::scaled", mutates_args=())
@@ -270,7 +270,7 @@ FAMILY = {
 THE_SAME = {"the other order", "the other of two"}
 
 
-def test_of_steps_that_differ_in_one_thing_none_finds_anothers(tmp_path, hits):
+def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
     """All of them in one folder, twice: the second time each finds its own."""
     torch.manual_seed(0)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
@@ -320,14 +320,14 @@ def exact(part):
 
 @given(PARTS, PARTS)
 @settings(deadline=None)
-def test_a_key_is_that_of_one_signature(a, b):
+def test_keys_depend_on_the_signature(a, b):
     """Numbers that are equal and not the same have two, and so has what is cut into tuples otherwise."""
     fl.backend("XLA")
     assert (entry(a) == entry(b)) is (exact(a) == exact(b))
     assert entry((a, b)) != entry(((a, b),))
 
 
-def test_a_key_is_that_of_one_machine_and_its_settings(tmp_path, monkeypatch):
+def test_keys_depend_on_the_machine_and_settings(tmp_path, monkeypatch):
     fl.backend("XLA", artifact_dir=tmp_path)
     keys = {entry((1,)), entry((1,), name="step_1"), entry((1,), order=(2,))}
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_max_isa=AVX")
@@ -340,7 +340,7 @@ def test_a_key_is_that_of_one_machine_and_its_settings(tmp_path, monkeypatch):
     assert entry((object(),)) is None and entry(([1],)) is None  # what cannot be written down in full
 
 
-def test_another_process_finds_it_unless_its_compiler_is_told_otherwise(tmp_path):
+def test_another_process_with_the_same_flags_finds_it(tmp_path):
     code = (
         "import json, sys, jax, importlib.util\n"
         "hits = []\n"

@@ -31,7 +31,7 @@ def trace(request):
 
 @pytest.mark.parametrize("parameter", [True, False], ids=["parameter", "tensor"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-def test_a_step_reads_the_gradient_that_is_there(gradient, parameter, trace, tmp_path):
+def test_a_step_reads_the_current_gradient(gradient, parameter, trace, tmp_path):
     def train(backend):
         model = nn.Module()
         weight = torch.ones(3, 2)
@@ -76,7 +76,7 @@ MADE_ANEW = {
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("anew", MADE_ANEW.values(), ids=MADE_ANEW)
-def test_gradients_that_are_views_of_one_vector(anew, step, trace, tmp_path):
+def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
     """As those of data-parallel training, which exchanges them all at once."""
 
     def train(backend):

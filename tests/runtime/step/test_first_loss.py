@@ -121,7 +121,7 @@ def test_the_first_loss_is_that_of_eager_pytorch_bit_for_bit(name, computed, tmp
     torch.testing.assert_close(compiled[0], eager[0], rtol=close, atol=0)
 
 
-def test_what_is_read_after_the_loss_is_the_state_behind_the_step(computed, tmp_path):
+def test_reads_after_the_loss_see_the_state_after_the_step(computed, tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     one, after_one = run(backend, steps=1)
     compiled, expected = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), steps=1)
@@ -159,7 +159,7 @@ def edited(net):
     [({"before": loaded}, []), ({"before": edited}, [1])],
     ids=["weights that were given", "a recipe with an edit"],
 )
-def test_when_it_comes_from_kernels(options, expected, computed, tmp_path):
+def test_new_weights_get_their_loss_from_kernels(options, expected, computed, tmp_path):
     first, weights = run(fl.backend("XLA", artifact_dir=tmp_path), **options)
     compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), **options)
     assert computed == expected
@@ -192,7 +192,7 @@ def test_random_numbers_are_those_of_the_compiled_step(step_of, computed, tmp_pa
     assert all(map(torch.equal, first[1:], compiled[1:]))
 
 
-def test_gradients_that_several_calls_add_up(computed, tmp_path):
+def test_accumulated_gradients_come_from_the_compiled_step(computed, tmp_path):
     """One step adds to the gradients, another uses them: the first of the first comes from kernels."""
 
     def trained(**options):
@@ -226,14 +226,14 @@ def test_gradients_that_several_calls_add_up(computed, tmp_path):
     assert first[1:] == compiled[1:]
 
 
-def test_only_the_first_step_of_a_backend(computed, tmp_path):
+def test_only_the_first_step_uses_kernels(computed, tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     run(backend, steps=2)
     run(backend, steps=2)
     assert computed == [1]
 
 
-def test_an_operation_that_only_the_compiler_knows(monkeypatch, tmp_path):
+def test_an_operation_without_a_kernel_is_compiled(monkeypatch, tmp_path):
     def refuse(self, *given):
         raise NotImplementedError("no kernel")
 
@@ -244,7 +244,7 @@ def test_an_operation_that_only_the_compiler_knows(monkeypatch, tmp_path):
     assert all(map(torch.equal, first, compiled))
 
 
-def test_interrupted_while_it_is_computed(monkeypatch, tmp_path):
+def test_an_interrupt_leaves_the_state_unchanged(monkeypatch, tmp_path):
     """The weights are those before the step, and training goes on."""
     compute = first_loss.FirstLoss.compute
     interrupts = [KeyboardInterrupt()]
@@ -270,7 +270,7 @@ def test_interrupted_while_it_is_computed(monkeypatch, tmp_path):
     assert step(torch.ones(8, 16)).item() > step(torch.ones(8, 16)).item()
 
 
-def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_path):
+def test_a_step_that_fails_after_its_loss_leaves_the_state(monkeypatch, tmp_path):
     finish = segmented.SegmentedRun._finish
     failures = [RuntimeError("no memory left")]
 
@@ -294,7 +294,7 @@ def test_a_step_that_fails_behind_its_loss_leaves_the_state(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("returned", ["number", "several", "large"])
-def test_nothing_but_the_step_is_compiled(returned, backend, monkeypatch):
+def test_only_the_step_is_compiled(returned, backend, monkeypatch):
     """What goes in and comes out of the kernels is copied without JAX's operations, of which each is compiled."""
     from jax._src import compiler
 
@@ -323,14 +323,14 @@ def test_nothing_but_the_step_is_compiled(returned, backend, monkeypatch):
     assert names and {name.rpartition("_")[0] for name in names} == {"jit__lambda_"}, names
 
 
-def test_another_word_is_refused(tmp_path):
+def test_an_unknown_mode_is_refused(tmp_path):
     with pytest.raises(BackendError, match="first_loss='soon': write 'eager' or 'compiled'"):
         fl.backend("XLA", artifact_dir=tmp_path, first_loss="soon")
     with pytest.raises(BackendError, match="first_loss would do nothing"):
         fl.backend("CPU", first_loss="eager")
 
 
-def test_the_process_ends_in_order_while_a_step_runs(tmp_path):
+def test_the_process_exits_cleanly_while_a_step_runs(tmp_path):
     """Its results are held until the very end; the device's threads must not run on when their code is gone."""
     script = f"""
 import torch

@@ -52,7 +52,7 @@ DOES = [nothing, drop, edit, bind, zero, clear, keep, read]
 @pytest.mark.parametrize("frozen", ["before", "between"])
 @pytest.mark.parametrize("does", DOES, ids=lambda does: does.__name__)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypatch) -> None:
+def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: the same bits, and quickly
 
     def run(backend):
@@ -108,7 +108,7 @@ def test_gradients_of_frozen_weights(does, frozen, returned, tmp_path, monkeypat
 @pytest.mark.parametrize("cleared", ["never", "between", "now and then"])
 @pytest.mark.parametrize("freezes", ["the step", "others", "in turns"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
-def test_gradients_of_what_the_step_itself_unfreezes(freezes, cleared, by_kernels) -> None:
+def test_gradients_of_weights_unfrozen_in_the_step_match_eager(freezes, cleared, by_kernels) -> None:
     """It wanted none, and had none, when the step was traced."""
 
     def run(backend):

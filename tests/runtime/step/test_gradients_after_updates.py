@@ -38,7 +38,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("cls", "options"), _cases())
-def test_gradients_are_what_eager_pytorch_leaves(cls, options, tmp_path, monkeypatch) -> None:
+def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: bit for bit, and quickly
 
     def run(backend):

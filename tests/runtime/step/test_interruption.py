@@ -190,7 +190,7 @@ def steady(training):
 
 
 @pytest.mark.parametrize("clear", [False, True])
-def test_an_interrupt_at_any_line_of_a_compiled_call(kind, clear, tmp_path):
+def test_an_interrupt_at_any_line_leaves_a_consistent_state(kind, clear, tmp_path):
     make, features = KINDS[kind]
     ours = Training(make, features, "XLA", clear, tmp_path)
     lines, done = steady(ours)
@@ -239,7 +239,7 @@ def interrupted(alarms, seconds, call):
     return False
 
 
-def test_a_signal_at_random_moments_of_compiled_calls(kind, alarms, tmp_path):
+def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path):
     make, features = KINDS[kind]
     ours = Training(make, features, "XLA", True, tmp_path)
     count = 60
@@ -261,7 +261,7 @@ def test_a_signal_at_random_moments_of_compiled_calls(kind, alarms, tmp_path):
     assert hits > 5  # on a machine that is not too busy, most of them
 
 
-def test_an_interrupt_in_the_first_call(kind, tmp_path):
+def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path):
     """While the step is traced, lowered, compiled or first run: the state is as it was, and the next call works."""
     make, features = KINDS[kind]
     with Interrupting() as counted:

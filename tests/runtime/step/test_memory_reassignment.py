@@ -100,7 +100,7 @@ def run(seed, backend):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, scale.of(90, 160), 10))
-def test_tensors_that_are_given_other_memory(first, by_kernels):
+def test_reassigned_memory_matches_eager(first, by_kernels):
     agreed = 0
     for seed in range(first, first + 10):
         try:

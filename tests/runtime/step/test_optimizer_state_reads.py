@@ -78,7 +78,7 @@ def kept(model, optimizer, held):
 @pytest.mark.parametrize("before", [nothing, read, edited, kept])
 @pytest.mark.parametrize("between", [gradient_is_state, state_is_gradient, new_state, state_of_two, reloaded])
 @pytest.mark.parametrize("make", [Own, momentum])
-def test_state_that_the_step_has_met(make, between, before, by_kernels):
+def test_state_read_before_the_optimizer_steps_matches_eager(make, between, before, by_kernels):
     def run(backend):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)

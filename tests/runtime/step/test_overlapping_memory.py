@@ -103,7 +103,7 @@ def cases():
 
 
 @pytest.mark.parametrize("giver, taker, optimizer, late", list(cases()))
-def test_memory_that_comes_to_be_shared(giver, taker, optimizer, late, by_kernels):
+def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer, late, by_kernels):
     def train(backend):
         run = Run(backend, optimizer)
         generator = torch.Generator().manual_seed(1)

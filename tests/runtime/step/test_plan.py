@@ -34,7 +34,7 @@ def placements(draw):
 
 
 @given(placements(), st.sampled_from([1, 2, 4, 8]))
-def test_bytes_on_a_device_are_those_of_jaxs_own_shards(placement, itemsize):
+def test_bytes_per_device_match_jaxs_shards(placement, itemsize):
     shape, spec, axes = placement
     sharding = NamedSharding(AbstractMesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*(e or None for e in spec)))
     found = local_bytes(shape, itemsize, spec, axes)
@@ -55,7 +55,7 @@ def ring(kind, parts):
     st.dictionaries(st.sampled_from(AXES), st.integers(1, 16), min_size=1),
     st.integers(1, 1 << 20),
 )
-def test_what_a_link_carries_is_what_a_ring_sends(kind, axes, part):
+def test_traffic_is_that_of_ring_algorithms(kind, axes, part):
     ways = math.prod(axes.values())
     sent = Sent(kind, tuple(axes), part * ways)
     assert sent.on_link(axes) == pytest.approx(ring(kind, [part] * ways), rel=1e-12)  # floats
@@ -98,7 +98,7 @@ def planned(folder, model, axes, *batch, optimizer=torch.optim.AdamW, specs=None
     st.dictionaries(st.sampled_from(["dp", "fsdp"]), st.sampled_from([1, 2, 8, 64]), min_size=1),
     st.integers(1, 3),
 )
-def test_a_perceptron_by_formulas_on_paper(tmp_path_factory, widths, axes, rows):
+def test_a_perceptrons_plan_matches_formulas(tmp_path_factory, widths, axes, rows):
     devices = math.prod(axes.values())
     batch = rows * devices
     plan = planned(tmp_path_factory.mktemp("plan"), lambda: Perceptron(widths), axes, torch.zeros(batch, widths[0]))
@@ -128,7 +128,7 @@ def shardings_of(axes, *shape):
     return [axes[axis] for entry in spec for axis in entry]
 
 
-def test_nothing_is_left_behind_and_a_step_can_be_planned_before_it_runs(tmp_path):
+def test_planning_has_no_side_effects(tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     torch.manual_seed(0)
     with backend.device:
@@ -161,7 +161,7 @@ def test_nothing_is_left_behind_and_a_step_can_be_planned_before_it_runs(tmp_pat
     assert step.plan(x).held == plan.held and calls == [0, 1, 2]
 
 
-def test_what_is_whole_and_why(tmp_path):
+def test_replicated_arrays_are_listed_with_reasons(tmp_path):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -181,7 +181,7 @@ def test_what_is_whole_and_why(tmp_path):
     assert why["small.weight"] == (("fsdp", "tp"), "smaller than 4,096 elements")
 
 
-def test_seconds_by_hand(tmp_path):
+def test_seconds_match_a_computation_by_hand(tmp_path):
     plan = planned(tmp_path, lambda: Perceptron([512, 512]), {"fsdp": 8}, torch.zeros(64, 512))
     took = plan.seconds(1e9, {"": 1e6})
     assert took.compute == plan.flops / 1e9
@@ -211,7 +211,7 @@ BY_ROWS = ("fused, one after the other", "fused with a sum")  # cut over the dev
 
 
 @pytest.mark.parametrize("name, ways", [*((name, 1) for name in TRAFFIC), *((name, 8) for name in BY_ROWS)])
-def test_bytes_read_and_written_by_hand(name, ways, tmp_path):
+def test_memory_traffic_matches_a_computation_by_hand(name, ways, tmp_path):
     compute, expected = TRAFFIC[name]
     mesh = AbstractMesh((ways,), ("dp",))
     backend = fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path, validate_only=True)
@@ -235,7 +235,7 @@ def test_a_step_takes_as_long_as_each_kernels_slower_side(tmp_path):
     assert both.computing == [pytest.approx(sum(max(one.flops, one.bytes) for one in part.work.kernels) / 1e9)]
 
 
-def test_a_mesh_that_is_not_there_runs_nothing(tmp_path):
+def test_an_abstract_mesh_runs_nothing(tmp_path):
     mesh = AbstractMesh((8,), ("fsdp",))
     with pytest.raises(BackendError, match="has no devices to run on. Pass validate_only=True"):
         fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path)
@@ -263,7 +263,7 @@ def test_an_eager_backend_has_nothing_to_plan(tmp_path):
         step.plan(torch.zeros(2))
 
 
-def test_a_step_that_cannot_be_traced_says_so(tmp_path):
+def test_a_step_that_cannot_be_traced_is_an_error(tmp_path):
     fl.backend("XLA", mesh=AbstractMesh((8,), ("fsdp",)), artifact_dir=tmp_path, validate_only=True)
 
     @fl.trace

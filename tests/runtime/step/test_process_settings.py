@@ -39,7 +39,7 @@ SETTERS = {
 
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("name", SETTERS)
-def test_what_a_step_sets_counts_in_it_and_after_each_call(name, again, backend):
+def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, backend):
     """Set back before each call or not: as in eager PyTorch, although a compiled step runs no Python."""
     weight = nn.Parameter(torch.ones(4, 8))
 
@@ -123,7 +123,7 @@ def test_gradients_accumulate_though_a_step_sets_its_half_dtype(backend):
     assert ours == pytest.approx(theirs, rel=2**-8)
 
 
-def test_the_default_device_makes_another_step(backend):
+def test_another_default_device_is_another_step(backend):
     """Set, or given in a region: tensors that the step makes are made there."""
     x = torch.ones(2)
     step = fl.trace(lambda x: x * 2 if torch.ones(2).device.type == "cpu" else x * 3)
@@ -138,7 +138,7 @@ def test_the_default_device_makes_another_step(backend):
     assert found == [2.0, 3.0, 2.0, 3.0, 2.0]
 
 
-def test_a_default_device_that_a_step_sets_stays_set(backend):
+def test_a_default_device_set_by_a_step_stays_set(backend):
     step = fl.trace(lambda x: (torch.set_default_device("meta"), x * 2)[1])
     for _ in range(2):
         step(torch.ones(2, device="cpu"))

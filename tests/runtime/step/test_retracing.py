@@ -73,7 +73,7 @@ def better_function(input1: torch.Tensor, input2: torch.Tensor, step: torch.Tens
     return output
 
 
-def test_a_counter_in_a_branch_is_noticed_and_not_frozen():
+def test_a_counter_in_a_branch_is_not_frozen():
     step = fl.trace(lambda x: bad_function(x * 2, x * 3))
     with pytest.warns(GraphChangeWarning) as told:
         assert values(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
@@ -87,7 +87,7 @@ def test_a_counter_in_a_branch_is_noticed_and_not_frozen():
     assert counter == 6 and traces(step) == 2
 
 
-def test_it_can_be_refused():
+def test_a_changed_graph_can_be_refused():
     step = fl.trace(lambda x: bad_function(x * 2, x * 3), changes="refuse")
     with pytest.warns(GraphChangeWarning):
         assert values(step, X, count=3) == [[2.0, 4.0]] * 3
@@ -95,7 +95,7 @@ def test_it_can_be_refused():
         step(X)
 
 
-def test_the_way_with_torch_where_is_traced_once():
+def test_a_tensor_counter_is_traced_once():
     number = torch.zeros((), dtype=torch.int64)
     step = fl.trace(lambda x: better_function(x * 2, x * 3, number))
     assert quiet(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
@@ -155,7 +155,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("after", [1, 3])
-def test_what_is_changed_from_outside_counts_from_the_next_call_on(edit, after, backend, monkeypatch):
+def test_outside_changes_apply_from_the_next_call(edit, after, backend, monkeypatch):
     monkeypatch.setattr(Layer, "default", 1.0)
     monkeypatch.setattr(Layer, "helper", Layer.helper)
     layer = Layer()
@@ -174,7 +174,7 @@ def test_what_is_changed_from_outside_counts_from_the_next_call_on(edit, after, 
     assert len([w for w in told if w.category is GraphChangeWarning]) == (edit != "another buffer")
 
 
-def test_a_variable_of_an_enclosing_function():
+def test_closure_variables_are_guarded():
     factor = 1.0
 
     @fl.trace
@@ -187,7 +187,7 @@ def test_a_variable_of_an_enclosing_function():
         assert values(step, X) == [[2.0, 4.0]]
 
 
-def test_pytorchs_modes_outside_of_the_step_count(backend):
+def test_pytorchs_modes_around_the_call_are_guarded(backend):
     weight = nn.Parameter(torch.ones(2))
     step = fl.trace(lambda x: (weight * x + torch.full((), 1 / 3), torch.is_grad_enabled()))
 
@@ -279,7 +279,7 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
         assert run(*steps_of_one) == (0, 0)
 
 
-def test_a_model_that_was_read_before_it_was_compiled(backend):
+def test_a_model_can_be_read_before_it_is_compiled(backend):
     teacher, student = nn.Linear(2, 2), nn.Linear(2, 2)
     reference, by = copy.deepcopy(teacher), copy.deepcopy(student)
     compiled = fl.compile(student, backend)
@@ -298,7 +298,7 @@ def test_a_model_that_was_read_before_it_was_compiled(backend):
 
 
 @pytest.mark.parametrize("by", ["module", "optimizer"])
-def test_a_model_that_is_compiled_later_and_whose_gradients_the_step_clears(backend, by):
+def test_a_model_can_be_compiled_after_the_step_cleared_its_gradients(backend, by):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters())
     compiled = fl.compile(model, backend)
@@ -321,7 +321,7 @@ def test_a_model_that_is_compiled_later_and_whose_gradients_the_step_clears(back
         assert other.weight.grad is None
 
 
-def test_a_weight_that_wants_no_gradient_any_more_makes_another_step(backend):
+def test_freezing_a_weight_makes_another_step(backend):
     """Of a model that came before another as well."""
     model = nn.Linear(2, 2)
     compiled = fl.compile(model, backend)
@@ -348,7 +348,7 @@ def test_a_weight_that_wants_no_gradient_any_more_makes_another_step(backend):
 # -- what changes and does not matter ---------------------------------------------------------------------------------
 
 
-def test_a_counter_that_decides_nothing_counts_and_costs_nothing(backend, traced):
+def test_a_counter_that_decides_nothing_does_not_retrace(backend, traced):
     calls, log = 0, []
 
     class Counting(nn.Module):
@@ -372,7 +372,7 @@ def test_a_counter_that_decides_nothing_counts_and_costs_nothing(backend, traced
     assert calls == len(log) == model.count == 5
 
 
-def test_a_number_that_is_made_by_the_first_step_settles(backend, traced):
+def test_a_number_created_by_the_first_step_settles(backend, traced):
     class Lazy(nn.Module):
         size = None
 
@@ -409,7 +409,7 @@ class Rebinding(nn.Module):
         return self.current * 1
 
 
-def test_a_name_that_is_bound_to_another_tensor_is_state(backend):
+def test_an_attribute_rebound_to_a_tensor_is_state(backend):
     model, reference = Rebinding(), Rebinding()
     compiled = fl.compile(model, backend)
     step = fl.trace(lambda x: compiled(x))
@@ -420,7 +420,7 @@ def test_a_name_that_is_bound_to_another_tensor_is_state(backend):
     assert traces(step) == 1
 
 
-def test_so_is_a_global_and_a_variable():
+def test_a_global_rebound_to_a_tensor_is_state():
     inner = torch.zeros(())
 
     @fl.trace
@@ -452,7 +452,7 @@ class Mean:
         return self.total.item(), self.counts["rows"].item(), self.latest[0].tolist()
 
 
-def test_so_are_the_sums_of_a_metric():
+def test_sums_of_a_metric_are_state():
     ours, theirs = Mean(), Mean()
     step = fl.trace(lambda x: ours.update(x))
     for i in range(4):
@@ -462,7 +462,7 @@ def test_so_are_the_sums_of_a_metric():
     assert traces(step) == 1
 
 
-def test_a_tensor_that_grows_is_traced_anew(backend):
+def test_a_growing_tensor_is_retraced(backend):
     class Growing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -489,7 +489,7 @@ def test_an_open_file_that_the_step_holds_is_read_at_each_call():
         assert values(step, X, count=4) == [[n, 2 * n] for n in (1.0, 2.0, 3.0, 4.0)]
 
 
-def test_a_file_is_found_at_the_second_call(tmp_path):
+def test_a_file_read_is_found_at_the_second_call(tmp_path):
     file = tmp_path / "number"
     file.write_text("1")
     step = fl.trace(lambda x: x * float(file.read_text()))
@@ -502,7 +502,7 @@ def test_a_file_is_found_at_the_second_call(tmp_path):
     assert re.search(r"is traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
 
 
-def test_what_nobody_has_thought_of_is_found_as_time_permits(monkeypatch):
+def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):
     codecs.register_error("strange", lambda error: ("a", error.end))
     step = fl.trace(lambda x: x if b"\xff".decode("ascii", "strange") == "a" else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
@@ -515,7 +515,7 @@ def test_what_nobody_has_thought_of_is_found_as_time_permits(monkeypatch):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: random.gauss(0, 1)])
-def test_numbers_from_generators_of_python_are_drawn_anew(draw):
+def test_pythons_random_numbers_are_drawn_at_each_call(draw):
     seed = 1 if draw is not random.random else 2
 
     def seeded():
@@ -580,7 +580,7 @@ def test_a_number_as_an_argument_is_named():
 
 
 @pytest.mark.parametrize("options", [{"shapes": "pad"}, {"changes": "ignore"}])
-def test_options_that_are_none(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(fl.errors.TraceError, match=next(iter(options.values()))):
         fl.trace(**options)(loss)
 
@@ -643,7 +643,7 @@ def test_the_text_of_a_constant_is_known():
     assert step(X).tolist() == (X * len("tensor([2, 3])")).tolist()
 
 
-def test_detecting_anomalies_is_named():
+def test_anomaly_detection_is_refused_by_name():
     weight = torch.ones(2, requires_grad=True)
 
     @fl.trace
@@ -679,7 +679,7 @@ def test_a_view_beyond_its_storage_is_refused_at_its_line(made):
         fl.trace(lambda x: made(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
 
 
-def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):
+def test_moving_a_counter_to_the_backend_is_not_a_change(backend):
     """It is a tensor of the host's when it is first met, before the weights, and the backend's ever after."""
     model = nn.Linear(2, 2)
     compiled, count = fl.compile(model, backend), torch.zeros(())
@@ -698,7 +698,7 @@ def test_a_counter_that_comes_to_live_on_the_backend_is_no_change(backend):
     assert traces(step) == 1 and count.item() == 4
 
 
-def test_a_comparison_with_a_counter_is_no_change_when_python_turns_it_round(backend):
+def test_a_reflected_comparison_with_a_counter_is_not_a_change(backend):
     limit = torch.zeros(())
 
     @fl.trace
@@ -712,7 +712,7 @@ def test_a_comparison_with_a_counter_is_no_change_when_python_turns_it_round(bac
     assert traces(step) == 1
 
 
-def test_what_is_read_by_a_name_that_is_worked_out_counts_for_weights_in_another_state(tmp_path):
+def test_computed_names_are_guarded_for_weights_in_any_state(tmp_path):
     """The same graph for weights in another state: what its Python reads is looked for there, too."""
 
     def run(backend):
@@ -745,7 +745,7 @@ def test_what_is_read_by_a_name_that_is_worked_out_counts_for_weights_in_another
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
 
 
-def test_a_warning_is_at_the_line_of_the_call_and_said_once_there():
+def test_a_warning_is_issued_once_at_the_line_of_the_call():
     settings = {"scale": 1.0}
 
     @fl.trace

@@ -151,7 +151,7 @@ IN_SWEEP = ("sgd", "adamw")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.sweep] * (c in IN_SWEEP)) for c in CASES])
-def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
+def test_segments_match_the_step_compiled_as_a_whole(case, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 1 << 30)
     whole, results, state = train(case, tmp_path)
     assert len(compiled_steps.segment_calls(whole)) == 1
@@ -167,7 +167,7 @@ def test_the_same_as_compiled_whole(case, tmp_path, monkeypatch):
     assert [k for k in state if not close(state_apart[k].to("cpu"), state[k].to("cpu"), bound)] == []
 
 
-def test_what_is_compiled_does_not_grow_with_the_layers():
+def test_compiled_functions_do_not_grow_with_the_layers():
     def functions(layers):
         step = Captured(layers)
         found = segments.cut(step.program)
@@ -179,7 +179,7 @@ def test_what_is_compiled_does_not_grow_with_the_layers():
 
 
 @pytest.mark.parametrize("before, after", [(0, 0), (5, 3), (2, 11)])
-def test_where_all_places_are_as_good_whole_layers_are_cut_off(before, after):
+def test_segments_are_whole_layers_if_there_is_a_choice(before, after):
     """Nothing of a layer is left at the ends, to be compiled once more with what comes before the layers and after."""
     layers, period = 24, 30
 
@@ -225,7 +225,7 @@ def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     assert kept == []
 
 
-def test_an_order_of_calls_in_which_everything_is_there_when_needed():
+def test_calls_are_ordered_by_their_dependencies():
     from firstloss.lower.foreach_split import split_foreach_calls
 
     program = Captured(12).program
@@ -238,7 +238,7 @@ def test_an_order_of_calls_in_which_everything_is_there_when_needed():
     assert made == {value for node in program.nodes for value in node.outputs}
 
 
-def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, monkeypatch):
+def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, monkeypatch):
     from firstloss.runtime.step import segmented
 
     monkeypatch.setattr(segments, "_SAVED", 60)
@@ -264,7 +264,7 @@ def test_a_backward_pass_that_cannot_be_lowered_says_so_at_every_call(tmp_path, 
     assert torch.equal(model.embed.weight.detach().to("cpu"), before)
 
 
-def test_a_backward_pass_that_was_lowered_before_is_lowered_after_the_loss(tmp_path, monkeypatch):
+def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch):
     from firstloss.runtime.step import segmented
 
     monkeypatch.setattr(segments, "_SAVED", 60)

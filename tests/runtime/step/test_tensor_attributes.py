@@ -67,7 +67,7 @@ ATTRIBUTES = [nothing, a_tensor, tensors_in_a_list, itself]
 @pytest.mark.parametrize("kept", ["returned", "left", "in a list"])
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 @pytest.mark.parametrize("make", TENSORS)
-def test_a_kept_tensor_has_its_gradient_and_its_attributes(make, attribute, kept, by_kernels):
+def test_a_kept_tensor_has_its_gradient_and_attributes(make, attribute, kept, by_kernels):
     def run(backend):
         torch.manual_seed(0)
         with backend.device:
@@ -107,7 +107,7 @@ def test_a_kept_tensor_has_its_gradient_and_its_attributes(make, attribute, kept
 
 
 @pytest.mark.parametrize("make", [retained, new_leaf])
-def test_the_next_step_reads_the_gradient_of_what_was_kept(make, by_kernels):
+def test_the_next_step_reads_a_kept_tensors_gradient(make, by_kernels):
     def run(backend):
         torch.manual_seed(0)
         with backend.device:

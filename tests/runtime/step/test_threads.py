@@ -67,7 +67,7 @@ CASES = [("linear", "sgd"), ("deep", "adamw"), ("buffers", "sgd"), ("linear", "a
 
 
 @pytest.mark.parametrize("where", ["models made before", "models made in the threads"])
-def test_models_trained_side_by_side(where, tmp_path):
+def test_models_can_be_trained_concurrently(where, tmp_path):
     def losses(name):
         out = [[] for _ in CASES]
         backend = fl.backend(name, artifact_dir=tmp_path)
@@ -91,7 +91,7 @@ def test_models_trained_side_by_side(where, tmp_path):
         assert ours == pytest.approx(eager, rel=1e-3, abs=1e-4)  # XLA adds in another order
 
 
-def test_ordinary_work_beside_a_trace(tmp_path):
+def test_other_work_can_run_during_a_trace(tmp_path):
     """A thread that draws, computes and trains eagerly sees nothing of the trace beside it."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     run, _ = training(backend, "deep", "adamw", 0)
@@ -135,7 +135,7 @@ def test_ordinary_work_beside_a_trace(tmp_path):
     run(0)
 
 
-def test_constructors_side_by_side():
+def test_constructors_can_run_concurrently():
     """Each of many deferred models has numbers of its own from the one stream, and the stream goes on behind them."""
     models = [None] * 4
 
@@ -160,7 +160,7 @@ class Loads(threading.local):
 
 
 @pytest.mark.parametrize("make", [threading.local, lambda: Loads(2.0)], ids=["plain", "subclass"])
-def test_what_a_step_reads_of_one_thread_is_not_what_it_reads_in_another(make, tmp_path):
+def test_thread_local_reads_are_per_thread(make, tmp_path):
     def losses(backend):
         local = make()
         local.scale = 3.0
@@ -187,7 +187,7 @@ def test_what_a_step_reads_of_one_thread_is_not_what_it_reads_in_another(make, t
     assert losses(fl.backend("XLA", artifact_dir=tmp_path)) == expected
 
 
-def test_another_thread_that_computes_with_the_steps_tensors_is_told_so(tmp_path):
+def test_using_the_steps_tensors_in_another_thread_is_refused(tmp_path):
     fl.backend("XLA", artifact_dir=tmp_path)
 
     @fl.trace

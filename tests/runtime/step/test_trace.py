@@ -122,7 +122,7 @@ def test_an_ordinary_scheduler_needs_no_second_trace(backend, model):
     assert compiled_steps.kinds(step) == 1
 
 
-def test_a_changed_hyperparameter_is_traced_anew(backend, model):
+def test_a_changed_hyperparameter_is_retraced(backend, model):
     reference = eager_linear()
     step, optimizer = make_step(model, backend)
     float(step(X, Y))
@@ -138,7 +138,7 @@ def test_a_changed_hyperparameter_is_traced_anew(backend, model):
     torch.testing.assert_close(model.weight.clone(), reference.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_that_are_kept_are_added_to(backend, model):
+def test_kept_gradients_accumulate(backend, model):
     reference = eager_linear()
     compiled = fl.compile(model, backend)
 
@@ -171,7 +171,7 @@ class Counted(torch.optim.Optimizer):
                 p.sub_(state["momentum"])
 
 
-def test_state_made_inside_step_is_carried(backend, model):
+def test_state_created_inside_the_step_is_kept(backend, model):
     reference = eager_linear()
     theirs = Counted(reference.parameters())
     step, ours = make_step(model, backend, Counted(model.parameters()))
@@ -186,7 +186,7 @@ def test_state_made_inside_step_is_carried(backend, model):
     )
 
 
-def test_a_tensor_from_outside_is_read_anew_and_written_back(backend, model):
+def test_outside_tensors_are_read_and_written_at_each_call(backend, model):
     compiled = fl.compile(model, backend)
     scale, counter = torch.ones(()), torch.zeros(())
 
@@ -213,7 +213,7 @@ READS = {
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_step_that_reads_a_value_is_refused_at_its_line(kind, backend, model):
+def test_reading_a_value_is_refused_at_the_users_line(kind, backend, model):
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -252,7 +252,7 @@ def test_the_named_line_is_the_users(backend, model):
     assert line_of(step.__wrapped__, "if y.sum()") in str(caught.value)
 
 
-def test_an_operation_without_lowering_is_refused_at_its_line(backend, model):
+def test_an_operation_without_lowering_is_refused_at_the_users_line(backend, model):
     @torch.library.custom_op("firstloss_tests::unknown", mutates_args=())
     def unknown(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -271,7 +271,7 @@ def test_an_operation_without_lowering_is_refused_at_its_line(backend, model):
     assert "firstloss_tests.unknown" in str(caught.value)
 
 
-def test_tensors_that_were_not_returned_but_kept_have_their_values(backend, model):
+def test_kept_tensors_have_their_values(backend, model):
     kept = []
 
     @fl.trace
@@ -295,7 +295,7 @@ def test_seeding_inside_a_step_is_refused(backend, model):
         step(X)
 
 
-def test_structures_and_constants_come_back_as_they_are(backend, model):
+def test_structures_and_constants_are_returned_unchanged(backend, model):
     @fl.trace
     def step(batch, flag):
         return {"sum": batch["x"].sum(), "flag": flag, "pair": (batch["x"][0], None)}
@@ -311,7 +311,7 @@ def test_an_unknown_backend_is_refused():
         fl.backend("TPU9")
 
 
-def test_on_the_cpu_backend_the_step_just_runs():
+def test_the_cpu_backend_runs_the_step_eagerly():
     backend = fl.backend("CPU")
     model = eager_linear()
     step, _ = make_step(model, backend)
@@ -336,7 +336,7 @@ def test_a_weight_that_is_returned_is_that_weight(backend, model):
         assert torch.equal(row.to("cpu"), model.weight.detach().to("cpu")[0])
 
 
-def test_a_function_may_have_attributes_that_are_called_as_ours(backend):
+def test_a_function_may_have_attributes_with_our_names(backend):
     def step(x):
         return x * 2
 

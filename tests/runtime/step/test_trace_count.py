@@ -124,7 +124,7 @@ def loop_class():
 
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("which", ["step", "step_with_metrics"])
-def test_a_loop_in_a_class(backend, traced, which, scheduled):
+def test_a_loop_in_a_class_is_traced_twice(backend, traced, which, scheduled):
     loop = loop_class()(backend, scheduled)
     for x in batches():
         loop.batch = x
@@ -133,7 +133,7 @@ def test_a_loop_in_a_class(backend, traced, which, scheduled):
     assert len({loss.item() for loss in loop.losses}) == STEPS
 
 
-def test_a_loop_in_a_class_with_gradients_accumulated(backend, traced):
+def test_gradient_accumulation_in_a_class_is_traced_twice(backend, traced):
     loop = loop_class()(backend, accumulate=4)
     for i, x in enumerate(batches()):
         loop.after(loop.micro_step(x))
@@ -143,7 +143,7 @@ def test_a_loop_in_a_class_with_gradients_accumulated(backend, traced):
     assert len(traced) <= 3 * ONCE
 
 
-def test_gradients_accumulated_in_one_step(backend, traced):
+def test_gradient_accumulation_in_one_step_is_traced_twice(backend, traced):
     model, optimizer, compiled = build(backend)
 
     @fl.trace
@@ -181,7 +181,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_learning_rate_scheduled(backend, traced, scheduler, optimizer):
+def test_a_scheduled_learning_rate_does_not_retrace(backend, traced, scheduler, optimizer):
     _, optimizer, compiled = build(backend, OPTIMIZERS[optimizer])
     scheduler = SCHEDULERS[scheduler](optimizer)
 
@@ -202,7 +202,7 @@ def test_a_learning_rate_scheduled(backend, traced, scheduler, optimizer):
     assert len(traced) == ONCE
 
 
-def test_a_scheduler_inside_the_step(backend, traced):
+def test_a_scheduler_inside_the_step_does_not_retrace(backend, traced):
     """As firstloss's own schedulers are meant to be used, and PyTorch's may be."""
     _, optimizer, compiled = build(backend)
     scheduler = fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, STEPS)
@@ -239,7 +239,7 @@ def train_step(backend, inside=lambda loss, x: None):
     return step
 
 
-def test_lists_that_grow_outside(backend, traced):
+def test_lists_that_grow_outside_do_not_retrace(backend, traced):
     step = train_step(backend)
     losses, numbers, everything = [], [], {}
     for i, x in enumerate(batches()):
@@ -408,7 +408,7 @@ def bert():
 
 
 @pytest.mark.parametrize("make", [llama, bert])
-def test_a_model_of_a_library(backend, traced, make):
+def test_a_library_model_is_traced_twice(backend, traced, make):
     """Whose code asks for settings, imports, and keeps tables of its own."""
     with backend.device:
         model = make()
@@ -428,7 +428,7 @@ def test_a_model_of_a_library(backend, traced, make):
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_what_a_step_keeps(backend, traced, name):
+def test_kept_values_do_not_retrace(backend, traced, name):
     keep, right = INSIDE[name]()
     step = train_step(backend, keep)
     for x in batches():
@@ -437,7 +437,7 @@ def test_what_a_step_keeps(backend, traced, name):
     assert len(traced) == ONCE
 
 
-def test_averaged_weights(backend, traced):
+def test_averaged_weights_do_not_retrace(backend, traced):
     """An EMA of the weights, as diffusers and timm keep it."""
     model, optimizer, compiled = build(backend)
     with backend.device:
@@ -464,7 +464,7 @@ def test_averaged_weights(backend, traced):
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_train_and_eval_in_turn(backend, traced, every):
+def test_alternating_train_and_eval_does_not_retrace(backend, traced, every):
     model, optimizer, compiled = build(backend)
 
     @fl.trace
@@ -490,7 +490,7 @@ def test_train_and_eval_in_turn(backend, traced, every):
     assert len(traced) == 2 * ONCE
 
 
-def test_one_step_for_train_and_eval(backend, traced):
+def test_one_step_for_train_and_eval_is_traced_for_each(backend, traced):
     model, _, compiled = build(backend)
     model.append(nn.Dropout(0.5))
 
@@ -504,7 +504,7 @@ def test_one_step_for_train_and_eval(backend, traced):
     assert len(traced) == 2 * ONCE
 
 
-def test_two_models_trained_in_turn(backend, traced):
+def test_two_models_trained_in_turn_do_not_retrace(backend, traced):
     first, second = train_step(backend), train_step(backend)
     for x in batches():
         assert first(x).shape == second(x).shape
@@ -530,7 +530,7 @@ def step_of_globals(x):
     return result
 
 
-def test_a_loop_at_module_level(backend, traced):
+def test_a_loop_at_module_level_is_traced_twice(backend, traced):
     """A script: the loop's variables are globals beside those that the step reads."""
     global iteration, batch, loss, running, compiled, optimizer
     _, optimizer, compiled = build(backend)
@@ -544,7 +544,7 @@ def test_a_loop_at_module_level(backend, traced):
     assert len(traced) == ONCE
 
 
-def test_a_script(backend, traced):
+def test_a_script_is_traced_twice(backend, traced):
     """The same where everything, the step too, is made by the script itself, in a namespace of its own."""
     script = """
 import time, random, torch, firstloss as fl
@@ -602,7 +602,7 @@ class Keeps(Callback):
         self.found.append(dict(metrics))
 
 
-def test_the_trainer(tmp_path, traced):
+def test_the_trainer_does_not_retrace(tmp_path, traced):
     keeps = Keeps()
     data = torch.utils.data.DataLoader(torch.randn(6 * 40, 4), 6, shuffle=True)
     trainer = Trainer(

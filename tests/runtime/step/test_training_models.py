@@ -137,7 +137,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_are_those_of_eager_training(case, backend):
+def test_losses_and_weights_match_eager(case, backend):
     make, batch, loss_of, optimizer_of = CASES[case]
     torch.manual_seed(1)
     batches = [batch() for _ in range(STEPS)]
@@ -154,7 +154,7 @@ def test_losses_and_weights_are_those_of_eager_training(case, backend):
         torch.testing.assert_close(fl.errors and state[name].clone(), theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_dropout_draws_anew_at_each_step_and_the_same_from_the_same_seed(backend):
+def test_dropout_draws_new_masks_reproducibly(backend):
     def losses():
         torch.manual_seed(1)
         batches = [tokens()] * 3
