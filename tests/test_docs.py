@@ -42,7 +42,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, "README.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     text = re.sub(r"```.*?```", "", read(page), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -56,13 +56,13 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(full), f"{page} links to {target}, and {full} has no such heading"
 
 
-def test_the_site_lists_every_page_that_there_is():
+def test_the_site_lists_every_page():
     listed = re.findall(r": ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     listed += re.findall(r"^ +- ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     assert sorted(os.path.join("docs", *page.split("/")) for page in listed) == PAGES
 
 
-def test_architecture_is_short_enough_to_be_read():
+def test_the_architecture_page_is_short():
     assert len(read("docs/architecture.md").split()) < 1200
 
 
@@ -78,7 +78,7 @@ def test_every_public_name_is_on_a_page():
 
 
 @pytest.mark.parametrize("names, said", [(("trace",), "on more than one: ['trace']"), ((), "on no page: ['Pad'")])
-def test_a_name_on_no_page_or_on_two_is_told(names, said, monkeypatch):
+def test_a_name_on_no_page_or_on_two_is_reported(names, said, monkeypatch):
     hook = reference()
     steps = [name for name in hook.PAGES["steps"] if name != "Pad" or names]
     monkeypatch.setitem(hook.PAGES, "steps", (*steps, *names))
@@ -87,7 +87,7 @@ def test_a_name_on_no_page_or_on_two_is_told(names, said, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_samples_are_python(page):
+def test_samples_are_valid_python(page):
     for block in re.findall(r"```python\n(.*?)```", read(page), flags=re.S):
         ast.parse(textwrap.dedent(block))
 
@@ -128,7 +128,7 @@ HOW_TO = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(os.path.join("docs", "how-to"))])
-def test_a_how_to_is_one_line_that_a_test_runs(page):
+def test_a_how_to_changes_one_line_that_a_test_runs(page):
     name = os.path.basename(page).removesuffix(".md")
     diffs = re.findall(r"```diff\n(.*?)```", read(page), flags=re.S)
     assert len(diffs) == len(HOW_TO.get(name, ())), "each diff has a test"
@@ -157,7 +157,7 @@ def messages():
 
 
 @pytest.mark.parametrize("name, piece", messages())
-def test_what_troubleshooting_quotes_is_said(name, piece):
+def test_messages_quoted_in_troubleshooting_exist(name, piece):
     assert hasattr(fl.errors, name)
     source = ""
     for folder, _, names in os.walk(os.path.join(ROOT, "src")):
@@ -165,7 +165,7 @@ def test_what_troubleshooting_quotes_is_said(name, piece):
     assert piece in re.sub(r'"\s+f?"', "", re.sub(r"\{[^{}]*\}", "", source)), f"{name}: no code says {piece!r}"
 
 
-def test_the_trainers_hooks_are_all_named():
+def test_all_hooks_of_the_trainer_are_listed():
     from firstloss.trainer import Callback
 
     page = read("docs/reference/trainer.md")

@@ -115,7 +115,7 @@ def tied():
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("inside", [False, True], ids=["after the block", "in the block"])
 @pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.combinations("abc", n)], ids="".join)
-def test_accelerate_keeps_what_is_tied(tmp_path, names, inside, kind):
+def test_accelerate_keeps_tied_weights(tmp_path, names, inside, kind):
     """The checkpoint has some names of one tensor, or none; the files of safetensors are not read in the block."""
     needs("accelerate")
     import accelerate
@@ -142,7 +142,7 @@ def test_accelerate_keeps_what_is_tied(tmp_path, names, inside, kind):
         assert torch.equal(weight, model.state_dict()[name]), name
 
 
-def test_weights_that_are_moved_to_meta_amid_a_capture():
+def test_moving_weights_to_meta_during_a_capture_is_an_error():
     needs("accelerate")
     import accelerate
 

@@ -10,7 +10,7 @@ from tests.integrations.one_line import run_ranks
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_stages_have_the_weights_of_the_whole(stages, monkeypatch):
+def test_stages_have_the_weights_of_the_whole_model(stages, monkeypatch):
     torch.manual_seed(0)
     whole = pipeline_stages.Model()
     made = []
@@ -26,7 +26,7 @@ def test_stages_have_the_weights_of_the_whole(stages, monkeypatch):
         assert torch.equal(found[name], weight), name
 
 
-def test_a_stage_that_is_used_makes_itself_alone():
+def test_a_used_stage_materializes_only_itself():
     torch.manual_seed(0)
     model = pipeline_stages.stage_of(fl.deferred_init(pipeline_stages.Model), 0, 2)
     with pytest.warns(fl.errors.NotMaterializedWarning):

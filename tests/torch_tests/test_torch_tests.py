@@ -86,7 +86,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_each_way_runs_the_tests_as_it_says(found):
+def test_each_mode_runs_the_tests(found):
     assert found["eager"] == dict.fromkeys(found["eager"], "passed") | {"wrong": "failed"}
     for way in ("backend", "steps", "whole"):
         assert found[way]["hook"] == found[way]["optimizer" if way != "whole" else "hook"] == "passed"
@@ -97,7 +97,7 @@ def test_each_way_runs_the_tests_as_it_says(found):
     assert found["backend"]["ends"] == "ended"
 
 
-def test_what_is_computed_is_compared_with_eager():
+def test_results_are_compared_with_eager():
     one = [("step()", [torch.tensor([1.0, 2.0])])]
     assert apart(one, one) is None
     assert "off by 1.0e-02" in apart(one, [("step()", [torch.tensor([1.0, 2.01])])])
@@ -105,14 +105,14 @@ def test_what_is_computed_is_compared_with_eager():
     assert "1 calls and steps, and 2" in apart(one, one * 2)
 
 
-def test_the_page_is_that_of_the_rows(tmp_path, monkeypatch):
+def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     kept = Path(page.DOCS / "torch-tests.md").read_text()
     page.write_page()
     assert page.PAGE.read_text() == kept
 
 
-def test_nothing_differs_in_the_rows_without_a_reason():
+def test_every_difference_has_a_reason():
     """A difference that a test's own assertions do not see either is a fault to mend, and no row."""
     rows = page.read_rows().values()
     assert [row["test"] for row in rows for way in page.WAYS if page.verdict(row, way) == "differs"] == []
@@ -121,7 +121,7 @@ def test_nothing_differs_in_the_rows_without_a_reason():
 @pytest.mark.skipif(FOLDER is None, reason="FIRSTLOSS_TORCH_TESTS names no checkout of PyTorch (docs/torch-tests.md)")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", ["nn/test_module_hooks.py", "nn/test_parametrization.py"])
-def test_of_pytorch(file, tmp_path):
+def test_pytorchs_tests_have_their_outcomes(file, tmp_path):
     """As the rows have it, in every way but a slow one."""
     kept = {row["test"]: row for row in page.read_rows().values() if row["file"] == file}
     for way in page.FILES[file]:

@@ -35,7 +35,7 @@ def shuffled(**options):
     return data.DataLoader(Noisy(), batch_size=3, shuffle=True, **options)
 
 
-def test_workers_are_forked_without_a_word():
+def test_workers_are_forked_without_warnings():
     """JAX warns of each fork, for those who use JAX in the child; a loader forks workers for each epoch."""
     jax.devices()
     loader = shuffled(num_workers=1)
@@ -66,7 +66,7 @@ def test_without_num_steps_it_is_one_epoch():
     assert list(executor) == [1, 2, 3]
 
 
-def test_a_finite_loader_is_begun_anew():
+def test_a_finite_loader_is_restarted():
     assert list(DataExecutor([1, 2, 3], num_steps=7)) == [1, 2, 3, 1, 2, 3, 1]
     assert list(DataExecutor([1, 2, 3], num_steps=2)) == [1, 2]
 
@@ -103,7 +103,7 @@ def test_input_fn_is_called_when_a_batch_is_needed_and_for_each_epoch_of_an_iter
     assert calls == [0, 1] * 3
 
 
-def test_each_epoch_shuffles_anew_as_eager_would():
+def test_each_epoch_shuffles_as_in_eager():
     seeded()
     loader = shuffled()
     expected = rows(b for _ in range(2) for b in loader)
@@ -122,7 +122,7 @@ def test_samplers_are_told_the_epoch():
     assert epochs == [0, 1, 2]
 
 
-def test_workers():
+def test_worker_processes_give_the_same_batches():
     seeded()
     expected = rows(shuffled(num_workers=2))
     seeded()
@@ -186,7 +186,7 @@ def test_a_worker_that_fails_is_named_too():
         list(DataExecutor(data.DataLoader(Broken(), num_workers=1)))
 
 
-def test_the_function_itself_fails():
+def test_an_error_of_the_input_function_is_raised():
     def missing():
         raise FileNotFoundError("train.bin")
 
@@ -194,7 +194,7 @@ def test_the_function_itself_fails():
         list(DataExecutor(DataLoader(missing), num_steps=1))
 
 
-def test_an_iterator_that_ends_early_and_cannot_be_begun_anew():
+def test_an_exhausted_iterator_is_an_error():
     with pytest.raises(LoaderError, match="ended after 3 batches"):
         list(DataExecutor(iter([1, 2, 3]), num_steps=5))
     once = iter([1, 2])
@@ -202,14 +202,14 @@ def test_an_iterator_that_ends_early_and_cannot_be_begun_anew():
         list(DataExecutor(DataLoader(lambda: once), num_steps=5))
 
 
-def test_a_loader_without_batches():
+def test_a_loader_without_batches_is_an_error():
     with pytest.raises(LoaderError, match="no batch in epoch 0"):
         list(DataExecutor([], num_steps=1))
     assert list(DataExecutor([])) == []
 
 
 @pytest.mark.parametrize("what", [3, [1, 2]])
-def test_what_is_no_function_or_no_loader(what):
+def test_invalid_input_functions_and_loaders_are_refused(what):
     with pytest.raises(LoaderError, match="function"):
         DataLoader(what)
     with pytest.raises(LoaderError, match="cannot be iterated"):
@@ -218,7 +218,7 @@ def test_what_is_no_function_or_no_loader(what):
 
 @pytest.mark.parametrize("numbers", [{"num_steps": 0}, {"num_steps": 1.5}, {"checkpoint_steps": -1},
                                      {"activation_steps": 0}, {"num_steps": True}])  # fmt: skip
-def test_numbers_that_make_no_loop(numbers):
+def test_invalid_numbers_of_steps_are_refused(numbers):
     with pytest.raises(fl.errors.ExecutorError, match=next(iter(numbers))):
         DataExecutor([1], **numbers)
 
@@ -237,7 +237,7 @@ def resumed(state, steps, make=shuffled, **options):
 @pytest.mark.parametrize("stop", [0, 1, 3, 4, 5, 8])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_restarted_loader_goes_on_as_if_it_had_never_stopped(stop, ahead, own):
+def test_a_restarted_loader_continues_exactly(stop, ahead, own):
     def make():
         return shuffled(generator=torch.Generator().manual_seed(5) if own else None)
 
@@ -298,7 +298,7 @@ def test_a_loader_with_a_position_of_its_own_is_not_read_from_its_beginning():
     assert again.loader.read == [4, 5, 1, 2]
 
 
-def test_a_foreign_position_is_refused():
+def test_another_loaders_position_is_refused():
     with pytest.raises(LoaderError, match="not the position"):
         DataLoader(list).load_state_dict({"model": 1})
 
@@ -340,7 +340,7 @@ def test_the_next_batch_is_read_while_the_device_works(tmp_path):
     assert order == ["read 0", "step 0", "read 1", "stepped 0", "step 1", "read 2", "stepped 1", "step 2", "stepped 2"]
 
 
-def test_an_executor_takes_the_loader_made_last():
+def test_an_executor_uses_the_last_loader():
     DataLoader(lambda: [7, 8])
     assert list(DataExecutor(num_steps=3)) == [7, 8, 7]
 

@@ -34,7 +34,7 @@ def processes_of(loader):
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 @pytest.mark.parametrize("count", [None, 0, 2])
-def test_workers(own, name, count, tmp_path):
+def test_the_number_of_workers_is_chosen(own, name, count, tmp_path):
     """As many as the backend says, else as many as the loader says; 0 of them: this process."""
     fl.backend(name, artifact_dir=tmp_path, cluster_config=fl.distributed.ClusterConfig(num_workers_per_csx=count))
     loader = DataLoader(Which(), batch_size=4, num_workers=own, prefetch_factor=4 if own else None)
@@ -43,7 +43,7 @@ def test_workers(own, name, count, tmp_path):
     assert found == {os.getpid()} if wanted == 0 else len(found) == wanted and os.getpid() not in found
 
 
-def test_workers_for_each_device(monkeypatch):
+def test_workers_are_counted_per_device(monkeypatch):
     from firstloss.utils.data import loader
 
     config = fl.distributed.ClusterConfig(num_csx=4, num_workers_per_csx=2)
@@ -54,7 +54,7 @@ def test_workers_for_each_device(monkeypatch):
         assert loader.num_workers_setting() == expected
 
 
-def test_a_loader_that_can_have_no_workers(tmp_path):
+def test_a_loader_without_worker_support_is_refused(tmp_path):
     fl.backend("CPU", artifact_dir=tmp_path, cluster_config=fl.distributed.ClusterConfig(num_workers_per_csx=1))
     with pytest.raises(LoaderError, match="num_workers_per_csx"):
         list(fl.utils.data.DataExecutor([torch.zeros(1)]))
@@ -63,7 +63,7 @@ def test_a_loader_that_can_have_no_workers(tmp_path):
 # -- which process, and how many rows it reads --
 
 
-def test_one_process_reads_all(backend):
+def test_one_process_reads_all_rows(backend):
     from firstloss import distributed
 
     assert distributed.get_streaming_batch_size(12) == 12
@@ -71,7 +71,7 @@ def test_one_process_reads_all(backend):
     assert distributed.is_streamer() and distributed.is_master_ordinal() and distributed.get_streaming_rank() == 0
 
 
-def test_several_share_a_batch(monkeypatch):
+def test_several_processes_share_a_batch(monkeypatch):
     from firstloss import distributed
     from firstloss.runtime.mesh.processes import Processes
 
@@ -88,7 +88,7 @@ def test_several_share_a_batch(monkeypatch):
 # -- samples without data --
 
 
-def test_synthetic_samples():
+def test_synthetic_samples_follow_their_spec():
     dataset = SyntheticDataset({"x": torch.ones(3), "y": (lambda i: torch.tensor(i),)}, num_samples=5)
     samples = list(dataset)
     assert len(dataset) == len(samples) == 5
@@ -97,13 +97,13 @@ def test_synthetic_samples():
     assert torch.equal(samples[1]["x"], torch.ones(3))  # copies
 
 
-def test_synthetic_samples_of_workers():
+def test_workers_give_the_same_synthetic_samples():
     dataset = SyntheticDataset(lambda i: torch.tensor(i), num_samples=9)
     found = torch.cat(list(DataLoader(dataset, batch_size=2, num_workers=2))).tolist()
     assert sorted(found) == list(range(9))
 
 
-def test_synthetic_samples_without_end():
+def test_synthetic_samples_can_be_endless():
     dataset = SyntheticDataset(torch.ones(1))
     with pytest.raises(TypeError, match="no end"):
         len(dataset)
@@ -111,7 +111,7 @@ def test_synthetic_samples_without_end():
 
 
 @pytest.mark.parametrize("spec, count", [({}, None), ([3], None), (torch.ones(1), 0), (torch.ones(1), True)])
-def test_synthetic_samples_that_make_no_sense(spec, count):
+def test_invalid_synthetic_specs_are_refused(spec, count):
     with pytest.raises(LoaderError):
         SyntheticDataset(spec, count)
 
@@ -139,7 +139,7 @@ class Counting:
         self.next = state_dict["next"]
 
 
-def test_a_restartable_loader(backend):
+def test_a_restartable_loader_keeps_its_position(backend):
     own = Counting()
     loader = fl.utils.data.DataLoader(lambda: own)
     assert isinstance(own, RestartableDataLoader) and loader.is_restartable and loader.dataloader is own
@@ -174,7 +174,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_how_many_steps(case):
+def test_the_number_of_steps_is_computed(case):
     options, expected = STEPS[case]
     if expected is None:
         with pytest.raises(ExecutorError):
@@ -183,13 +183,13 @@ def test_how_many_steps(case):
         assert compute_num_steps(range(10), **options) == expected
 
 
-def test_epochs_without_a_length():
+def test_epochs_need_a_length():
     with pytest.raises(ExecutorError, match="num_steps"):
         compute_num_steps(iter([]), num_epochs=1)
     assert compute_num_steps(iter([]), num_steps=3) == 3
 
 
-def test_rows():
+def test_the_batch_size_is_inferred():
     assert infer_batch_size({"x": torch.zeros(4, 2), "y": [torch.zeros(4)]}, 4) == 4
     assert infer_batch_size((torch.zeros(4), torch.zeros(3))) is None
     for wrong, size in (({}, None), (torch.zeros(4), 3)):
@@ -243,7 +243,7 @@ KINDS = {
 @pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
-def test_kinds_of_batches(kind, arrays, name, tmp_path, traced):
+def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
     """From a loader to a step: each keeps its type, and the step is traced once for all of them."""
     make, parts = KINDS[kind]
     backend = fl.backend(name, artifact_dir=tmp_path)
@@ -277,7 +277,7 @@ def test_kinds_of_batches(kind, arrays, name, tmp_path, traced):
         weight = (weight - 0.1 * gradient).detach().requires_grad_()
 
 
-def test_what_a_step_does_to_a_dataclass(backend):
+def test_changes_of_a_dataclass_batch_are_kept(backend):
     """As eager PyTorch: attributes set and lists grown in it are there after each call; one given twice is one."""
 
     @fl.trace
@@ -293,14 +293,14 @@ def test_what_a_step_does_to_a_dataclass(backend):
         assert float(out) == value * 2 + 1 and float(batch.y) == value * 2 and batch.note == "seen"
 
 
-def test_arrays_of_no_numbers_stay():
+def test_nonnumeric_arrays_are_unchanged():
     fl.backend("CPU")
     words = np.array(["a", "b"])
     (batch,) = fl.utils.data.DataExecutor([{"words": words, "x": np.ones(2, np.float32)}])
     assert batch["words"] is words and torch.equal(batch["x"], torch.ones(2))
 
 
-def test_a_dataclass_without_data_is_no_batch(backend):
+def test_a_dataclass_without_tensors_is_not_a_batch(backend):
     """It is a constant of the step, as before."""
     config = Inner(3.0)
     step = fl.trace(lambda x, config: x * config.y)
@@ -311,7 +311,7 @@ def test_a_dataclass_without_data_is_no_batch(backend):
 
 
 @pytest.mark.parametrize("seed", [0, 99], ids=["the same seed", "another seed"])
-def test_a_loader_that_goes_on_leaves_the_steps_random_numbers_as_they_were(seed, tmp_path):
+def test_a_resumed_loader_leaves_the_steps_random_numbers_alone(seed, tmp_path):
     """It brings PyTorch's generator back to where it was, in a process that was seeded otherwise, too."""
 
     def batches():
