@@ -7,6 +7,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import firstloss as fl
+from tests.small_training import training_step
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +69,7 @@ def test_cond_with_modules_trains_both_branches(backend):
     with backend.device:
         model = Model()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager))
-    compiled = fl.compile(model, backend)
-
-    @fl.trace
-    def step(x):
-        loss = compiled(x).square().mean()
-        loss.backward()
-        ours.step()
-        ours.zero_grad()
-        return loss
-
+    step = training_step(fl.compile(model, backend), ours)
     for x in (X + 1, X - 1, X + 2):
         loss = eager(x).square().mean()
         loss.backward()

@@ -9,6 +9,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.capture.tensor import DeferredTensor
 from firstloss.runtime.device import buffer
+from tests.small_training import training_step
 
 
 def on_host(tensors):
@@ -98,18 +99,8 @@ def test_training_matches_eager(backend):
     model = construct(backend, Model)
     torch.manual_seed(0)
     reference = Model()
-    compiled = fl.compile(model, backend)
-    ours = torch.optim.SGD(model.parameters(), lr=1e-6)
+    step = training_step(fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=1e-6))
     theirs = torch.optim.SGD(reference.parameters(), lr=1e-6)
-
-    @fl.trace
-    def step(x):
-        loss = compiled(x).square().mean()
-        loss.backward()
-        ours.step()
-        ours.zero_grad()
-        return loss
-
     x = torch.randn(2, 64)
     for _ in range(3):
         expected = reference(x).square().mean()

@@ -6,6 +6,7 @@ import torch
 
 import firstloss as fl
 from firstloss.runtime import jax_support
+from tests.small_training import training_step
 
 DTYPES = [
     torch.float32,
@@ -51,17 +52,7 @@ def test_weights_are_updated_in_place(tmp_path):
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     with backend.device:
         model = torch.nn.Linear(512, 512)
-    compiled = fl.compile(model, backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @fl.trace
-    def step(x):
-        loss = compiled(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = training_step(fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1))
     float(step(torch.ones(4, 512)))
     before = model.weight._storage.resident.array().unsafe_buffer_pointer()
     float(step(torch.ones(4, 512)))

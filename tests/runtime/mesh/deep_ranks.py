@@ -23,6 +23,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
+from tests import compiled_steps  # noqa: E402
 
 segments._SAVED = 100  # so few layers are cut, too
 STEPS = 6
@@ -92,7 +93,7 @@ if port:
     found = {"losses": run.train(begin, save_at)}
     run.save(f"by {count} at {save_at}")
     found["losses"] += run.train(save_at, STEPS)
-    calls = run.step._cache.latest.executable._calls
+    calls = compiled_steps.segment_calls(compiled_steps.latest(run.step))
     found.update(calls=len(calls), functions=len({call.function for call in calls}), compiled=len(compiled_here))
 else:
     found = {"one": Run(None).train(0, STEPS)}
