@@ -1,4 +1,4 @@
-"""The public names that users' code relies on, with their arguments: what is here stays."""
+"""The public names that users' code relies on keep their arguments."""
 
 import builtins
 import inspect

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks' harness, and one figure on a tiny model."""
+"""The benchmarks' harness, and one benchmark on a tiny model."""
 
 import json
 import os

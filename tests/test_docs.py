@@ -1,4 +1,4 @@
-"""The documentation: no dead link, no public name missing, samples that run. Without network, and without mkdocs."""
+"""The documentation: links, public names, samples. Without network or mkdocs."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, each by itself, after the imports that `docs/reference/index.md` names."""
+"""The examples in docstrings run separately, after the imports that `docs/reference/index.md` names."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""The docstring of each public callable says what its arguments are, what it returns, and what it raises."""
+"""The docstring of each public callable describes its arguments, its result and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file written aside is whole or not there."""
+"""Atomic file writes."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Which room may import which, as docs/architecture.md has it: lazily imported ones, too.
+"""Rooms import only what docs/architecture.md allows, lazy imports included.
 
 Imports for the type checker alone are free, but go round in no rooms but those that are listed. What is still to be
 cleaned is listed here; the lists may only shrink.

@@ -1,4 +1,4 @@
-"""The C library's heap: arrays are mapped by themselves, unless the user has set it up otherwise."""
+"""malloc: arrays are mapped separately, unless the user has configured it otherwise."""
 
 import ctypes
 import mmap

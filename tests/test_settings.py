@@ -1,4 +1,4 @@
-"""Nothing is accepted and ignored: an argument or an attribute works, or is an error that says so."""
+"""Nothing is silently ignored: an argument or attribute has an effect, or is an error."""
 
 import pytest
 import torch

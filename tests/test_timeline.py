@@ -1,4 +1,4 @@
-"""What the timeline records, and the files it draws."""
+"""What the timeline records, and its files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Loss scaling: as PyTorch's in eager mode, and in a traced step as in eager mode; clipping; steps left out."""
+"""Loss scaling: the same as PyTorch's in eager mode, and the same in a traced step as in eager mode."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Several optimizers, gradients of before, clipping by the scaler, and precision without regions."""
+"""`optimizer_step`: several optimizers, gradient accumulation, clipping by the scaler, precision without regions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Half precisions in traced steps: which dtypes, which values, and cbfloat16's rounding."""
+"""Half precision in traced steps: dtypes, values, and cbfloat16's rounding."""
 
 import math
 import subprocess

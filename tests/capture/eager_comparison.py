@@ -1,4 +1,4 @@
-"""The one assertion behind most tests here: deferred construction gives exactly what eager construction gives."""
+"""Shared assertions: deferred construction gives exactly the result of eager construction."""
 
 from __future__ import annotations
 

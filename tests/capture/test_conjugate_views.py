@@ -1,4 +1,4 @@
-"""Conjugated and negated views are views: what is written to them, or to what they are of, both show."""
+"""Conjugate and negative views are views: writes to them, or to their base, are visible in both."""
 
 import random
 

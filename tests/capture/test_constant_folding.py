@@ -1,4 +1,4 @@
-"""In a traced step, values that depend on no input are known: they may be read, and say how large a result is."""
+"""In a traced step, values that depend on no input are known: they can be read, and determine sizes."""
 
 import pytest
 import torch

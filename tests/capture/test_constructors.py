@@ -1,4 +1,4 @@
-"""Constructors of every kind: what each makes deferred is, bit for bit, what it makes in eager PyTorch."""
+"""Constructors of every kind: deferred construction is bit-identical to eager construction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rng="counter": the constructor's draws by (seed, draw, index) alone, whichever way they are made."""
+"""rng="counter": draws depend only on (seed, draw, index), however they are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture for a GPU: offsets in its stream, counted without one; and what is said where there is none."""
+"""Capture for a GPU: offsets in its random stream, counted without a GPU; and the error if there is none."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`weight.data = tensor` in a traced step: who looks at which memory afterwards is as in eager PyTorch."""
+"""`weight.data = tensor` in a traced step: views see the same memory afterwards as in eager PyTorch."""
 
 import itertools
 

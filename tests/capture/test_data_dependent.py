@@ -1,4 +1,4 @@
-"""A traced step's operations whose results depend on values: refused with what to write instead, which then works."""
+"""Operations in a traced step whose results depend on values: refused with a suggestion that works."""
 
 import pytest
 import torch

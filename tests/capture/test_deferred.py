@@ -1,4 +1,4 @@
-"""The context itself: nesting, errors, generators, constants, what is left behind."""
+"""The capture context: nesting, errors, generators, constants, cleanup."""
 
 from __future__ import annotations
 

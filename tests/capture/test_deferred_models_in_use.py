@@ -1,4 +1,4 @@
-"""What libraries and scripts do with a model, done with a deferred one: eager PyTorch's result, bit for bit."""
+"""What libraries and scripts do with a model gives the same result, bit for bit, with a deferred one."""
 
 import copy
 import io

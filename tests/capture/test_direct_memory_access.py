@@ -1,4 +1,4 @@
-"""Functions in C that compute straight in a tensor's memory, in a deferred constructor."""
+"""C functions that compute directly in a tensor's memory, in a deferred constructor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What constructors do that the dispatcher is not told of: storages, DLPack, swaps, generators' states, own kernels."""
+"""Constructor code that bypasses the dispatcher: storages, DLPack, swaps, generator states, custom kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deferred module that is used: all of it is made, once, with a warning, to be eager PyTorch's bit for bit."""
+"""The first use of a deferred module materializes all of it, once, with a warning, bit-identical to eager PyTorch."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Operations on lists, and those that write and return: over deferred and real tensors at once, as in eager PyTorch."""
+"""List and in-place operations on mixed deferred and real tensors, as in eager PyTorch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every operation that PyTorch has samples for, in a constructor: eager PyTorch's bits, strides and random stream.
+"""Every operation with PyTorch samples, in a constructor: bits, strides and random stream match eager PyTorch.
 
 One sample of each, of float32 or, of some, complex64.
 """

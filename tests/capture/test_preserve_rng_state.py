@@ -1,4 +1,4 @@
-"""`fl.deferred(preserve_rng_state=True)`: generators stand afterwards where construction on meta leaves them."""
+"""`fl.deferred(preserve_rng_state=True)`: generators end where construction on meta leaves them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors that are given another size, another storage or another tensor's place, in a deferred constructor."""
+"""Tensors that get another size, storage or identity in a deferred constructor."""
 
 import copy
 import itertools

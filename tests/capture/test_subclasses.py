@@ -1,4 +1,4 @@
-"""Tensor classes of the user's, and tensors that are no arrays of numbers side by side."""
+"""User-defined tensor classes, and tensors without strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced tensor in a place for a number: the right result, or an error at that line."""
+"""A traced tensor in place of a number: the correct result, or an error at that line."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""The demo from end to end on its tiny model, and what it leaves behind when it fails."""
+"""The demo end to end on its tiny model, and what it leaves behind if it fails."""
 
 import json
 import os

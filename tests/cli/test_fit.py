@@ -1,4 +1,4 @@
-"""`firstloss fit` and `validate`: a run from a file, and what is wrong with one, in a line."""
+"""`firstloss fit` and `validate`: a run from a file, and one-line errors."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""The command as a process: its status, its one line of stderr, what it imports."""
+"""The command as a process: exit status, one-line errors, imports."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`firstloss stablehlo`: a module that runs in a process that knows neither the model nor PyTorch."""
+"""`firstloss stablehlo`: the module runs in a process that has neither the model nor PyTorch."""
 
 import json
 import subprocess

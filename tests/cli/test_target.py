@@ -1,4 +1,4 @@
-"""What a TARGET may be, and what is said of one that is wrong."""
+"""Valid and invalid TARGETs, and their errors."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the user's constructor does to the process: its prints are not the command's output, its exit no success."""
+"""Effects of the user's constructor: its output is not the command's, and its exit is a failure."""
 
 import json
 import os

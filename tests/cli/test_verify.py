@@ -1,4 +1,4 @@
-"""How verify compares: by name, by bits, by what is tied to what."""
+"""How verify compares: by name, bits and ties."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, from the tables of `firstloss.compat`: `python -m tests.compat.page` writes it."""
+"""Generate docs/compatibility.md from the tables of `firstloss.compat`: `python -m tests.compat.page`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Firstloss uses of others' inner workings is in `firstloss.compat`, resolves here, and is on the page."""
+"""Private names of other libraries are in `firstloss.compat`, resolve as installed, and are on the page."""
 
 from __future__ import annotations
 

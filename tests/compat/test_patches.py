@@ -1,4 +1,4 @@
-"""What Firstloss replaces in PyTorch: nothing on import, all of it in the table, and back when a capture ends."""
+"""Patches of PyTorch: none on import, all of them in the table, undone when a capture ends."""
 
 from __future__ import annotations
 

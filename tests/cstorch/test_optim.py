@@ -1,4 +1,4 @@
-"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas, written a second time in numpy.
+"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas in numpy.
 
 In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9.
 """

@@ -1,4 +1,4 @@
-"""Rows drawn straight into columns: the same bits as the whole, cut."""
+"""Rows drawn straight into columns: the same bits as slicing the whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Edits run on pieces of a weight give the bits that they give on the whole."""
+"""Elementwise edits of pieces of a weight give the bits of editing the whole."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random operations whose overload takes no generator: made on several threads, and beside a user's own draws."""
+"""Random operations without a generator argument: run on several threads, and alongside the user's own draws."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Running recorded operations again, with the kernels' own results."""
+"""Replaying recorded operations, with the kernels' own results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Stream samplers: torch's bits, whichever kernels they write with."""
+"""Stream samplers give torch's bits, whichever kernels they use."""
 
 import pytest
 import torch

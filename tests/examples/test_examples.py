@@ -1,4 +1,4 @@
-"""The examples, in short form, on real data."""
+"""The examples, shortened, on real data."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Programs as Model Zoo's documentation has them: the same losses on "CSX" and "CPU", stopped, resumed, validated."""
+"""Programs from Model Zoo's documentation: the same losses on "CSX" and "CPU", interrupted, resumed, validated."""
 
 import copy
 import importlib

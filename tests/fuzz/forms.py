@@ -1,4 +1,4 @@
-"""How the step is written: a function, a closure, a method, with helpers, decorated."""
+"""The form of the step: a function, a closure, a method, with helpers, decorated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a training program eager and traced, and say what became of it."""
+"""Run a training program eagerly and traced, and classify the outcome."""
 
 from __future__ import annotations
 

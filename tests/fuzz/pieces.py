@@ -1,4 +1,4 @@
-"""What steps keep in Python from call to call: tensors, numbers, collections."""
+"""Python state that steps keep from call to call: tensors, numbers, collections."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations

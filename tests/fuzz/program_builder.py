@@ -1,4 +1,4 @@
-"""A program while it is being put together: named parts of text, each of which can be left out on its own."""
+"""A program under construction: named pieces of text, each of which can be removed separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of the checkpoints that `python -m tests.fuzz checkpoints` generates and damages without end."""
+"""Some of the checkpoints that `python -m tests.fuzz checkpoints` generates and damages."""
 
 import collections
 

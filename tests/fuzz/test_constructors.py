@@ -1,4 +1,4 @@
-"""Some of the constructors that `python -m tests.fuzz constructors` generates without end."""
+"""Some of the constructors that `python -m tests.fuzz constructors` generates."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The fuzzer itself: it sees what it should, names it rightly, and makes it small."""
+"""The fuzzer itself: it detects differences, classifies them correctly, and shrinks programs."""
 
 import ast
 import collections

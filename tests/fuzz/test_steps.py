@@ -1,4 +1,4 @@
-"""Random training programs: traced they are as eager, or refused at a line that the error names."""
+"""Random training programs: traced, they match eager PyTorch or are refused at the line that the error names."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""The kernels' arithmetic, compiled as C, against PyTorch's CPU kernels: bit for bit, all uniforms there are."""
+"""The kernels' arithmetic, compiled as C, is bit-identical to PyTorch's CPU kernels for all possible uniforms."""
 
 import ctypes
 

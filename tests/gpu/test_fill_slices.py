@@ -1,4 +1,4 @@
-"""Any slice of any fill by the GPU's kernels, run on the CPU: of every size, also beyond what 32 bits index."""
+"""Any slice of any fill by the GPU kernels, run on the CPU, including sizes beyond 32-bit indices."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Whole fills and slices of them by the GPU's kernels, run on the CPU: against PyTorch, and against the layout."""
+"""Whole fills and slices by the GPU kernels, run on the CPU, against PyTorch and against the layout."""
 
 import numpy as np
 import pytest

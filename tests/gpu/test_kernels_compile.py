@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs, which needs none, where there is a compiler. What they round is written out."""
+"""The kernels compile, if there is a CUDA compiler (no GPU is needed), with explicit rounding."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`make gpu`: parts that fail, hang or find nothing stop no other; the table says what was met."""
+"""`make gpu`: parts that fail or hang do not stop the others; the table shows the results."""
 
 import json
 import sys

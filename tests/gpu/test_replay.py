@@ -1,4 +1,4 @@
-"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where all is as on a GPU but the graph."""
+"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where everything but the graph is the same."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Weights and shards of them by the GPU's kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
+"""Weights and shards by the GPU kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
 
 import pytest
 import torch

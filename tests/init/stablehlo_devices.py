@@ -1,4 +1,4 @@
-"""What test_stablehlo.py runs in a process of its own, with eight devices: `python -m tests.init.stablehlo_devices`."""
+"""The part of test_stablehlo.py that needs eight devices: `python -m tests.init.stablehlo_devices`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of the processes of test_stablehlo.py: makes its own shards, and compares them with eager's values."""
+"""One process of test_stablehlo.py: makes its own shards, and compares them with eager values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a GPU: weights on it, and models constructed for it."""
+"""Tests that need a GPU: weights on it, and models constructed for it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Shards on GPUs, one for each rank: slices of what one process makes on the CPU, bit for bit."""
+"""Shards on GPUs, one per rank: slices of what one process makes on the CPU, bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A checkpoint loaded into a deferred model cancels its recipes: nothing is drawn; each rank reads its own bytes."""
+"""Loading a checkpoint into a deferred model cancels its recipes: nothing is drawn; each rank reads its own bytes."""
 
 import contextlib
 import os

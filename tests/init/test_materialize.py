@@ -1,4 +1,4 @@
-"""Materializing: all or some, in any order, with any number of threads; the same Python objects."""
+"""Materialization of all or some weights, in any order, with any number of threads, keeping the Python objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real models, constructed both ways: some of each zoo, and in `make sweep` all of them."""
+"""Real models, constructed both ways: some of each zoo; all of them in `make sweep`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (peft) on a deferred model: added after construction, or inside it."""
+"""LoRA adapters (peft) on a deferred model, added after construction or inside it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a captured module tells of itself."""
+"""Recipes and the report of a captured module."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Memory that devices own and that kernels write."""
+"""Memory owned by devices and written by kernels."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Specs: what fits a weight and a mesh, what does not, and where each shard begins."""
+"""Specs: which fit a weight and a mesh, which do not, and where each shard begins."""
 
 import math
 

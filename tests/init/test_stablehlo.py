@@ -1,4 +1,4 @@
-"""The constructor as one module, and run on meshes: against eager PyTorch, bit for bit."""
+"""The constructor as one module, run on meshes: bit-identical to eager PyTorch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`trunc_normal_` stays deferred: same bits, and the stream goes on where eager PyTorch's does."""
+"""`trunc_normal_` stays deferred: the same bits, and the stream continues where eager PyTorch's does."""
 
 import pytest
 import torch

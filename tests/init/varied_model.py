@@ -1,4 +1,4 @@
-"""A module whose weights are made in as many ways as there are, for the engines' tests."""
+"""A module whose weights are initialized in as many ways as possible, for tests of the engines."""
 
 import math
 

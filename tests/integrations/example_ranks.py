@@ -1,4 +1,4 @@
-"""One rank of the examples with transformers and accelerate: as they are, and without their line of Firstloss.
+"""One rank of the examples with transformers and accelerate, with and without the line for Firstloss.
 
 The source with the contents of its deferred block in place of the block is the script that people have already.
 What the scripts train is compared on each rank, bit for bit.

@@ -1,4 +1,4 @@
-"""Other people's training scripts, run as they are and with one line changed."""
+"""Other projects' training scripts, run unchanged and with one line changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers that are libraries, with one line of Firstloss: what they train is what they train without, bit for bit."""
+"""Trainers from libraries, with one line for Firstloss: training is bit-identical to without."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Pipeline stages: each makes its own weights, which are those of the whole model; and so are the losses."""
+"""Pipeline stages: each initializes its own weights, with the weights and losses of the whole model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""nanoGPT's, nanochat's and torchtitan's own training programs with one line changed: the same weights, bit for bit.
+"""nanoGPT's, nanochat's and torchtitan's training programs with one line changed: the same weights, bit for bit.
 
 nanoGPT and nanochat are no packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
 """

@@ -1,4 +1,4 @@
-"""What the lowering covers: every sample of every operation that PyTorch tests, captured, compiled and compared.
+"""Coverage of the lowering: every sample of PyTorch's operator tests, captured, compiled and compared.
 
     python -m tests.lower.coverage                       # what was not swept yet, or with fewer samples
     python -m tests.lower.coverage --only '^linalg'      # some operations again; the rest as they were

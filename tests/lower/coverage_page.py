@@ -1,4 +1,4 @@
-"""docs/operations.md: what the sweep of `coverage` found, as tables."""
+"""docs/operations.md: the results of the `coverage` sweep, as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core ATen, and the operations that the lowering is promised to cover beside it."""
+"""Core ATen, and the other operations that the lowering promises to cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint in a step: the same losses and gradients, from less memory."""
+"""torch.utils.checkpoint in a step: the same losses and gradients with less memory."""
 
 import pytest
 import torch

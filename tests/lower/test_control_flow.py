@@ -1,4 +1,4 @@
-"""torch.cond, torch.while_loop and scan in a step, against eager PyTorch, with their gradients."""
+"""torch.cond, torch.while_loop and scan in a step, with gradients, against eager PyTorch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""docs/operations.md lists the operations that there are, and a few of them still come out as it says."""
+"""docs/operations.md lists all operations, and some of them still have the listed outcome."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A user's own operations: with a lowering of their own, with a decomposition, and as autograd functions."""
+"""Custom operators: with their own lowering, with a decomposition, and as autograd functions."""
 
 import pytest
 import torch

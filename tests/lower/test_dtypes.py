@@ -1,4 +1,4 @@
-"""Promotion, casts, integer division and the dtype that sums are made in."""
+"""Promotion, casts, integer division and accumulation dtypes."""
 
 import math
 import subprocess

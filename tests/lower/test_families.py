@@ -1,4 +1,4 @@
-"""The corners of single families: convolutions, embeddings, losses, attention, masks as indices."""
+"""Edge cases of single operator families: convolutions, embeddings, losses, attention, boolean masks."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What a segment gathers of its weights, on a mesh over which the batch is cut, too."""
+"""Which of its weights a segment gathers, also if the batch is split over the mesh."""
 
 import torch
 import torch.nn.functional as F

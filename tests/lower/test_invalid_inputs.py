@@ -1,4 +1,4 @@
-"""Where eager PyTorch raises, a traced step raises too; what depends on values gives what stands out instead."""
+"""If eager PyTorch raises, a traced step raises too; if that depends on values, the result is NaN instead."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Layers with kernels of their own, by the operations of their forward and backward pass."""
+"""Layers with their own kernels, by the operations of their forward and backward passes."""
 
 import jax
 import pytest

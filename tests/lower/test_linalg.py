@@ -1,4 +1,4 @@
-"""Factorisations, by what they must multiply back to: signs and phases of vectors are free."""
+"""Matrix factorizations, compared by their product, since signs and phases of vectors are free."""
 
 import jax
 import numpy as np

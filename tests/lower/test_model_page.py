@@ -1,4 +1,4 @@
-"""The rows of docs/model-steps.jsonl: one model run again changes its own alone."""
+"""docs/model-steps.jsonl: rerunning one model changes only its row."""
 
 import json
 

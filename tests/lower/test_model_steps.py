@@ -1,4 +1,4 @@
-"""A few of the models of docs/model-steps.md; `python -m tests.lower.model_steps` runs them all."""
+"""Some of the models in docs/model-steps.md; `python -m tests.lower.model_steps` runs all of them."""
 
 import importlib.util
 import warnings

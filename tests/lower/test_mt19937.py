@@ -1,4 +1,4 @@
-"""Words, windows and jumps on the device, against numpy's and PyTorch's own."""
+"""Random words, states and jumps on the device, against numpy's and PyTorch's."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The rules against PyTorch's own samples, and how much of Core ATen they cover.
+"""The rules against PyTorch's own samples, and their coverage of Core ATen.
 
 `make test` takes a few samples of the operations of Core ATen, `make sweep` all samples of all operations.
 """

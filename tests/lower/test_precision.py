@@ -1,4 +1,4 @@
-"""float32 is multiplied as PyTorch has been told to on a GPU: asked of what is lowered, which needs no GPU."""
+"""float32 products follow PyTorch's settings for a GPU, checked in the lowered module without one."""
 
 import jax
 import pytest

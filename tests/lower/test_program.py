@@ -1,4 +1,4 @@
-"""Views of a Program's Values, read and written, against PyTorch's own."""
+"""Views of a Program's Values, read and written, against PyTorch."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What random operations draw in a step: PyTorch's distributions, anew at each step, the same from the same seed."""
+"""Random operations in a step: PyTorch's distributions, new numbers at each step, reproducible from the seed."""
 
 import pytest
 import torch

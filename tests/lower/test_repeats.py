@@ -1,4 +1,4 @@
-"""Runs of stretches that repeat, in sequences that are built from known ones and in any."""
+"""Finding repeated runs in sequences."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Where what is computed lies, found from where its operands lie."""
+"""Propagation of shardings from operands to results."""
 
 import jax
 import jax.numpy as jnp

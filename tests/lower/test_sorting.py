@@ -1,4 +1,4 @@
-"""Order among equals, where PyTorch fixes it, and agreement of values with places, where it does not."""
+"""The order of equal elements, if PyTorch defines it, and consistency of values and indices."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Every operation of one training step of small models, each against eager PyTorch on the same operands."""
+"""Every operation of one training step of small models, against eager PyTorch on the same operands."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Memory that nobody has written."""
+"""Uninitialized memory."""
 
 import shutil
 from pathlib import Path

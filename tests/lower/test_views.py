@@ -1,4 +1,4 @@
-"""Views: `as_strided` above all, which is distinguished from its numbers."""
+"""Views, above all `as_strided`, and recovering them from their strides."""
 
 import math
 

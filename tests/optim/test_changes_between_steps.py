@@ -1,4 +1,4 @@
-"""What is done to an optimizer between two traced steps, against the same done to it in eager PyTorch.
+"""Changes of an optimizer between two traced steps match the same changes in eager PyTorch.
 
 In float64: what is left is another order of rounding, so agreement is to 1e-9. (Adam's and its like's steps are counted
 in float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)

@@ -1,4 +1,4 @@
-"""Each optimizer, traced for XLA and eager, against eager PyTorch or, where that has none, a second way to write it.
+"""Each optimizer, traced and eager, against eager PyTorch or, if that lacks it, a second implementation.
 
 In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9, and what is
 left of it is a division by a small square root.

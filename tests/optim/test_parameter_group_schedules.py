@@ -1,4 +1,4 @@
-"""Schedules of other numbers than the rate, of a rate for each group, and that begin in the middle."""
+"""Schedules of numbers other than the learning rate, per parameter group, and starting in the middle."""
 
 import pytest
 import torch

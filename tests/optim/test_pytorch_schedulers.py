@@ -1,4 +1,4 @@
-"""PyTorch's own schedulers, stepped between traced steps, and numbers changed by hand: compiled once, or twice.
+"""PyTorch's schedulers, stepped between traced steps, and numbers changed by hand: compiled once, or twice.
 
 In float64, against the same loop in eager PyTorch; to 1e-9, which is another order of rounding.
 """

@@ -1,4 +1,4 @@
-"""Schedules against their formulas written in plain Python, against PyTorch's, and in traced steps.
+"""Schedules against their formulas in plain Python, against PyTorch's, and in traced steps.
 
 Agreement is to 1e-12: both compute in float64, in another order.
 """

@@ -1,4 +1,4 @@
-"""`print(program)` is Python that runs: executed, it makes the same bits."""
+"""`print(program)` is Python that runs and gives the same bits."""
 
 import pytest
 import torch

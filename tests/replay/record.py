@@ -1,4 +1,4 @@
-"""Write down what Firstloss makes of models: Programs, recipes, weights, StableHLO, each as text under a name.
+"""Record what Firstloss makes of models: Programs, recipes, weights, StableHLO, each as a named text.
 
     python -m tests.replay.record OUT.json.gz [--size tiny|some|all] [--only REGEX]
 

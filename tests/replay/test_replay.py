@@ -1,4 +1,4 @@
-"""`make replay` in its smallest form: it writes down what is there, sees a change, and none where there is none."""
+"""`make replay` in its smallest form: it records everything, and detects changes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The counter policy: any slice is the whole's, keys and seeds differ, and the numbers have their distribution."""
+"""The counter policy: slices match the whole, keys and seeds differ, and numbers have their distribution."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""The layout of CUDA's stream: against a simulation of the kernel's loops, and against numbers GPUs have printed."""
+"""The layout of CUDA's random stream: against a simulation of the kernel's loops, and against numbers from GPUs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The native inverse error function against torch's, bit for bit wherever it answers."""
+"""The native inverse error function is bit-identical to torch's wherever it gives a result."""
 
 import numpy as np
 import pytest

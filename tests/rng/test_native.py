@@ -1,4 +1,4 @@
-"""The native kernels against torch's own, bit for bit, generator included."""
+"""The native kernels are bit-identical to torch's, generator included."""
 
 import ctypes
 

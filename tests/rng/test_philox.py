@@ -1,4 +1,4 @@
-"""Philox against the known answers of its authors."""
+"""Philox against its authors' known answers."""
 
 import numpy as np
 import pytest

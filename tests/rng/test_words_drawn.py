@@ -1,4 +1,4 @@
-"""The experiments that prove `firstloss.rng.words_drawn`: what torch draws against what the table says."""
+"""The experiments behind `firstloss.rng.words_drawn`: the number of words that torch draws against the table."""
 
 from collections.abc import Callable
 

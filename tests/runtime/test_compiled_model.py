@@ -1,4 +1,4 @@
-"""A compiled model stands for its model: what is read from, set and done to the one is the other's."""
+"""A compiled model is a proxy of its model: reads, writes and calls apply to the model."""
 
 import copy
 import io

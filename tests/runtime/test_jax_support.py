@@ -1,4 +1,4 @@
-"""Memory that torch and XLA share."""
+"""Memory shared by torch and XLA."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The first loss needs no JAX: weights are drawn into memory of our own, which becomes XLA's without a copy."""
+"""The first loss needs no JAX: weights are drawn into our own memory, which XLA takes over without a copy."""
 
 import functools
 import json

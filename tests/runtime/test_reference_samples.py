@@ -1,4 +1,4 @@
-"""The code of the reference systems' documentation runs as it stands there, and the limits that they admit are gone.
+"""The samples in the reference systems' documentation run unchanged, and the limits they state are lifted.
 
 | what they admit | shown by |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""`python -m tests.torch_tests FOLDER`: PyTorch's own tests as clients of the backend.
+"""`python -m tests.torch_tests FOLDER`: run PyTorch's own tests on the backend.
 
 FOLDER is a checkout of PyTorch at the tag of the installed torch:
 `git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch`. Nothing is built in it; of its folder `test`

@@ -1,4 +1,4 @@
-"""PyTorch's own tests as clients, where there is a checkout of PyTorch; and the machinery that runs them."""
+"""PyTorch's own tests, if there is a checkout of PyTorch; and the code that runs them."""
 
 import os
 from pathlib import Path

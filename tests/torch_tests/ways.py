@@ -1,4 +1,4 @@
-"""The ways in which a test of PyTorch's own is run: as it is, and as a client of the backend.
+"""The modes in which one of PyTorch's own tests is run: unchanged, and on the backend.
 
 Nothing of a test is edited. What a user would write differently for the backend is put into PyTorch's classes from
 outside, for the time of one test:

@@ -1,4 +1,4 @@
-"""Runs the tests of one file in one way, and prints what became of each: a JSON object a line."""
+"""Run the tests of one file in one mode, and print each outcome as a JSON line."""
 
 from __future__ import annotations
 

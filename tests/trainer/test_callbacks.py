@@ -1,4 +1,4 @@
-"""Callbacks and loggers: when they are called, and what they leave behind."""
+"""Callbacks and loggers: when they are called, and what they write."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Training: the same numbers as a loop by hand, whatever was passed as a callable; steps, epochs, validation."""
+"""Training: the same numbers as a hand-written loop, with callables or objects; steps, epochs, validation."""
 
 import pytest
 import torch

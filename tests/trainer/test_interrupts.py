@@ -1,4 +1,4 @@
-"""Signals in this process: which are held back, and what becomes of them. Real ends are in `test_resume.py`."""
+"""Signals in this process: which are held back, and their effect. `test_resume.py` ends real processes."""
 
 import gc
 import multiprocessing

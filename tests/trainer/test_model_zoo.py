@@ -1,4 +1,4 @@
-"""The Trainer by the names, settings and hooks of Model Zoo's."""
+"""The Trainer with Model Zoo's names, settings and hooks."""
 
 import json
 import math

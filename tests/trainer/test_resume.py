@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or interrupted comes to the same bits as one that never was."""
+"""A run that was stopped, killed or interrupted ends with the same bits as an uninterrupted one."""
 
 import os
 import signal

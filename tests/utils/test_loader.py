@@ -1,4 +1,4 @@
-"""Workers that the backend asks for, samples without data, loaders that know their place, and batches of all kinds."""
+"""Worker processes, synthetic samples, resumable loaders, and batches of all kinds."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Summaries written beside and inside traced steps, and read again."""
+"""Summaries written outside and inside traced steps, and read back."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded."""
+"""Loading gives what was saved."""
 
 import functools
 import json

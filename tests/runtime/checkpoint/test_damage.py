@@ -1,4 +1,4 @@
-"""Damaged, cut and foreign files: an error that names the file, never a wrong value."""
+"""Damaged, truncated and foreign files: an error that names the file, never a wrong value."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights of eager PyTorch and of Hugging Face, there and back."""
+"""Files of PyTorch and Hugging Face, read and written."""
 
 import pytest
 import safetensors.torch

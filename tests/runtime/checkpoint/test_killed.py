@@ -1,4 +1,4 @@
-"""Killed at any moment: the last complete checkpoint loads.
+"""Killed at any moment, the last complete checkpoint loads.
 
 The killing is done by a process of its own, which has imported what its children need and started no threads, so that
 they begin in milliseconds: `python test_killed.py FOLDER`.

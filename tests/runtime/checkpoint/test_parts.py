@@ -1,4 +1,4 @@
-"""Tensors that are saved in parts, and parts of tensors that are read alone."""
+"""Tensors saved as shards, and slices of tensors read alone."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Training that resumes from a checkpoint gives the losses of training that never stopped, bit for bit."""
+"""Training resumed from a checkpoint has the losses of uninterrupted training, bit for bit."""
 
 import pytest
 import torch

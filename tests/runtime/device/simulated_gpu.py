@@ -1,4 +1,4 @@
-"""Run by test_on_gpu.py in a process of its own: the XLA backend as on a GPU that PyTorch has too, on the CPU.
+"""Run by test_on_gpu.py in a separate process: the XLA backend as on a GPU shared with PyTorch, on the CPU.
 
 Nothing takes JAX's device for this machine's CPU, whose memory it is nevertheless: what is written there through DLPack
 is written without a copy, as on a GPU; and the kernels that make weights are those of the GPU, compiled as C.

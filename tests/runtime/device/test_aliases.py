@@ -1,4 +1,4 @@
-"""Aliases that a constructor makes between weights, buffers, attributes and memory of others.
+"""Aliases that a constructor creates between weights, buffers, attributes and outside memory.
 
 They are as eager PyTorch has them, whether weights are captured or moved at once.
 """

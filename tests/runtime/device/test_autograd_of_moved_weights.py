@@ -1,4 +1,4 @@
-"""Weights that have been in use before they come to the backend: hooks, graphs and views go on, as in eager PyTorch."""
+"""Weights used before they come to the backend: hooks, graphs and views continue as in eager PyTorch."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""`lazy_initialization = False`: the same weights, never more on the host than those of one module."""
+"""`lazy_initialization = False`: the same weights, with at most one module's weights on the host."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Bytes between torch and the device."""
+"""Memory of torch and the device."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The XLA backend on a GPU that PyTorch has too: what of it can be tried without one, on the CPU in a GPU's place."""
+"""The XLA backend on a GPU shared with PyTorch, as far as it can be tested with the CPU in place of the GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""When weights are made, and in what memory."""
+"""When weights are initialized, and in what memory."""
 
 import gc
 import threading

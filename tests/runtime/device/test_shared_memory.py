@@ -1,4 +1,4 @@
-"""The memory of a tensor on the backend, past PyTorch's dispatcher: as eager PyTorch's is.
+"""The memory of a tensor on the backend, accessed past PyTorch's dispatcher, is as in eager PyTorch.
 
 Each case runs one program eagerly and on the backend: who gets at the memory of a tensor (a way), of what kind, when,
 and goes on to look at it and edit it between steps.

@@ -1,4 +1,4 @@
-"""Weights on the backend are tensors: whatever is done to eager ones between steps can be done to them."""
+"""Weights on the backend are tensors: everything that can be done to eager ones between steps works."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""A step reads an object past the look-up of its attributes, others change it between steps: as in eager PyTorch.
+"""Reads that bypass attribute look-up, changed between steps: as in eager PyTorch.
 
 What is looked up is noted by `__getattribute__`; these ways of reading do not ask that for the name that matters."""
 

@@ -1,5 +1,4 @@
-"""What is set around a call of a step, for the process, the thread or the context, and is another at some calls: the
-losses are those of eager PyTorch, what the step's own Python raises and handles included."""
+"""Settings around a call of a step, of the process, the thread or the context, match eager PyTorch."""
 
 import asyncio
 import contextlib

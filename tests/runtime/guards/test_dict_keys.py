@@ -1,4 +1,4 @@
-"""Objects as keys of dicts and items of large collections: they stay who they are, and what is in them counts."""
+"""Objects as dict keys and items of large collections keep their identity, and their contents are guarded."""
 
 from __future__ import annotations
 

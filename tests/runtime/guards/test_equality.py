@@ -1,4 +1,4 @@
-"""What a step reads may be exchanged for its equal, and then for something else that lies where the equal lay."""
+"""What a step reads may be replaced by an equal object, and then by another one at the equal's address."""
 
 import warnings
 

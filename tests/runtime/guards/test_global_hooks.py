@@ -1,4 +1,4 @@
-"""Hooks of all modules and of all optimizers, registered and removed in a step and between steps, against eager."""
+"""Hooks of all modules and all optimizers, registered and removed in a step and between steps, against eager."""
 
 import itertools
 import warnings

@@ -1,4 +1,4 @@
-"""What a traced step reads in Python, and what it leaves there: the same as eager PyTorch, whoever changes it, and how.
+"""What a traced step reads and changes in Python matches eager PyTorch, whoever else changes it, and how.
 
 Each case is a function of a backend that returns values. On the "CPU" backend its step simply runs, which is eager
 PyTorch. They are compared after the last step, so that values which the user has kept must still be what they were.

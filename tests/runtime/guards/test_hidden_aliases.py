@@ -1,4 +1,4 @@
-"""Tensors that a step leaves where nothing can be put in their place share memory as in eager PyTorch."""
+"""Tensors stored where they cannot be replaced share memory as in eager PyTorch."""
 
 from __future__ import annotations
 

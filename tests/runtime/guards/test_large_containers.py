@@ -1,4 +1,4 @@
-"""What is too large to be compared item by item is watched all the same, or the line that reads it is named."""
+"""Containers too large to be compared item by item are still watched, or the line that reads them is named."""
 
 import array
 import collections

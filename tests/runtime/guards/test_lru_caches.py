@@ -1,4 +1,4 @@
-"""A step that calls functions behind `functools.lru_cache`: what they have kept is noticed, as what it reads itself."""
+"""Steps that call functions with `functools.lru_cache`: cached values are guarded like other reads."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What a step reads of objects of every kind: made in C, of Python's own library, subclasses of plain values.
+"""Objects of every kind that a step reads: implemented in C, from the standard library, subclasses of builtins.
 
 The losses are eager PyTorch's, whatever is changed in them, and however.
 """

@@ -1,4 +1,4 @@
-"""What a step reads of Python's own places, changed between two calls, is noticed."""
+"""State in Python's standard library that a step reads, changed between two calls, is detected."""
 
 import builtins
 import collections

@@ -1,4 +1,4 @@
-"""Cases for a mesh of eight devices on one CPU, run by test_mesh.py in a process that has them."""
+"""Cases for a mesh of eight devices on one CPU, run by test_mesh.py in a separate process."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Processes that join, each in the environment that torchrun gives it."""
+"""Processes that join, each in torchrun's environment."""
 
 import os
 import socket

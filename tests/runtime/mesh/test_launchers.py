@@ -1,4 +1,4 @@
-"""What launchers leave in the environment."""
+"""Environment variables of launchers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes that share what one compiles, as threads that share a dict of keys and values."""
+"""Processes that share compiled functions, simulated by threads with a shared key-value store."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

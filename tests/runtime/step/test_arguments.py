@@ -1,4 +1,4 @@
-"""Arguments of a traced step: what it does to them, and to the dicts and lists that hold them, is done each time."""
+"""Arguments of a traced step: changes of them, and of dicts and lists that hold them, are made at each call."""
 
 import array
 import collections

@@ -1,4 +1,4 @@
-"""Backends that compile, or only lower, and run nothing; and what a backend says of itself."""
+"""Backends that only compile or only lower, and properties of backends."""
 
 import os
 

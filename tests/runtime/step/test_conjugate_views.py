@@ -1,4 +1,4 @@
-"""Steps that meet views which are more than a geometry: conjugated, negated, of another dtype, in a weight's memory."""
+"""Steps with conjugate and negative views, and views of another dtype, in a weight's memory."""
 
 import types
 

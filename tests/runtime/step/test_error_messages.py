@@ -1,4 +1,4 @@
-"""Errors that name what is wrong: nested steps, methods of classes, results without graphs, resized tensors."""
+"""Errors that name the cause: nested steps, class methods, results without graphs, resized tensors."""
 
 import copy
 import functools

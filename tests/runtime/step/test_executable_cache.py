@@ -1,4 +1,4 @@
-"""Compiled steps are found again by all that decides what they compute, and by nothing less."""
+"""Compiled steps are found again by everything that determines their computation, and by nothing less."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Gradients that code between steps puts into weights, however they lie in memory, against eager PyTorch."""
+"""Gradients set by code between steps, in any memory layout, against eager."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The first loss comes from PyTorch's own kernels, before anything is compiled; the training does not notice."""
+"""The first loss comes from PyTorch's own kernels before anything is compiled; training is unaffected."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""A weight that was frozen may still have a gradient, and a step may do to it what it does to others."""
+"""A frozen weight may still have a gradient, and a step may change it like any other."""
 
 from __future__ import annotations
 

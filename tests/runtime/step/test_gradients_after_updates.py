@@ -1,4 +1,4 @@
-"""What PyTorch's optimizers leave in the gradients: loops over the weights, and operations on lists, may differ."""
+"""What PyTorch's optimizers leave in the gradients, which may differ between loops and foreach operations."""
 
 from __future__ import annotations
 

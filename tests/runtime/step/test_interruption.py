@@ -1,4 +1,4 @@
-"""Interrupts at any moment of a call: state is that before the step or that after it, and training goes on."""
+"""Interrupts at any moment of a call: the state is that before or after the step, and training continues."""
 
 import gc
 import os

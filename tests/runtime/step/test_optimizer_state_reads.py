@@ -1,4 +1,4 @@
-"""State of an optimizer that the step meets before the optimizer steps: as a gradient, in its own code, by a view."""
+"""Optimizer state that the step reads before the optimizer steps: as a gradient, in its own code, by a view."""
 
 import numpy as np
 import pytest

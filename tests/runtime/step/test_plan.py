@@ -1,4 +1,4 @@
-"""A plan's arithmetic, for shapes and meshes of any size. Against real devices: plan_cases.py."""
+"""The arithmetic of plans for shapes and meshes of any size; plan_cases.py compares with real devices."""
 
 import math
 

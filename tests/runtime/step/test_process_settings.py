@@ -1,4 +1,4 @@
-"""A step that sets dtypes and modes of the process itself: what it computes, and what is set after each call."""
+"""A step that sets process-wide dtypes and modes: what it computes, and what is set after each call."""
 
 import pytest
 import torch

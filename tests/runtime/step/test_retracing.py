@@ -1,4 +1,4 @@
-"""A step whose Python changes is noticed, and gives what eager PyTorch would give, or an error."""
+"""A step whose Python changes is detected, and gives eager PyTorch's result or an error."""
 
 import codecs
 import copy

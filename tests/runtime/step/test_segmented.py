@@ -1,4 +1,4 @@
-"""Steps that are cut where they repeat, against the same steps compiled whole."""
+"""Steps in segments, against the same steps compiled as a whole."""
 
 import pytest
 import torch

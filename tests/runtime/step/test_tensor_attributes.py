@@ -1,4 +1,4 @@
-"""What a tensor that a step returns or keeps has beside its content: a gradient, and attributes."""
+"""A returned or kept tensor has its gradient and its attributes."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Threads that trace, train, construct and compute side by side get what each would get alone in eager PyTorch."""
+"""Threads that trace, train, construct and compute concurrently get what each would get alone in eager PyTorch."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The rules of a traced step, on a model of a few weights."""
+"""The rules of traced steps, on a model of a few weights."""
 
 import pytest
 import torch

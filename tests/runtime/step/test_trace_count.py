@@ -1,4 +1,4 @@
-"""An ordinary program's step is traced twice, at its first call and to verify that at the second, and never again.
+"""Ordinary programs are traced twice, at the first call and to verify at the second, and never again.
 
 What such a program counts, logs and keeps around its step, and inside it for the caller to read, decides nothing that
 the step does; a guard too many would trace at each call, which costs a hundred times what a step does.
