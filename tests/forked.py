@@ -1,12 +1,12 @@
 """Python processes that start quickly: each is forked from one that has already imported PyTorch, JAX and Firstloss.
 
 These imports take most of the time of a test that needs a separate process. The server only imports (no thread, no
-device, no random number), and for each request forks a process in the state of a new one after its imports. Tests of the
-import itself, or of a variable that is read at import, start their process with `subprocess`.
+device, no random number), and for each request forks a process in the state of a new one after its imports. Tests of
+the import itself, or of a variable that is read at import, start their process with `subprocess`.
 
-`start` and `run` replace `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each pytest process has
-its own server, started by the first request, which ends with it; and another one that has imported everything but JAX, for
-tests of what happens before JAX is imported (`jax=False`).
+`start` and `run` replace `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each pytest process
+has its own server, started by the first request, which ends with it; and another one that has imported everything but
+JAX, for tests of what happens before JAX is imported (`jax=False`).
 """
 
 from __future__ import annotations
