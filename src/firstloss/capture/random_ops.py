@@ -24,9 +24,7 @@ from ..program.node_kinds import has_counter_rule
 from ..program.random_overload import with_generator
 from ..rng import cuda_layout, words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
-from ..rng.deferred_stream import DeferredOffsetStream
-from ..rng.philox_stream import PhiloxStream
-from ..rng.stream import Position, Stream
+from ..rng.stream import DeferredOffsetStream, PhiloxStream, Position, Stream
 from . import session
 from .op_call import OpCall
 

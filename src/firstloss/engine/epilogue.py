@@ -28,7 +28,7 @@ class Epilogue(NamedTuple):
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Write the result for `source` to `target`: both float32, contiguous, of one length."""
-        native.finish(target.data_ptr(), source.data_ptr(), source.numel(), *self)
+        native.mul_add_clamp(target.data_ptr(), source.data_ptr(), source.numel(), *self)
 
 
 def split_epilogue(edits: Sequence[Pointwise]) -> tuple[list[Pointwise], Epilogue | None]:

@@ -48,7 +48,7 @@ def trusted() -> bool:
 
 
 def _epilogue_matches() -> bool:
-    """Whether `native.finish` gives what PyTorch's operations do, for any numbers and for NaN."""
+    """Whether `native.mul_add_clamp` gives what PyTorch's operations do, for any numbers and for NaN."""
     options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the default device is
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]
     source = torch.cat([torch.tensor(special, **options), torch.arange(2000.0, **options) / 777 - 1])
@@ -56,7 +56,7 @@ def _epilogue_matches() -> bool:
         theirs = source.clone().mul_(factor).add_(term).clamp_(low, high)
         for offset in (0, 1):  # aligned, and not
             ours = torch.empty(len(source) + 1, **options)[offset : offset + len(source)]
-            native.finish(ours.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
+            native.mul_add_clamp(ours.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
             if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
                 return False
     return True
@@ -96,7 +96,7 @@ def bfloat16_trusted() -> bool:
 # How close to the midpoint of two floats, as a fraction of their distance, the native inverse error function leaves a
 # number to PyTorch's: twice what is enough for the math library in PyTorch's builds, on all 2^24 uniforms of (-1, 1)
 # (`tests/rng/test_erfinv.py`).
-DOUBT = 1 / 128
+ROUNDING_MARGIN = 1 / 128
 
 
 @cache
@@ -117,20 +117,20 @@ def erfinv_trusted() -> bool:
         special = torch.tensor([0.0, -0.0, 1e-44, -1e-30, 1.0, -1.0, 1.5, float("inf"), float("nan")], **options)
         numbers = torch.cat([even, tails, -tails[:100], special])
         expected = torch.cat([part.erfinv() for part in numbers.split(1 << 15)])  # PyTorch starts no threads
-        room = Doubtful(len(numbers))
-        count = native.erfinv(numbers.data_ptr(), len(numbers), room.within(DOUBT / 2))
-        room.left[:count].erfinv_()
-        native.put(numbers.data_ptr(), room.within(DOUBT / 2), count)
+        buffers = HardCaseBuffers(len(numbers))
+        count = native.erfinv(numbers.data_ptr(), len(numbers), buffers.hard_cases(ROUNDING_MARGIN / 2))
+        buffers.arguments[:count].erfinv_()
+        native.scatter(numbers.data_ptr(), buffers.hard_cases(ROUNDING_MARGIN / 2), count)
         return count < len(numbers) // 2 and torch.equal(numbers.view(torch.int32), expected.view(torch.int32))
 
 
-class Doubtful:
+class HardCaseBuffers:
     """Buffers for the numbers among `count` that the kernel leaves to PyTorch: arguments and indices."""
 
     def __init__(self, count: int) -> None:
-        self.left = torch.empty(count + native.SPARE, dtype=torch.float32, device="cpu")
-        self.where = torch.empty(count + native.SPARE, dtype=torch.int32, device="cpu")
+        self.arguments = torch.empty(count + native.PADDING, dtype=torch.float32, device="cpu")
+        self.indices = torch.empty(count + native.PADDING, dtype=torch.int32, device="cpu")
 
-    def within(self, share: float = DOUBT) -> native.Doubt:
+    def hard_cases(self, margin: float = ROUNDING_MARGIN) -> native.HardCases:
         """As an argument of the native kernels."""
-        return native.Doubt(share, self.left.data_ptr(), self.where.data_ptr())
+        return native.HardCases(margin, self.arguments.data_ptr(), self.indices.data_ptr())

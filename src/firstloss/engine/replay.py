@@ -15,7 +15,7 @@ from ..errors import MaterializeError
 from ..program.graph import Draw, Node, Ref, Value, slice_for
 from ..program.node_kinds import ASKS_GRAD_MODE, Fill, has_counter_rule, kind_of
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
+from ..rng.stream import PhiloxStream
 from . import counter_fill
 from .sampler import call_with
 

@@ -18,7 +18,7 @@ from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from . import counter_fill
-from .native_check import Doubtful, bfloat16_trusted, erfinv_trusted, trusted
+from .native_check import HardCaseBuffers, bfloat16_trusted, erfinv_trusted, trusted
 
 _ALONE = 1 << 15  # for up to this many elements PyTorch starts no threads; with ours there would be too many
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -39,7 +39,7 @@ class StreamSampler:
         self._generator = torch.Generator()
         self._cursor: native.Cursor | None = None  # if set, it has the position, and the generator does not
         self._counter: tuple[CounterStream, Position] | None = None  # likewise
-        self._doubtful: Doubtful | None = None  # buffers that are reused
+        self._hard_case_buffers: HardCaseBuffers | None = None  # buffers that are reused
 
     def seek(self, stream: Stream, position: Position) -> None:
         """Move to a position, unless the sampler is there already."""
@@ -72,21 +72,21 @@ class StreamSampler:
             fill_with(name, target, first, second, self._generator)
 
     def fill_erfinv(
-        self, target: torch.Tensor, low: float, high: float, finish: tuple[float, float, float, float]
+        self, target: torch.Tensor, low: float, high: float, epilogue: tuple[float, float, float, float]
     ) -> None:
-        """`fill` with uniforms, `erfinv_()` and `native.finish` in one pass; requires `has_erfinv`."""
+        """`fill` with uniforms, `erfinv_()` and `native.mul_add_clamp` in one pass; requires `has_erfinv`."""
         self.at = None
         count = target.numel()
-        room = self._doubtful
-        if room is None or room.left.numel() < count + native.SPARE:
-            room = self._doubtful = Doubtful(count)
-        doubt = room.within()
-        doubtful = self._native().uniform_erfinv(target.data_ptr(), count, low, high, finish, doubt)
-        left = room.left[:doubtful]
-        for part in left.split(_ALONE):
+        buffers = self._hard_case_buffers
+        if buffers is None or buffers.arguments.numel() < count + native.PADDING:
+            buffers = self._hard_case_buffers = HardCaseBuffers(count)
+        hard_cases = buffers.hard_cases()
+        count_left = self._native().uniform_erfinv(target.data_ptr(), count, low, high, epilogue, hard_cases)
+        arguments = buffers.arguments[:count_left]
+        for part in arguments.split(_ALONE):
             part.erfinv_()
-        native.finish(left.data_ptr(), left.data_ptr(), doubtful, *finish)
-        native.put(target.data_ptr(), doubt, doubtful)
+        native.mul_add_clamp(arguments.data_ptr(), arguments.data_ptr(), count_left, *epilogue)
+        native.scatter(target.data_ptr(), hard_cases, count_left)
 
     def fill_columns(self, name: str, rows: int, parts: Sequence[torch.Tensor], first: float, second: float) -> bool:
         """As `fill`, of `rows` rows that are split into `parts` side by side, each contiguous.
@@ -114,10 +114,10 @@ class StreamSampler:
         self.at = None
         return self._native().normals_outside(count, mean, std, low, high)
 
-    def normals_at(self, count: int, mean: float, std: float, where: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Draw normals, and return only those at the ascending indices `where`."""
+    def normals_at(self, count: int, mean: float, std: float, indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Draw normals, and return only those at the ascending `indices`."""
         self.at = None
-        return self._native().normals_at(count, mean, std, where)
+        return self._native().normals_at(count, mean, std, indices)
 
     def _native(self) -> native.Cursor:
         if self._cursor is None:
@@ -131,7 +131,7 @@ def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, se
         name == "uniform"
         and target.dtype == torch.float32
         and not isinstance(stream, CounterStream)
-        and target.numel() < (1 << 31) - native.SPARE
+        and target.numel() < (1 << 31) - native.PADDING
         and is_native(name, target, first, second)
         and erfinv_trusted()
     )

@@ -9,8 +9,7 @@ import torch
 
 from ..program.node_kinds import fill_pair, replaces_target
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
-from ..rng.stream import Position, Stream
+from ..rng.stream import PhiloxStream, Position, Stream
 from . import counter_fill
 from .sampler import call_with
 

@@ -11,7 +11,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Value
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
+from ..rng.stream import PhiloxStream
 from . import cpu_stream, cuda_stream, probe
 from .fill_slices import FillRecipe, recipe_of
 from .kernels import CudaLauncher, Launcher
