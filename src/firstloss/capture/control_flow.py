@@ -118,7 +118,7 @@ def _identity(flow: Flow) -> Any:
         known = [v.real for node in region.program.nodes for v in node.reads() if v.real is not None]
         constants = tuple(str(x.dtype) + str(x.tolist()) for x in known)
         texts.append((str(region.program), constants, len(region.inputs), tuple(region.outputs)))
-    return flow.kind, tuple(texts), flow.carried, flow.walked, flow.reverse, tuple(flow.outputs)
+    return flow.kind, tuple(texts), flow.carried, flow.scanned, flow.reverse, tuple(flow.outputs)
 
 
 class _GeneratorState:

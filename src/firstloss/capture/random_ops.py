@@ -21,7 +21,7 @@ from ..engine.rejection import Rejection
 from ..errors import CaptureError
 from ..program.graph import Draw, Geometry, Node, is_contiguous
 from ..program.node_kinds import has_counter_rule
-from ..program.random_overload import with_generator
+from ..program.schemas import with_generator
 from ..rng import cuda_layout, words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import DeferredOffsetStream, PhiloxStream, Position, Stream

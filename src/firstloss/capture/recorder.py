@@ -15,7 +15,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, span
-from ..program.node_kinds import ASKS_GRAD_MODE
+from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
 from . import (
@@ -130,7 +130,7 @@ class CaptureMode(TorchDispatchMode):
 
 def _record(call: OpCall) -> Any:
     how, trace = call.traits, session.trace
-    if call.op is ASKS_GRAD_MODE:  # and not for its last argument, `train`
+    if call.op is DEPENDS_ON_GRAD_MODE:  # and not for its last argument, `train`
         call = OpCall(call.op, how, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
     if call.symbolic:
         check_places(call)

@@ -166,14 +166,14 @@ class _Kernels(Replay):
     def _draw(self, node: Node, draw: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return node.op(*args, **kwargs)
 
-    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
+    def _store_results(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """Of attention, the seeds and masks for its own backward pass may be other ones than its meta kernel says, and
         fewer; what they are is between the two kernels."""
         if not schema_of(node.op).name.startswith("aten::_scaled_dot_product"):
-            return super()._keep(node, made, tensors)
+            return super()._store_results(node, made, tensors)
         for value, tensor in zip(made, tensors, strict=False):
             if value.dtype.is_floating_point and value.numel:
-                super()._keep(node, [value], [tensor])
+                super()._store_results(node, [value], [tensor])
             else:
                 self.buffers[value] = tensor  # type: ignore[assignment]
 

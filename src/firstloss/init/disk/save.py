@@ -27,7 +27,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import default_threads, make_whole
-from ...engine.reader import Reader, Wholes
+from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, sync_folder
 from . import layout
@@ -195,7 +195,7 @@ class _Writer:
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._stop = threading.Event()
-        self._wholes = Wholes(make_whole)
+        self._wholes = WholeValueCache(make_whole)
         self._own = threading.local()
         self._written: list[_ByteRange] = []  # not synced yet
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import reseat
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
-from ...program.compare import parting
+from ...program.compare import first_difference
 from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
@@ -328,7 +328,7 @@ class TracedProgram:
 
     def does_the_same(self, other: TracedProgram) -> bool:
         """Whether both compute the same from the same inputs, so that one's executable serves the other."""
-        return self._signature() == other._signature() and parting(self.program, other.program) is None
+        return self._signature() == other._signature() and first_difference(self.program, other.program) is None
 
     def _signature(self) -> tuple:
         """Its inputs and outputs."""
