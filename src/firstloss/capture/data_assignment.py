@@ -17,7 +17,7 @@ from ..errors import TraceError
 from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from .session import Tracing
-from .storage_swap import point_at
+from .storage_swap import set_storage
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 
@@ -69,7 +69,7 @@ class DataAssignments:
         if type(weight) is not DeferredTensor:
             self._real.append((weight, here()))
         elif weight._ref().covers:
-            self._part(weight)
+            self._give_viewers_own_memory(weight)
         elif len(weight._storage.alive()) > 1:
             self.refuse(weight, "takes it from the memory of a larger tensor")
         sharing = [] if made is None else made._storage.alive()
@@ -80,38 +80,38 @@ class DataAssignments:
             weight.copy_(other)
         if type(weight) is DeferredTensor:
             for tensor in sharing:
-                point_at(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
+                set_storage(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
 
     def _is_constant(self, other: Any) -> bool:
         """Whether the step has made it of constants, and nobody else holds it."""
         return is_pending(other) and other._storage.value.known
 
-    def _part(self, weight: DeferredTensor) -> None:
+    def _give_viewers_own_memory(self, weight: DeferredTensor) -> None:
         """Those who look at the memory of `weight` keep what is there now."""
         storage = weight._storage
         if storage.trace is not self._trace:
             self._trace.adopt(storage)
         others = [t for t in storage.alive() if t is not weight]
         lent = storage not in self.weights and storage.resident is not None and storage.resident.lent
-        kept: Any = None
+        old_memory: Any = None
         if others or lent:
             value = storage.value
             with torch.no_grad():
-                kept = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
-            before = kept._storage
+                old_memory = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
+            before = old_memory._storage
             for tensor in others:
                 geometry = geometry_of(tensor)
                 shows = DeferredTensor.wrap(before, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, kept))
-                point_at(tensor, before, geometry)
+                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, old_memory))
+                set_storage(tensor, before, geometry)
         if lent:
             self._lent.add(storage)
-        self.weights.setdefault(storage, kept if lent else None)
+        self.weights.setdefault(storage, old_memory if lent else None)
 
-    def now_of(self, storage: DeferredStorage) -> DeferredStorage:
+    def current_storage(self, storage: DeferredStorage) -> DeferredStorage:
         """What a real tensor looks at that lies in the memory that a weight's `storage` had before the step."""
-        kept = self.weights.get(storage)
-        return storage if kept is None else kept._storage
+        old_memory = self.weights.get(storage)
+        return storage if old_memory is None else old_memory._storage
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
         """
@@ -138,12 +138,12 @@ class DataAssignments:
                     "weight.data.copy_(...), which the other will show, too, or make the other one of a clone."
                 )
 
-    def rejoin(self) -> None:
+    def restore_viewers(self) -> None:
         """Everybody looks at what he looked at before the step."""
         for tensor, before, geometry, shows, _ in self.viewers:
             viewer = tensor()
             if viewer is not None and viewer._storage is shows._storage:
-                point_at(viewer, before, geometry)
+                set_storage(viewer, before, geometry)
 
     def outdated(self) -> bool:
         """Whether somebody looks at a weight's memory who did not when the step was traced."""

@@ -17,8 +17,8 @@ from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .file_value import FileValue
 from .op_call import OpCall
-from .shapes import infer, is_unusual
-from .storage_swap import reseat
+from .shapes import infer, is_not_strided
+from .storage_swap import rebind
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend
 from .tensor_states import OnBackend, state_of
 
@@ -54,7 +54,7 @@ def run_for_real(call: OpCall) -> Any:
     return _call(call, args, kwargs)
 
 
-def read_and_run(call: OpCall) -> Any:
+def run_from_file(call: OpCall) -> Any:
     """All that is deferred about the tensors is that they are in a file: read them, for good, and compute."""
     for tensor in call.deferred:
         Hooks.materialize(tensor)
@@ -72,38 +72,38 @@ def call_with_content(call: OpCall) -> Any:
     return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
 
 
-def run_now_for_metadata(call: OpCall) -> Any:
+def run_now(call: OpCall) -> Any:
     """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
     args, kwargs = _real_arguments(call)
     result = _call(call, args, kwargs)
     # The values were computed on memory of our own; what is written there becomes the new content.
     for t, new in zip(call.written(), OpCall(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
         if type(t) is DeferredTensor:
-            _take_over(t, new)
+            _replace_content(t, new)
     if any(where is not None for where in call.traits.returns):
         results = result if isinstance(result, (list, tuple)) else (result,)
         returned = tuple(
-            _known(r) if where is None else call.argument(where)
+            _as_constant(r) if where is None else call.argument(where)
             for where, r in zip(call.traits.returns, results, strict=True)
         )
         return returned if len(returned) > 1 else returned[0]
     if isinstance(result, (list, tuple)):
-        return type(result)(_known(r) for r in result)
-    return _known(result)
+        return type(result)(_as_constant(r) for r in result)
+    return _as_constant(result)
 
 
-def _known(result: Any) -> Any:
-    if not isinstance(result, Tensor) or is_unusual(result):
+def _as_constant(result: Any) -> Any:
+    if not isinstance(result, Tensor) or is_not_strided(result):
         return result
     return constant_tensor(result, copy=False)
 
 
-def _take_over(target: DeferredTensor, new: Tensor) -> None:
+def _replace_content(target: DeferredTensor, new: Tensor) -> None:
     """What `new` holds is what `target` shows from now on."""
     if target.shape != new.shape:  # an `out` that was resized to fit
         with DisableTorchDispatch():
             fresh = constant_tensor(new.contiguous().clone(), copy=False)
-        reseat(target, fresh._storage, geometry_of(fresh))
+        rebind(target, fresh._storage, geometry_of(fresh))
         return
     storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():

@@ -56,7 +56,7 @@ def storage_at(tensor: torch.Tensor) -> tuple[Storage, Geometry] | None:
     for storage, offset in storages_met_by(tensor):
         if offset is not None:
             if session.trace is not None:
-                storage = session.trace.new_memory.now_of(storage)
+                storage = session.trace.new_memory.current_storage(storage)
             return storage, (tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
         if session.trace is not None:
             raise TraceError(

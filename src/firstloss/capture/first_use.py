@@ -35,7 +35,7 @@ from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
-from .evaluation import call_with_content, run_now_for_metadata
+from .evaluation import call_with_content, run_now
 from .file_value import is_in_file
 from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
@@ -70,13 +70,13 @@ def _is_tracked(call: OpCall) -> bool:
 
 def run(call: OpCall) -> Any:
     """What `call` returns, all of the modules that its tensors belong to having been made."""
-    if getattr(_own, "door", False):
+    if getattr(_this_thread, "in_torch_function", False):
         raise _NeedsValues([t._storage for t in call.deferred], str(call.op))
     held = _is_tracked(call) or _in_backward()
     whole = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=held)
     if held:
         Hooks.make(whole)
-        return run_now_for_metadata(call) if call.written() else call_with_content(call)
+        return run_now(call) if call.written() else call_with_content(call)
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return call_with_content(call)
@@ -98,8 +98,8 @@ class _NeedsValues(Exception):
         self.what = what
 
 
-_own = threading.local()  # `door`: whether this thread has come through the front door
-_CLOSED = DeferredTensor.__torch_function__
+_this_thread = threading.local()  # `in_torch_function`: whether this thread has come through the front door
+_DISABLED = DeferredTensor.__torch_function__
 
 
 def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -109,26 +109,26 @@ def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
         plain = (
             isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
         )
-        if plain or getattr(_own, "door", False):
-            return _called(func, args, kwargs)
+        if plain or getattr(_this_thread, "in_torch_function", False):
+            return _call(func, args, kwargs)
         tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
         # What was computed from weights has a history, which it would lose by turning into an ordinary tensor.
         if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
-            return _called(func, args, kwargs)
+            return _call(func, args, kwargs)
         state = torch.default_generator.get_state()
-        _own.door = True
+        _this_thread.in_torch_function = True
         try:
-            return _called(func, args, kwargs)
+            return _call(func, args, kwargs)
         except _NeedsValues as need:
             needed = need
         finally:
-            _own.door = False
+            _this_thread.in_torch_function = False
         torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
         _materialize_modules(needed.storages, needed.what, keep=False)
         return _first_use_mode(cls, func, types, args, kwargs)
 
 
-def _called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`; where it reads memory without telling the dispatcher, the tensors are made before."""
     try:
         return func(*args, **kwargs)
@@ -160,7 +160,7 @@ def enable_first_use() -> None:
 
 def disable_first_use() -> None:
     """Nobody expects deferred tensors to be used: they are made, or in a capture. What comes now is seen by `run`."""
-    DeferredTensor.__torch_function__ = _CLOSED
+    DeferredTensor.__torch_function__ = _DISABLED
 
 
 def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
@@ -201,27 +201,27 @@ def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
                         yield part
 
 
-_looked: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
+_last_search: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
 
 
 def _modules_of(storages: list[DeferredStorage]) -> list[torch.nn.Module]:
     """The outermost modules that hold what is in `storages`, or what it is computed from."""
-    global _looked
+    global _last_search
     begin = time.monotonic()
     is_weight = any(is_parameter(t) for storage in storages for t in storage.alive())
-    if not storages or not is_weight and begin < _looked[0] + 10 * _looked[1]:
+    if not storages or not is_weight and begin < _last_search[0] + 10 * _last_search[1]:
         return []  # a tensor by itself: one search for each would take long
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     children = {id(child) for module in modules for child in _children(module)}
     wanted = sources(storages)
-    roots = [module for module in modules if id(module) not in children and _is_whole(module)]
+    roots = [module for module in modules if id(module) not in children and _is_initialized(module)]
     found = [module for module in roots if any(t._storage.value in wanted for t in _tensors_below(module))]
     if not found:
-        _looked = time.monotonic(), time.monotonic() - begin
+        _last_search = time.monotonic(), time.monotonic() - begin
     return found
 
 
-def _is_whole(module: torch.nn.Module) -> bool:
+def _is_initialized(module: torch.nn.Module) -> bool:
     """Whether its constructor has run: one that is under way, or was made without, has no tables yet."""
     return all(name in module.__dict__ for name in MODULE_TABLES)
 

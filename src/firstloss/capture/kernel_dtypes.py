@@ -18,11 +18,11 @@ from .symbolic_scalars import is_symbolic, stand_in
 
 Tensor = torch.Tensor
 
-_WHOLE = 1 << 12  # elements in all: of so many the kernel is run on tensors of their own sizes
-_SMALLEST = 4  # a larger size becomes one of this and the next few numbers, equal sizes equal ones
+_MAX_FULL_SIZE = 1 << 12  # elements in all: of so many the kernel is run on tensors of their own sizes
+_MIN_SIZE = 4  # a larger size becomes one of this and the next few numbers, equal sizes equal ones
 
 # What the kernels say of dtypes. Of anything else that they say, the zeros or their number may be the cause.
-_OF_DTYPES = re.compile(
+_DTYPE_ERROR = re.compile(
     r"dtype|scalar ?type|data type|tensors? of type|[Bb]ool(ean)? (input|tensor)|complex|can't be cast"
     r"|Integers to negative|not implemented for '|Input type|inputs to be|long tensor|same type|cannot be converted"
     r"|^Promotion for"
@@ -32,7 +32,7 @@ _TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
 _LARGE = 65504.0  # numbers beyond are more than some dtype holds
 _HALVES = (torch.float16, torch.bfloat16)
 
-_given: dict[tuple, list[torch.dtype | None]] = {}
+_cache: dict[tuple, list[torch.dtype | None]] = {}
 
 
 def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
@@ -51,15 +51,15 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
     named = ((name, _kind(arg)) for name, arg in call.kwargs.items())
     key = (call.op, torch.get_default_dtype(), *map(_kind, call.args), *named)
     empty = not all(t.numel() for t in tensors)  # of which kernels take what they do not take otherwise
-    found = _given.get(key) if not empty else None
+    found = _cache.get(key) if not empty else None
     if found is not None:
         return found
-    sizes = {size for t in tensors for size in t.shape if size > _SMALLEST}
-    few = {size: _SMALLEST + n for n, size in enumerate(sorted(sizes))}
-    whole = sum(t.numel() for t in tensors) <= _WHOLE
-    for of_size in ({}, few) if whole else (few,):
-        args = tuple(_zeros(a, of_size) for a in call.args)
-        kwargs = {k: _zeros(v, of_size) for k, v in call.kwargs.items()}
+    sizes = {size for t in tensors for size in t.shape if size > _MIN_SIZE}
+    few = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
+    whole = sum(t.numel() for t in tensors) <= _MAX_FULL_SIZE
+    for new_size in ({}, few) if whole else (few,):
+        args = tuple(_zeros(a, new_size) for a in call.args)
+        kwargs = {k: _zeros(v, new_size) for k, v in call.kwargs.items()}
         if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor) and not (given.is_floating_point() or given.is_complex()):
@@ -70,13 +70,13 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
         except Exception as error:
             dtypes = {t.dtype for t in tensors}
             only_half = len(dtypes) == 1 and dtypes.pop() in _HALVES  # which other devices may know
-            if _OF_DTYPES.search(str(error)) and not only_half:
+            if _DTYPE_ERROR.search(str(error)) and not only_half:
                 raise
         else:
             results = result if isinstance(result, (list, tuple)) else [result]
             found = [r.dtype if isinstance(r, Tensor) else None for r in results]
             if not empty:
-                _given[key] = found
+                _cache[key] = found
             return found
     return None
 
@@ -92,14 +92,14 @@ def _kind(arg: Any) -> Any:
     return type(arg)
 
 
-def _zeros(arg: Any, of_size: dict[int, int]) -> Any:
+def _zeros(arg: Any, new_size: dict[int, int]) -> Any:
     """An argument with its tensors replaced by zeros of other sizes."""
     if isinstance(arg, Tensor):
-        return torch.zeros([of_size.get(size, size) for size in arg.shape], dtype=arg.dtype)
+        return torch.zeros([new_size.get(size, size) for size in arg.shape], dtype=arg.dtype)
     if type(arg) in (list, tuple):
-        return type(arg)(_zeros(a, of_size) for a in arg)
+        return type(arg)(_zeros(a, new_size) for a in arg)
     if isinstance(arg, torch.device):
         return torch.device("cpu")
     if is_symbolic(arg):
         return stand_in(arg)
-    return of_size.get(arg, arg) if type(arg) is int else arg
+    return new_size.get(arg, arg) if type(arg) is int else arg

@@ -14,7 +14,7 @@ from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from .exported_memory import is_exported
 from .session import Tracing
-from .storage_swap import point_at, share_memory
+from .storage_swap import set_storage, share_memory
 from .tensor import DeferredTensor
 
 
@@ -44,7 +44,7 @@ class LayoutChanges:
                 "kept = kept.t()."
             )
         if known is not None and known[0] is tensor:
-            trace.shows_as(tensor, as_it_lies)
+            trace.replace_input(tensor, as_it_lies)
 
     def edit(self, storage: torch.UntypedStorage) -> None:
         """The step is about to write to a storage, to resize or to move it, past all tensors.
@@ -66,7 +66,7 @@ class LayoutChanges:
         """Each looks again at what it looked at before the step."""
         for tensor, before, geometry in reversed(self._before):
             if geometry is not None:
-                point_at(tensor, before, geometry)
+                set_storage(tensor, before, geometry)
             elif type(tensor) is DeferredTensor:
                 share_memory(tensor, before)
             else:

@@ -43,7 +43,7 @@ class _Mapping(NamedTuple):
     inode: int
 
 
-class _Bytes(NamedTuple):
+class _FileRange(NamedTuple):
     """Where a tensor's content is in a file, and how the file was when it was met."""
 
     path: str
@@ -67,17 +67,17 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
         return None
     address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     mapping = _mapping_of(address, nbytes)
-    if mapping is None or not _as_in_the_file(address, nbytes):
+    if mapping is None or not _is_unmodified(address, nbytes):
         return None
     try:
-        about = os.stat(mapping.path)
+        stat = os.stat(mapping.path)
     except OSError:
         return None
-    if about.st_ino != mapping.inode:  # another file takes its place
+    if stat.st_ino != mapping.inode:  # another file takes its location
         return None
-    place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
-    label = f"bytes from {place.offset:,} on in {place.path}"
-    read = functools.partial(_read, place, tensor.dtype)
+    location = _FileRange(mapping.path, address - mapping.begin + mapping.offset, _stamp(stat), str(here()))
+    label = f"bytes from {location.offset:,} on in {location.path}"
+    read = functools.partial(_read, location, tensor.dtype)
     return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
 
 
@@ -114,10 +114,10 @@ def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
     for again in (False, True):
         if again or not _known:
             _known[:] = _mappings()
-        place = bisect.bisect_right([m.begin for m in _known], address) - 1
-        if place >= 0 and _known[place].begin <= address and address + nbytes <= _known[place].end:
-            if again or _known[place] in _mappings_at(_known[place]):
-                return _known[place]
+        location = bisect.bisect_right([m.begin for m in _known], address) - 1
+        if location >= 0 and _known[location].begin <= address and address + nbytes <= _known[location].end:
+            if again or _known[location] in _mappings_at(_known[location]):
+                return _known[location]
     return None
 
 
@@ -125,10 +125,10 @@ def _mappings_at(mapping: _Mapping) -> list[_Mapping]:
     """`mapping` if it is still there: a file's may be gone, and another's have taken its addresses."""
     name = f"/proc/self/map_files/{mapping.begin:x}-{mapping.end:x}"
     try:
-        there = os.readlink(name)
+        target = os.readlink(name)
     except OSError:  # not for everybody to see, or gone: look through all
         return _mappings()
-    return [mapping] if there == mapping.path else []
+    return [mapping] if target == mapping.path else []
 
 
 def _mappings() -> list[_Mapping]:
@@ -145,7 +145,7 @@ def _mappings() -> list[_Mapping]:
     return sorted(found)
 
 
-def _as_in_the_file(address: int, nbytes: int) -> bool:
+def _is_unmodified(address: int, nbytes: int) -> bool:
     """Whether nobody has written to these pages of a private mapping."""
     page = mmap.PAGESIZE
     first, last = address // page, (address + nbytes - 1) // page
@@ -160,22 +160,22 @@ def _as_in_the_file(address: int, nbytes: int) -> bool:
     return not bool((own | ((pages & _SWAPPED) != 0)).any())
 
 
-def _stamp(about: os.stat_result) -> tuple[int, ...]:
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+def _stamp(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _read(place: _Bytes, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
+def _read(location: _FileRange, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
     """Read elements from number `begin` on into `out`, one-dimensional."""
-    with open(place.path, "rb", buffering=0) as file, DisableTorchDispatch():
-        if _stamp(os.fstat(file.fileno())) != place.stamp:
+    with open(location.path, "rb", buffering=0) as file, DisableTorchDispatch():
+        if _stamp(os.fstat(file.fileno())) != location.stamp:
             raise ConstantChangedError(
-                f"{place.where}: {place.path} has been written to, or replaced, since a deferred model loaded it, and "
-                "what it held then is gone. Load it again, or call firstloss.materialize_module before it is replaced."
+                f"{location.where}: {location.path} has been written to, or replaced, since a deferred model loaded "
+                "it, and what it held then is gone. Load it again, or call firstloss.materialize_module before it is replaced."
             )
         view = memoryview(out.view(torch.uint8).numpy())
-        offset = place.offset + begin * dtype.itemsize
+        offset = location.offset + begin * dtype.itemsize
         while view:
             count = os.preadv(file.fileno(), [view], offset)
             if not count:
-                raise ConstantChangedError(f"{place.where}: {place.path} has been cut short since it was loaded.")
+                raise ConstantChangedError(f"{location.where}: {location.path} has been cut short since it was loaded.")
             view, offset = view[count:], offset + count

@@ -14,9 +14,9 @@ from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
 from .op_call import OpCall
-from .op_schema import traits
+from .op_schema import traits_of
 from .shapes import as_meta, infer
-from .storage_swap import become, reseat, share_memory
+from .storage_swap import become, rebind, share_memory
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host
 
 aten = torch.ops.aten
@@ -39,9 +39,9 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 f"{here()}: {op} gives a tensor that wants gradients another shape in place, while views of it are "
                 "held: PyTorch would take them of the new shape. Make a view, as in x = x.t()."
             )
-        call = OpCall(op, traits(op), args, kwargs)
+        call = OpCall(op, traits_of(op), args, kwargs)
         (geometry,) = infer(call).geometry
-        reseat(tensor, tensor._storage, geometry)
+        rebind(tensor, tensor._storage, geometry)
         return tensor
     return _on_real(op, args, kwargs)
 
@@ -70,7 +70,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         offset, size = geometry[0], tuple(geometry[1])
         stride = tuple(geometry[2]) if len(geometry) > 2 else contiguous_stride(size)
         shape = (size, stride, offset, source.dtype)
-    reseat(tensor, source._storage, shape)
+    rebind(tensor, source._storage, shape)
     return tensor
 
 
@@ -102,7 +102,7 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
     value, geometry = storage.value, (size, stride, offset, tensor.dtype)
     reach = (offset + span(size, stride)) * tensor.itemsize
     if dense_count(value.shape, value.stride) == value.numel and reach <= value.numel * value.dtype.itemsize:
-        reseat(tensor, storage, geometry)
+        rebind(tensor, storage, geometry)
         return
     resident = session.trace is None and on_backend(tensor)  # its memory is there, and is to be so again
     count = max(span(value.shape, value.stride), -(-reach // value.dtype.itemsize))
@@ -126,8 +126,8 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
     others = storage.alive() if session.trace is None or storage.trace is session.trace else []
     for other in others:
         if other is not tensor and other is not whole:
-            reseat(other, flat._storage, geometry_of(other))
-    reseat(tensor, flat._storage, geometry)
+            rebind(other, flat._storage, geometry_of(other))
+    rebind(tensor, flat._storage, geometry)
     conjugate_views.move(storage, flat._storage)
     if resident:  # nobody looks at it any more
         storage.resident.release_exported_memory()

@@ -32,7 +32,7 @@ from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
 from .mapped_file import deferred_file_tensor
-from .storage_swap import is_state, reseat
+from .storage_swap import is_state, rebind
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
 
@@ -140,7 +140,7 @@ def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype:
     data: Any = torch.empty(
         shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
     )
-    reseat(self, data._storage, geometry_of(data))
+    rebind(self, data._storage, geometry_of(data))
 
 
 @replaces("torch.utils.swap_tensors")
@@ -160,7 +160,7 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
         original(t1, t2)
         return
     if on_backend(t1) or on_backend(t2):
-        session.reseated += 1  # compiled steps know them as they were
+        session.rebinds += 1  # compiled steps know them as they were
     for tensor in (t1, t2):
         # A graph that leads to it would give the other its gradient.
         if tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None:

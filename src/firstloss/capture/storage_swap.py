@@ -20,21 +20,21 @@ from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize
 Tensor = torch.Tensor
 
 
-def point_at(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
+def set_storage(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
     """Let a deferred tensor be a view of `storage` from now on."""
     _set_data(tensor, DeferredTensor.wrap(storage, *geometry))
     tensor._storage = storage
     storage.add(tensor)
 
 
-def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+def rebind(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
     """Let `tensor`, the Python object, look at `storage` from now on; a real one becomes deferred."""
     if session.trace is not None and is_state(tensor):
         session.trace.new_layouts.change(tensor)
     if type(tensor) is DeferredTensor:
         if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
-            session.reseated += 1
-        point_at(tensor, storage, geometry)
+            session.rebinds += 1
+        set_storage(tensor, storage, geometry)
         return
     new = DeferredTensor.wrap(storage, *geometry)
     if tensor.grad_fn is not None and session.trace is None:  # it stays what a gradient goes through
@@ -190,7 +190,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
             record_exported_memory(self._storage)
             # A step knows the new memory as another's, or a real tensor that lies in the memory that was left.
             if any(trace.shares(other) or self._storage in trace.aliased_storages for trace in list(session.traces)):
-                session.reseated += 1
+                session.rebinds += 1
             return
         if type(other) is not DeferredTensor:
             other = Hooks.to_backend(other)
@@ -204,7 +204,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
         other = Hooks.constant_tensor(other)
     if session.trace is not None and is_state(self) and session.trace.is_external(other._storage):
         session.trace.new_memory.refuse(self, "is memory from outside of the step")
-    reseat(self, other._storage, geometry_of(other))
+    rebind(self, other._storage, geometry_of(other))
 
 
 def _get_data(self: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ class SymbolicNumber:
         what: the tensor, float64 or int64; or a Python number, which an operation's other operand was.
     """
 
-    def __init__(self, what: Any) -> None:
-        self.what = what
-        self._kind: Any = _KINDS[what.dtype] if isinstance(what, Tensor) else type(what)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._kind: Any = _KINDS[value.dtype] if isinstance(value, Tensor) else type(value)
 
     # -- what PyTorch asks of a node --
 
@@ -110,7 +110,7 @@ class SymbolicNumber:
 
     def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
         with torch.no_grad():
-            return SymbolicNumber(compute(self.what, *(other.what for other in others)))
+            return SymbolicNumber(compute(self.value, *(other.value for other in others)))
 
     def _refuse(self, *args: Any) -> Any:
         """Somebody wants the value: to compare, to print, to use as a size."""
@@ -132,33 +132,33 @@ class Hyperparameter(SymbolicNumber):
     whoever makes such a one sees to what then is wrong for zero.
     """
 
-    def __init__(self, what: Tensor, sign: int | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, value: Tensor, sign: int | None = None) -> None:
+        super().__init__(value)
         self.sign = sign
 
     def bool_(self) -> bool:
         return self.sign != 0
 
     def ne(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.ne, other)
+        return self._compare_with_zero(operator.ne, other)
 
     def eq(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.eq, other)
+        return self._compare_with_zero(operator.eq, other)
 
     def gt(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.gt, other)
+        return self._compare_with_zero(operator.gt, other)
 
     def ge(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.ge, other)
+        return self._compare_with_zero(operator.ge, other)
 
     def lt(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.lt, other)
+        return self._compare_with_zero(operator.lt, other)
 
     def le(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.le, other)
+        return self._compare_with_zero(operator.le, other)
 
-    def _against_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
-        if not isinstance(other.what, (int, float)) or other.what != 0:
+    def _compare_with_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
+        if not isinstance(other.value, (int, float)) or other.value != 0:
             return self._refuse()
         return DecidedComparison(compare(1 if self.sign is None else self.sign, 0))
 
@@ -167,10 +167,10 @@ class DecidedComparison(SymbolicNumber):
     """The answer to a comparison."""
 
     def bool_(self) -> bool:
-        return self.what
+        return self.value
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.what
+        return self.value
 
 
 def number_of(tensor: DeferredTensor) -> Any:
@@ -193,7 +193,7 @@ def is_symbolic(arg: Any) -> bool:
 
 def tensor_of(number: Any) -> Tensor:
     """The traced tensor behind a symbolic number."""
-    return number.node.what
+    return number.node.value
 
 
 def stand_in(number: Any) -> float | int:
@@ -201,18 +201,18 @@ def stand_in(number: Any) -> float | int:
     return 2 if type(number) is torch.SymInt else 0.5
 
 
-def check_places(call: OpCall) -> None:
+def check_positions(call: OpCall) -> None:
     """A symbolic number may stand where the operation takes any number, and not for a size, an index or a dimension."""
     by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
     pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]
     pairs += [(by_name[name], arg) for name, arg in call.kwargs.items()]
     for spec, arg in pairs:
         numbers = [a for a in (arg if type(arg) in (list, tuple) else (arg,)) if is_symbolic(a)]
-        if numbers and str(spec.type) not in _PLACES:
+        if numbers and str(spec.type) not in _NUMBER_TYPES:
             numbers[0].node._refuse()
 
 
-_PLACES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
+_NUMBER_TYPES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
 
 
 def number_ref(number: Any) -> Ref:

@@ -62,7 +62,7 @@ def trunc_normal_(
         source = torch.default_generator if generator is None else generator
         if tensor.device.type == "cuda" and session.generators.policy != "counter":
             return original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
-        if isinstance(session.generators.where(source)[0], CounterStream):
+        if isinstance(session.generators.locate(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
         blocks = is_contiguous(tensor.shape, tensor.stride()) and can_be_split(tensor.numel(), tensor.dtype)
         if not _mostly_in_bounds(mean, std, a, b):

@@ -19,7 +19,7 @@ _MAX_DEPTH = 16
 
 
 class Slice(NamedTuple):
-    """Elements [low, high) of a fill; if `row` is not 0, only columns [column, column + width) of rows of that length."""
+    """Elements [low, high) of a fill; if `row` is not 0, only columns [column, column + width) of rows that long."""
 
     low: int
     high: int
