@@ -53,7 +53,7 @@ def storage_at(tensor: torch.Tensor) -> tuple[Storage, Geometry] | None:
     Raises:
         TraceError: in a step, if that is a part of the tensor's memory only.
     """
-    for storage, offset in storages_met_by(tensor):
+    for storage, offset in overlapping_storages(tensor):
         if offset is not None:
             if session.trace is not None:
                 storage = session.trace.new_memory.current_storage(storage)
@@ -66,7 +66,7 @@ def storage_at(tensor: torch.Tensor) -> tuple[Storage, Geometry] | None:
     return None
 
 
-def storages_met_by(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]]:
+def overlapping_storages(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]]:
     """The storages on a backend into whose memory the real `tensor` reaches, and its offset, in elements, in each; None
     where it does not lie in that memory as a view of it would."""
     if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():

@@ -170,7 +170,8 @@ def _read(location: _FileRange, dtype: torch.dtype, begin: int, out: torch.Tenso
         if _stamp(os.fstat(file.fileno())) != location.stamp:
             raise ConstantChangedError(
                 f"{location.where}: {location.path} has been written to, or replaced, since a deferred model loaded "
-                "it, and what it held then is gone. Load it again, or call firstloss.materialize_module before it is replaced."
+                "it, so its content at that time is lost. Load it again, or call firstloss.materialize_module before "
+                "it is replaced."
             )
         view = memoryview(out.view(torch.uint8).numpy())
         offset = location.offset + begin * dtype.itemsize

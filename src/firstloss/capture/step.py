@@ -136,7 +136,7 @@ class StepTrace(recorder._Tracing):
     def _refuse_overlap(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
         raise TraceError(
             f"{here()}: the step uses two tensors, of {_nbytes(a):,} and {_nbytes(b):,} bytes, that share overlapping "
-            "memory of another object, such as a NumPy array. Create one tensor of the whole memory, and use views of it."
+            "memory of another object, such as a NumPy array. Create one tensor of all of it, and use views of that."
         )
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
@@ -162,7 +162,7 @@ class StepTrace(recorder._Tracing):
         return storage_key(tensor) in self._real
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
-        """The input of a real tensor's storage, if it is one: a tensor of the whole storage, and its DeferredStorage."""
+        """The input of a real tensor's storage, if it is one: a tensor of all of it, and its DeferredStorage."""
         return self._real.get(storage_key(tensor))
 
     def has_input_at(self, address: int) -> bool:
