@@ -59,7 +59,7 @@ _CONSTANT = (
     "argument: tensors computed from constants alone have a value."
 )
 _READ = (
-    "Compute with the tensor instead, by torch.where(condition, a, b) if something depends on it; to read or print "
+    "Go on computing with the tensor, by torch.where(condition, a, b) if something depends on it; to read or print "
     "it, return it from the step, or pass it to fl.step_closure." + _CONSTANT
 )
 _BRANCH = (
@@ -126,13 +126,13 @@ def message(op: OpOverload) -> str:
     asked = value_request()
     expression = f"`{asked.text}`" if asked.text else "this line"
     if reads:
-        problem = f"{expression} reads a value"
+        problem = f"{expression} asks for a value"
     elif name in SIZES:
-        problem = f"the size of the result of {expression} depends on values ({op})"
+        problem = f"the size of what {expression} makes depends on values ({op})"
     else:
-        problem = f"the result of {expression} depends on values ({op})"
+        problem = f"what {expression} gives depends on values ({op})"
     return (
-        f"{asked.source}: {problem}, while the step is being traced, when tensors have no values yet. "
+        f"{asked.source}: {problem}, while the step is being traced, when no tensor has a value yet. "
         f"{advice(op, asked, reads)}"
     )
 

@@ -80,7 +80,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
     first_use.disable_first_use()
     try:
-        with timeline.span("capture"), paused(), checkpoint_loaders.in_this_thread(), CaptureMode():
+        with timeline.span("capture"), paused(), checkpoint_loaders.synchronous(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
@@ -88,8 +88,8 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         raise
     finally:
         session.leave()
-        patches.teach_dynamo()
-        checkpoint_loaders.teach()
+        patches.install_in_dynamo()
+        checkpoint_loaders.install()
         if not session.depth and session.trace is None:
             first_use.enable_first_use()
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
+from ..compat.python_names import getframe
+from ..compat.torch_names import (
+    VALIDATION_HELPER,
+    VALIDATIONS,
+    DisableTorchDispatch,
+    OpOverload,
+    current_autograd_node,
+)
 from ..errors import CaptureError
 from ..program.graph import span
 from ..program.source import here
@@ -23,7 +31,6 @@ from .shapes import infer
 from .symbolic_scalars import number_of
 from .tensor import DeferredTensor, Hooks
 from .tensor_states import state_of
-from .validations import validated
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -40,9 +47,36 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         real = known(tensor)
         if real is not None:
             return real.item()
-        answer = validated(tensor) if tensor.dtype == torch.bool else None
+        answer = _validated(tensor) if tensor.dtype == torch.bool else None
         return number_of(tensor) if answer is None else answer
     return value_of(tensor).item()
+
+
+# -- branches in torch that only validate, such as `if torch.any(var < 0): raise ValueError` -------------------------
+# A traced step has no value to branch on. It takes the branch for a valid argument, and checks the condition after each
+# execution, as for `torch._assert_async`.
+
+_OURS = __name__.partition(".")[0] + "."
+
+
+def _validated(condition: torch.Tensor) -> bool | None:
+    """The value of `condition` for a validating branch in torch, checked later; None for any other caller."""
+    frame: FrameType | None = getframe(1)
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").startswith(_OURS) or frame.f_code.co_name == VALIDATION_HELPER
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+    if found is None:
+        return None
+    valid, message = found
+    Hooks.assert_later(condition if valid else condition.logical_not(), message)
+    return valid
+
+
+# -- queries and assertions ------------------------------------------------------------------------------------------
 
 
 def _metadata_query(op: OpOverload, args: tuple, kwargs: dict) -> Any:

@@ -244,7 +244,7 @@ def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     if session.trace is not None and getattr(function, "__module__", "").startswith(_HIGHER_ORDER):
         return function
     compiled = original(*args, **kwargs)
-    teach_dynamo()
+    install_in_dynamo()
     return compiled
 
 
@@ -252,7 +252,7 @@ _HIGHER_ORDER = "torch._higher_order_ops."
 _BUILDER = "torch._dynamo.variables.builder"
 
 
-def teach_dynamo() -> None:
+def install_in_dynamo() -> None:
     """Patch Dynamo, once it has been imported, to materialize the tensors that it meets."""
     if _BUILDER in sys.modules:
         put(f"{_BUILDER}.VariableBuilder.__call__")

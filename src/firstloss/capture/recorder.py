@@ -103,7 +103,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(t._storage.resident is not None for t in call.deferred):
             return run_on_resident(call)
         if not session.depth and op in _USED_BY_LOADERS:
-            checkpoint_loaders.teach()
+            checkpoint_loaders.install()
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_not_strided, call.real)) or (traits.opaque and not traits.view):

@@ -25,9 +25,11 @@ from ..compat.torch_names import (
     get_current_dispatch_mode_stack,
     pop_mode,
     storage_address,
+    version_of,
 )
 from ..errors import TraceError, ValueReadError
 from ..gc_pause import pause
+from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
@@ -38,7 +40,27 @@ from .data_assignment import DataAssignments
 from .layout_changes import LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
-from .value_reads import ValueRead
+
+# For larger tensors the version is compared, which does not count edits through NumPy.
+_COPIED_BYTES = 1 << 20
+
+
+class ValueRead:
+    """A tensor from outside the step, and its content when it was read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else version_of(tensor)
+        self._copy = tensor.detach().clone() if tensor.numel() * tensor.itemsize <= _COPIED_BYTES else None
+
+    def outdated(self) -> bool:
+        """Whether the content has changed, or the tensor has moved to a backend, so that it would be an input."""
+        if type(self._tensor) is DeferredTensor:
+            return True
+        if self._copy is None:
+            return self._version is not None and version_of(self._tensor) != self._version
+        now = self._tensor.detach()
+        return now.shape != self._copy.shape or now.dtype != self._copy.dtype or not same_bytes(now, self._copy)
 
 
 class KeyStream:

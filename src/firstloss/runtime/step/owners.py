@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import storage_at, overlapping_storages
+from ...capture.exported_memory import overlapping_storages, storage_at
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
