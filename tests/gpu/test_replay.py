@@ -406,7 +406,7 @@ def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
     if replaying.is_gpu:
         pytest.skip("this stands for a GPU")
     recorder = Recorder(monkeypatch, fails="operation not permitted when stream is capturing")
-    monkeypatch.setattr(replay.Replayed, "_is_gpu", property(lambda self: True))
+    monkeypatch.setattr(replay.ReplayedStep, "_is_gpu", property(lambda self: True))
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)

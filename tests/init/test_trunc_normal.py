@@ -93,8 +93,8 @@ def test_after_the_constructor():
     assert torch.equal(got.weight, expected.weight) and torch.equal(got.bias, expected.bias)
 
 
-def test_the_same_when_what_later_rounds_change_is_not_remembered(monkeypatch):
-    monkeypatch.setattr(rejection, "_REMEMBERED_BYTES", 0)
+def test_without_a_cache_of_corrections(monkeypatch):
+    monkeypatch.setattr(rejection, "_MAX_CACHED_BYTES", 0)
 
     def build():
         weight = torch.empty(300, 1000)

@@ -339,7 +339,7 @@ def test_axes_that_do_not_divide_go_elsewhere_and_are_told(tmp_path):
 def test_what_is_no_mesh(tmp_path):
     with pytest.raises(BackendError, match="takes 16 devices, and JAX finds 8"):
         fl.backend("XLA", mesh={"fsdp": 16}, artifact_dir=tmp_path)
-    with pytest.raises(ShardingError, match="is no mesh"):
+    with pytest.raises(ShardingError, match="is not a mesh"):
         fl.backend("XLA", mesh=8, artifact_dir=tmp_path)
     with pytest.raises(BackendError, match="runs on one device"):
         fl.backend("CPU", mesh={"fsdp": 8}, artifact_dir=tmp_path)

@@ -735,7 +735,7 @@ def test_a_step_that_uses_memory_of_which_a_weight_is_a_part(backend, begin, end
             assert step(run.x).item() == pytest.approx(expected, rel=1e-6)  # float32
             assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)
         else:
-            with pytest.raises(fl.errors.TraceError, match="share a part of their memory"):
+            with pytest.raises(fl.errors.TraceError, match="partly overlap in memory"):
                 step(run.x)
 
 
