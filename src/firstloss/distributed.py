@@ -137,7 +137,7 @@ def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None 
     """
     size, count = effective_batch_size, num_tasks()
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise BackendError(f"effective_batch_size={size!r} is not a whole number of at least 1.")
+        raise BackendError(f"effective_batch_size={size!r} is not a positive integer.")
     if global_rank is not None and not 0 <= global_rank < count:
         raise BackendError(f"global_rank={global_rank}: there are {count} processes, counted from 0.")
     if size % count:

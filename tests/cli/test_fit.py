@@ -106,8 +106,8 @@ def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
         ({"optimizer": "tests.trainer.small.Net"}, [], "trainer.optimizer: tests.trainer.small.Net is no Optimizer."),
         ({"callbacks": ["firstloss.trainer.EarlyStopp"]}, [], "has no 'EarlyStopp': did you mean 'EarlyStop'?"),
         ({"callbacks": ["tests.trainer.small.Net"]}, [], "trainer.callbacks: tests.trainer.small.Net is no Callback."),
-        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not above 0"),
-        ({"loop": {}}, [], "TrainingLoop does not know when to stop."),
+        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not positive"),
+        ({"loop": {}}, [], "TrainingLoop has no end."),
         ({"precision": {"dtype": "bf16"}}, [], "fit: Precision: dtype='bf16' is not one of float32, bfloat16"),
         ({"mesh": "{fsdp:8}"}, [], 'where dict was expected (in YAML a space follows each ":").'),
         ({"mesh": {"fsdp": 8}}, [], "backend 'CPU' runs on one device."),
@@ -196,7 +196,7 @@ def test_which_checkpoint(config, tmp_path, capsys):
     """`best` and `last` by name, and null for none of them."""
     file = config(checkpoint={"steps": 1, "keep_last": None, "best": "val_loss"}, loop={"max_steps": 3})
     assert main(["validate", file]) == 1
-    assert "nothing to validate yet" in capsys.readouterr().err
+    assert "no weights to validate" in capsys.readouterr().err
     assert main(["fit", file, "--trainer.loop.eval_every_steps=1"]) == 0
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     capsys.readouterr()

@@ -49,7 +49,7 @@ class _OfConfusion(Metric):
 
     def __init__(self, num_classes: int, ignored: Sequence[int] | None, name: str | None) -> None:
         if not isinstance(num_classes, int) or num_classes < 2:
-            raise MetricError(f"num_classes={num_classes!r} is not a whole number of at least 2.")
+            raise MetricError(f"num_classes={num_classes!r} is not an integer of at least 2.")
         wrong = [label for label in ignored or () if not 0 <= label < num_classes]
         if wrong:
             raise MetricError(

@@ -69,7 +69,7 @@ class Schedule:
                 '"weight_decay" or ("betas", 0), or pass it.'
             )
         if not isinstance(last_epoch, int) or last_epoch < -1:
-            raise ScheduleError(f"last_epoch={last_epoch!r} is not a whole number from -1 on.")
+            raise ScheduleError(f"last_epoch={last_epoch!r} is not an integer from -1 on.")
         self.param_group_tags = None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
         self.last_epoch = torch.full((), last_epoch + 1, dtype=torch.int64, device="cpu")
         self._value = torch.zeros((), dtype=torch.float64, device="cpu")

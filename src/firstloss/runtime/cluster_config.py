@@ -36,4 +36,4 @@ class ClusterConfig(Settings):
             raise BackendError(f"num_csx={self.num_csx!r}: a run takes at least one device.")
         workers = self.num_workers_per_csx
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
-            raise BackendError(f"num_workers_per_csx={workers!r} is not a whole number of at least 0.")
+            raise BackendError(f"num_workers_per_csx={workers!r} is not an integer of at least 0.")

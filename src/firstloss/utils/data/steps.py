@@ -39,9 +39,9 @@ def compute_num_steps(
     given = {"num_steps": num_steps, "max_steps": max_steps, "num_epochs": num_epochs}
     for name, value in {**given, "steps_per_epoch": steps_per_epoch, "grad_accum_steps": grad_accum_steps}.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ExecutorError(f"{name}={value!r} is not a whole number of at least 1.")
+            raise ExecutorError(f"{name}={value!r} is not a positive integer.")
     if not isinstance(initial_step, int) or initial_step < 0:
-        raise ExecutorError(f"initial_step={initial_step!r} is not a whole number of at least 0.")
+        raise ExecutorError(f"initial_step={initial_step!r} is not an integer of at least 0.")
     if num_steps is not None and num_epochs is not None:
         raise ExecutorError(f"num_steps={num_steps} and num_epochs={num_epochs} both say how long. Pass one of them.")
     if all(value is None for value in given.values()):

@@ -31,7 +31,7 @@ class SyntheticDataset(IterableDataset):
         if num_samples is not None and (
             not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1
         ):
-            raise LoaderError(f"num_samples={num_samples!r} is not a whole number of at least 1.")
+            raise LoaderError(f"num_samples={num_samples!r} is not a positive integer.")
         self._parts, self._spec = flatten(sample_spec)
         wrong = [part for part in self._parts if not isinstance(part, torch.Tensor) and not callable(part)]
         if wrong or not self._parts:
