@@ -128,9 +128,9 @@ def test_what_is_wrong_is_one_line(changes, arguments, says, config, capsys):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("model: tests.trainer.small.Net", "the run has no 'model': it belongs under trainer, as trainer.model."),
-        ("- 3", 'this is no run: it should hold keys, the first of which is "trainer:".'),
-        ("trainer: {a: [}", "this is no YAML: "),
+        ("model: tests.trainer.small.Net", "the run has no 'model': write it under trainer, as trainer.model."),
+        ("- 3", 'not a run file: it must be a mapping with the key "trainer:".'),
+        ("trainer: {a: [}", "not valid YAML: "),
         ("train_dataloader: tests.trainer.small.loader", "trainer.model is missing."),
     ],
 )

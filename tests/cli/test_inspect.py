@@ -62,11 +62,11 @@ def test_the_largest_part_is_chunks(size, parts):
     [
         ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
         ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
-        ([*LINEAR, "--cut", "weight=tp"], "give the mesh as well"),
+        ([*LINEAR, "--cut", "weight=tp"], "pass the mesh as well"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; they have names like weight"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, and bias has 1"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; names look like weight"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, but bias has 1"),
         (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
     ],
 )

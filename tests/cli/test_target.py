@@ -68,7 +68,7 @@ def test_nothing_to_call(text):
 
 def test_a_module_that_is_not_there():
     message = fails("torchh.nn:Linear")
-    assert "no module 'torchh'" in message and "check its spelling" in message
+    assert "no module 'torchh'" in message and "check the spelling" in message
 
 
 def test_a_module_that_imports_what_is_not_there(user_module, tmp_path):

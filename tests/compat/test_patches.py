@@ -200,7 +200,7 @@ def test_captures_side_by_side_have_them_until_the_last_ends():
     with fl.deferred():
         thread.start()
         ready.wait(60)
-    assert patches.is_in_place("torch.random.get_rng_state")
+    assert patches.is_installed("torch.random.get_rng_state")
     go.set()
     thread.join()
-    assert not patches.is_in_place("torch.random.get_rng_state")
+    assert not patches.is_installed("torch.random.get_rng_state")

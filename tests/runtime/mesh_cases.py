@@ -173,7 +173,7 @@ def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
         layer = make()
     fl.shard(layer, {name: spec[: tensor.dim()] for name, tensor in expected.items() if tensor.dim() == 2}, mesh)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is a view of memory of shape \\[30720\\], which cannot be cut")
+        warnings.filterwarnings("ignore", message=".*is a view of memory of shape \\[30720\\], which cannot be sharded")
         fl.compile(layer, backend)
     for name, tensor in layer.state_dict().items():
         assert same_bits(tensor, expected[name]), name
@@ -240,7 +240,7 @@ def test_the_batch_is_cut_or_said_not_to_be(tmp_path):
     mesh = run.backend.mesh
     assert mesh.batch_sharding((16, 3)).named.spec == jax.sharding.PartitionSpec(("dp",))
     assert mesh.batch_sharding(()).named.is_fully_replicated
-    with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be cut for 4 devices"):
+    with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be sharded over 4 devices"):
         loss = run.step(torch.arange(6)).item()
     assert loss == pytest.approx(Run(tmp_path).step(torch.arange(6)).item(), rel=REORDERED)
 
@@ -337,7 +337,7 @@ def test_axes_that_do_not_divide_go_elsewhere_and_are_told(tmp_path):
 
 
 def test_what_is_no_mesh(tmp_path):
-    with pytest.raises(BackendError, match="takes 16 devices, and JAX finds 8"):
+    with pytest.raises(BackendError, match="takes 16 devices, but JAX finds 8"):
         fl.backend("XLA", mesh={"fsdp": 16}, artifact_dir=tmp_path)
     with pytest.raises(ShardingError, match="is no mesh"):
         fl.backend("XLA", mesh=8, artifact_dir=tmp_path)

@@ -35,7 +35,7 @@ def test_all_come(count):
 def test_other_versions_are_an_error_in_all():
     for status, out, err in results(start("other version", range(2))):
         assert status == 1 and not out
-        assert "the processes run other versions: process 0 has firstloss" in err
+        assert "the processes run different versions: process 0 has firstloss" in err
         assert "and process 1 firstloss 9, jax 9. Install the same in all of them." in err
 
 
@@ -64,7 +64,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_processes_that_run_other_programs_are_an_error_in_all(what, tmp_path):
-    words = f"process 0 has come to the step training, and process 1 to {OTHERS[what]}"
+    words = f"process 0 has reached the step training, and process 1 has {OTHERS[what]}"
 
     for status, out, err in results(start(what, range(2), folder=tmp_path)):
         assert status not in (0, None) and "loss" not in out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import gc_pause
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
@@ -258,7 +258,7 @@ _BUILDER = "torch._dynamo.variables.builder"
 def teach_dynamo() -> None:
     """Let Dynamo, once it has been imported, see ordinary tensors: what it compiles needs values."""
     if _BUILDER in sys.modules:
-        put(f"{_BUILDER}.VariableBuilder.__call__")
+        install_patch(f"{_BUILDER}.VariableBuilder.__call__")
 
 
 @replaces(f"{_BUILDER}.VariableBuilder.__call__")

@@ -176,7 +176,7 @@ class Backend:
 
         executes = self.is_e2e_execution
         first = executes and self.first_loss == "eager" and not self.stepped
-        placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, multiplied=first)
+        placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, for_kernels=first)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

@@ -100,7 +100,7 @@ def share_memory(tensor: torch.Tensor) -> jax.Array:
     """
     if tensor.is_cuda:
         with x64():
-            return on_gpu.given(tensor)
+            return on_gpu.share_tensor(tensor)
     if not on_cpu():
         return _put(tensor)
     with x64():
@@ -118,7 +118,7 @@ def as_argument(tensor: torch.Tensor) -> Any:
 def _put(tensor: torch.Tensor) -> jax.Array:
     with x64():
         if tensor.is_cuda:
-            return jax.numpy.copy(on_gpu.given(tensor))
+            return jax.numpy.copy(on_gpu.share_tensor(tensor))
         return jax.device_put(constant(tensor))
 
 

@@ -116,7 +116,7 @@ def backend(
         # All that the first step needs, so that it need not wait for it; JAX is deferred until the first loss has been
         # returned, where that needs none. Modules live on: a collection that looked through them, and through all of
         # PyTorch and transformers, would take as long as the import.
-        on_gpu.leave_memory_to_pytorch()
+        on_gpu.disable_preallocation()
         with timeline.span("import"), paused():
             if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.can_defer_import(mesh):
                 require_jax(f"firstloss.backend({name!r})")

@@ -194,8 +194,8 @@ class CompiledStep:
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
         for storage, _ in traced.handed_out:
-            if storage.resident.handed_out is not None:
-                call.memory[storage] = storage.resident.handed_out
+            if storage.resident.exported_memory is not None:
+                call.memory[storage] = storage.resident.exported_memory
                 storage.resident.release_exported_memory()
         write_back(call.owners, buffers, new)
         for name, storage in traced.outputs.held.items():
@@ -216,7 +216,7 @@ class CompiledStep:
         traced.modes.leave()
         self._backend.stepped = True
         if key is not None:
-            self._backend.keys.taken(key)
+            self._backend.keys.advance(key)
         self.inputs.settle(buffers, (*new, *made, *results))
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
@@ -251,7 +251,7 @@ class CompiledStep:
                         buffer.set(old)
                 self.traced.gradients.back_to(gradients)
                 if key is not None:
-                    self._backend.keys.untaken(key)
+                    self._backend.keys.rewind(key)
                 self._ran = False
 
         later.failed = failed
@@ -279,7 +279,7 @@ def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
 
     def bind() -> None:
         buffer = kept._storage.resident
-        if buffer.handed_out is None:
+        if buffer.exported_memory is None:
             buffer.take_memory(memory)
             record_exported_memory(kept._storage)
 

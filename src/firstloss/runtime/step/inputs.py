@@ -47,7 +47,7 @@ class Inputs:
         self.where: dict[Value, Any] = {}
         if backend.mesh is not None:
             self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
-        self.lent = False
+        self.exported = False
 
     def state(
         self, changed: Mapping[Value, Owner], leaves: list[Any], wait: bool = True
@@ -55,7 +55,7 @@ class Inputs:
         """What stands for the state that the step changes, and who keeps what it makes of it: no buffer keeps a tensor
         from outside the backend. There may be a thousand arrays, and from one step to the next nobody has touched most
         of them: only the others are asked for."""
-        self.lent = False
+        self.exported = False
         buffers = _buffers(changed)
         if self.where or not wait:
             arrays = self.arrays(changed, leaves, wait, donated=True)
@@ -81,7 +81,9 @@ class Inputs:
                 value
             ):  # and need not be sent
                 owner = storage
-        return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
+        return (
+            owner.resident.lazy_array() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
+        )
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
         """The array of an input `value` at this call; `donated` if the step may write to it."""
@@ -108,13 +110,13 @@ class Inputs:
 
     def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
         array = buffer.argument(donated)
-        self.lent = self.lent or buffer.lent
+        self.exported = self.exported or buffer.is_exported
         return array
 
     def settle(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
         """The step has been dispatched, and is to make `arrays`. If it was lent memory that others may write to, or
         read, when the call has returned, it is waited for, and that memory shows what it has made."""
-        if not self.lent:
+        if not self.exported:
             return
         for array in arrays:
             ready(array).block_until_ready()

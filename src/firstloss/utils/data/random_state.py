@@ -29,7 +29,7 @@ class RandomState(NamedTuple):
     def restore(self, loader: Any) -> None:
         """Bring them back here."""
         backend = current_backend(raise_exception=False)
-        with contextlib.nullcontext() if backend is None else backend.keys.kept():
+        with contextlib.nullcontext() if backend is None else backend.keys.unaffected_by_reseeding():
             torch.set_rng_state(self.pytorch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
