@@ -111,7 +111,7 @@ def test_eager(case):
         last = call(metric, *batch)
     assert float(metric) == float(last) == pytest.approx(expected(), rel=1e-6)
     metric.reset()
-    with pytest.raises(MetricError, match="nothing has been added"):
+    with pytest.raises(MetricError, match="has not been updated"):
         metric.compute()
 
 

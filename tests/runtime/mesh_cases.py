@@ -311,7 +311,7 @@ def test_a_loader_on_a_mesh(tmp_path, one_device):
 
 
 MARKED = [
-    ({"up.weight": ("tp",)}, {"tp": 3}, "up.weight: the spec ('tp',) is for a mesh of {'tp': 3}, and the backend's is"),
+    ({"up.weight": ("tp",)}, {"tp": 3}, "up.weight: the spec ('tp',) is for a mesh of {'tp': 3}, but the backend's is"),
     ({"up.weight": ("model",)}, {"model": 8}, "up.weight: the spec ('model',) is for a mesh of {'model': 8}"),
 ]
 

@@ -77,7 +77,7 @@ def test_a_users_subclass_may_have_attributes(backend):
 
 @pytest.mark.parametrize("name", ["mesh", "name", "is_xla", "torch_device", "artifact_dir"])
 def test_what_is_decided_when_a_backend_is_made_stays(name, backend):
-    with pytest.raises(fl.errors.BackendError, match=f"{name} is decided when it is made"):
+    with pytest.raises(fl.errors.BackendError, match=f"{name} cannot be changed once it is created"):
         setattr(backend, name, None)
 
 
