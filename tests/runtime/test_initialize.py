@@ -95,7 +95,7 @@ def test_a_process_that_dies_in_training_is_an_error_in_all_others(count, tmp_pa
         else:
             assert status not in (0, None)
             # Who has computed with it is told by Firstloss; else by JAX, which may be sooner.
-            told = f"ProcessLostError: process {number} of {count}: another process has ended, or cannot be reached"
+            told = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be reached"
             assert any(words in err for words in (told, *GONE)), err[-3000:]
     assert time.monotonic() - begin < 100  # all that they do before takes some 10 s; 1,000 steps would take longer
 
@@ -115,5 +115,5 @@ def test_no_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     assert fl.distributed.initialize() == 1
-    with pytest.raises(BackendError, match="takes the coordinator, the count and the index, or none"):
+    with pytest.raises(BackendError, match="takes the coordinator, the count and the index together, or none"):
         fl.distributed.initialize("localhost:1234", 2)

@@ -125,7 +125,7 @@ DYNAMIC = {"init_scale": 8.0, "steps_per_increase": 2, "min_loss_scale": 1.0, "m
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_what_is_of_a_dynamic_scale_is_refused_with_another(name, scale):
     fl.amp.GradScaler("dynamic", **{name: DYNAMIC[name]})
-    with pytest.raises(fl.errors.PrecisionError, match=f"{name}=.* is of a dynamic scale"):
+    with pytest.raises(fl.errors.PrecisionError, match=f"{name}=.* is for a dynamic scale"):
         fl.amp.GradScaler(scale, **{name: DYNAMIC[name]})
 
 

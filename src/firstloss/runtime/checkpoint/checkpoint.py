@@ -23,7 +23,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import atomic_write, locked, placed, sync_folder
+from ...files import atomic_write, locked, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -305,7 +305,7 @@ def _save_single(tree: Any, sources: Sources, target: str) -> None:
                 f"{target}: a safetensors file cannot hold a tensor with the name {name!r}. Rename it, or save in a "
                 "folder: leave out the suffix '.safetensors'."
             )
-    with placed(target) as temporary:
+    with replacing(target) as temporary:
         write(temporary, sources.whole(), ties)
 
 

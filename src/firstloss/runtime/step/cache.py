@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...gc_pause import pause, put_off
+from ...gc_pause import pause, paused_until
 from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
@@ -102,7 +102,7 @@ class StepCache:
                 )
                 self._forget_some()
             alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
-            (pause if fits else put_off)(undo)
+            (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, alike)
             self._latest = versions
         return compiled

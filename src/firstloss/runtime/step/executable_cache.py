@@ -32,7 +32,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from ...compat.torch_names import OpOverload, schema_of
-from ...files import placed
+from ...files import replacing
 from ...lower import aten
 from ...lower.functional_overloads import functional
 from ...lower.registry import OF_USERS
@@ -105,7 +105,7 @@ class Entry:
         """Write the file. It has a digest, so that nobody need wait until it is on disk."""
         content = pickle.dumps(serialize_executable.serialize(compiled))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with placed(self.path) as aside, open(aside, "xb") as file:
+        with replacing(self.path) as aside, open(aside, "xb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(hashlib.sha256(content).digest())
             file.write(content)

@@ -13,7 +13,7 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...gc_pause import put_off
+from ...gc_pause import paused_until
 from ...init import shardings
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
@@ -42,7 +42,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
             "is not there with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
         )
     with Undo() as undo, undo, session.tracing:
-        put_off(undo)
+        paused_until(undo)
         around = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
         traced = tracing.trace_step(step, arguments, backend, around)
         try:
