@@ -208,7 +208,7 @@ def test_which_checkpoint(config, tmp_path, capsys):
 
 def test_a_file_that_is_not_there(capsys):
     assert main(["fit", "nowhere.yaml"]) == 1
-    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: there is no such file.\n"
+    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: no such file.\n"
 
 
 def test_print_config(config, capsys):

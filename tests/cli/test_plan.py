@@ -79,7 +79,7 @@ def test_the_bandwidth_of_memory(capsys):
     assert found["seconds"]["links"] == without["seconds"]["links"]
     assert found["seconds"]["apart"] > without["seconds"]["apart"] + found["seconds"]["memory"] / 2
     assert cli.main([*PERCEPTRON, *arguments, "--hbm", "1GB/s"]) == 0
-    assert "by its operations" in capsys.readouterr().out
+    assert "for operations" in capsys.readouterr().out
 
 
 def test_arguments_by_name_and_another_optimizer(capsys):

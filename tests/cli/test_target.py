@@ -93,7 +93,7 @@ def test_a_misspelt_name_gets_the_near_one():
 
 
 def test_what_cannot_be_called(user_module):
-    assert "is of type int, which cannot be called" in fails("user_models:answer")
+    assert "is of type int, which is not callable" in fails("user_models:answer")
 
 
 def test_arguments_are_checked_before_the_call():

@@ -355,7 +355,7 @@ def test_a_step_on_another_mesh_than_the_current_backends(mesh, trained, tmp_pat
     has = "none" if mesh is None else f"one of {mesh}"
     with pytest.raises(BackendError) as error:
         run.train(1, 2)
-    assert f"the model's weights are on a mesh of {{'fsdp': 8}}, and the current backend has {has}" in str(error.value)
+    assert f"the model's weights are on a mesh of {{'fsdp': 8}}, but the current backend has {has}" in str(error.value)
     assert __file__ in str(error.value)
     fl.backend(run.backend)
     assert np.isfinite(run.train(1, 2)).all()

@@ -36,7 +36,7 @@ def test_other_versions_are_an_error_in_all():
     for status, out, err in results(start("other version", range(2))):
         assert status == 1 and not out
         assert "the processes run different versions: process 0 has firstloss" in err
-        assert "and process 1 firstloss 9, jax 9. Install the same in all of them." in err
+        assert "but process 1 has firstloss 9, jax 9. Install the same versions for all of them." in err
 
 
 def test_one_that_never_comes():

@@ -256,7 +256,7 @@ class TracedArguments:
         self._containers = list(containers(self._rebuilt[0]))
 
     def take(self) -> tuple:
-        """The arguments for the step's Python code, in new containers. May be called once, as they are not kept alive."""
+        """The arguments for the step's Python code, in new containers. May be called once: they are not kept alive."""
         return self._rebuilt.pop()
 
     def check(self, name: str) -> None:

@@ -78,7 +78,7 @@ class Kernels(Replay):
         return super()._run_one(plain)
 
     def _attention(self, node: Node) -> None:
-        """Run a node of the CPU's attention kernel by that of the device; results for the backward pass are not read."""
+        """Run a node of the CPU's attention kernel by the device's; results for the backward pass are not read."""
         for value in node.reads():
             self.buffer(value)
         given = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))

@@ -198,8 +198,8 @@ class Optimizers:
         for place, entries in optimizer.state.items():
             if not isinstance(entries, dict):
                 raise TraceError(
-                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, and no dict "
-                    "of what is kept for a weight. Keep it in the state of the first weight, as "
+                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, not a dict "
+                    "of a weight's state. Keep it in the state of the first weight, as "
                     "state[weight]['name'] = torch.tensor(...), or in an attribute of the optimizer."
                 )
         self.seen.append(optimizer)
@@ -210,18 +210,18 @@ class Optimizers:
             self.schedule_state.extend(schedule.use_tensors())
         self.groups.save(optimizer)
         one_by_one = _overlaps(optimizer)
-        fused: list[torch.Tensor] = []  # weights for which PyTorch's fused kernels were asked
+        fused: list[torch.Tensor] = []  # weights for which fused kernels were requested
         for group in optimizer.param_groups:
-            # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
-            # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
+            # capturable: the step count stays a tensor; foreach: one operation per list of weights, not per weight;
+            # fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             if group.get("fused"):
                 if self._keep_fused:
                     continue
                 fused += group["params"]
             if one_by_one and group.get("foreach"):
                 raise TraceError(
-                    f"{here()}: weights, gradients or state of this {name} lie in each other's memory, and foreach="
-                    "True updates lists of them, in an order that a traced step does not keep. Leave foreach out."
+                    f"{here()}: weights, gradients or state of this {name} overlap in memory, but foreach=True "
+                    "updates lists of them, in an order that a traced step does not preserve. Leave foreach out."
                 )
             lists = not one_by_one and not _keeps_gradients(group)
             for key, value in (("capturable", True), ("foreach", lists), ("fused", False)):
@@ -229,7 +229,7 @@ class Optimizers:
                     self.groups.set(group, key, value)
         for group in optimizer.param_groups:
             for key, value in list(group.items()):
-                if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
+                if key not in ("lr", "params"):  # optimizers branch on all of their numbers except the rate
                     self.groups.make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
         hooks = _hooks_of_all()
@@ -243,8 +243,8 @@ class Optimizers:
             self.first_step_only = True
             if any(sign_unknown(group.get("momentum")) for group in optimizer.param_groups):
                 raise TraceError(
-                    f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its momentum begins as "
-                    "the first gradient, undamped, in the first step in which it is not zero, which only the device "
+                    f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its buffer starts as "
+                    "the undamped gradient in the first step with a nonzero momentum, which only the device "
                     "knows. Leave dampening out, or change the momentum between steps, as a number."
                 ) from None
         finally:
@@ -253,7 +253,7 @@ class Optimizers:
                 for key in group.keys() - before.keys():
                     del group[key]
                 group.update(before)
-            if around is not None:  # what the user's own code counts, it has not counted
+            if around is not None:  # the optimizer's own code has not counted steps
                 Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
@@ -262,8 +262,8 @@ class Optimizers:
 
 
 def _keeps_gradients(group: dict[str, Any]) -> bool:
-    """Whether PyTorch's loop over the weights leaves their gradients alone, and its operations on lists do not: SGD
-    with Nesterov's momentum and nothing else adds the momentum to them, in place."""
+    """Whether PyTorch's loop over weights keeps their gradients while its foreach operations do not: SGD with only
+    Nesterov momentum adds the momentum to them in place."""
     decay = group.get("weight_decay")
     copied = group.get("maximize") or isinstance(decay, (int, float)) and decay != 0
     return bool(group.get("nesterov") and not copied and not group["foreach"])
@@ -280,7 +280,7 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Its memory, and the range of bytes in it."""
+    """A tensor's storage, and its range of bytes in that."""
     memory, (size, stride, offset, dtype) = memory_and_geometry(tensor)
     return memory, offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
@@ -291,7 +291,7 @@ def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if session.trace is None:
         return original(self, *args, **kwargs)
     raise TraceError(
-        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
+        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, but a traced step has no values. Use "
         "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
     )
 
@@ -314,7 +314,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Skip the hooks of its steps in the block."""
+    """Context without the optimizer's step hooks."""
     tables: list[Any] = [step_pre_hooks(optimizer), step_post_hooks(optimizer)]
     with Undo() as undo, undo:
         for table in tables:
@@ -324,7 +324,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _hooks_of_all() -> list[Callable[..., Any]]:
-    """The hooks of the steps of all optimizers."""
+    """The global step hooks of optimizers."""
     tables = (global_step_pre_hooks, global_step_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]

@@ -1,4 +1,4 @@
-"""Observe the Python side of a trace: the state before it, what the step reads, and its side effects."""
+"""Observation of the Python side of a trace: the state before it, what the step reads, and its side effects."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..guards.sources import GuardSources, generators, restore_generators
 
 
 class TraceObserver:
-    """Created before a trace, and asked after it.
+    """Created before a trace, and queried after it.
 
     Attributes:
-        noted: whether the code that ran was to be noted.
+        noted: whether the executed code was recorded.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
         """
         Args:
-            roots: where to begin to look for what the step's Python can reach.
-            functions: that an earlier trace has met.
-            profile: note which code runs.
+            roots: where to start the search for what the step's Python code can reach.
+            functions: functions that an earlier trace has called.
+            profile: whether to record the executed code.
         """
         self._generators = generators()
         self.snapshot = Snapshot(roots, functions)
@@ -37,7 +37,7 @@ class TraceObserver:
         self.noted = profile
 
     def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
-        """What the step has changed in Python. From here on there are guards.
+        """The step's side effects in Python. Guards are created as well.
 
         Args:
             weights: the ids of the backend's weights.
