@@ -46,7 +46,7 @@ def test_bytes_per_rank_in_words(capsys):
     assert lines[1].split()[-4:] == ["7x100", "tp", "cuts", "1"] and lines[2].split()[-4:] == ["2", "fsdp", "cuts", "0"]
     assert lines[-1].startswith("mesh fsdp=4 x tp=3 x dp_replicate=2, 24 ranks: each holds at most 2,808 bytes")
     assert cli.main(["inspect", *LINEAR, "--mesh", "tp=3"]) == 0
-    assert "axis 'tp' cuts nothing" in capsys.readouterr().out
+    assert "axis 'tp' shards nothing" in capsys.readouterr().out
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), max_size=3))

@@ -46,7 +46,7 @@ def plan(capsys, *arguments):
 def test_a_table(capsys):
     assert cli.main([*PERCEPTRON, "--mesh", "fsdp=8", "--batch", "32x64", "--memory", "1MiB"]) == 0
     out = capsys.readouterr().out
-    assert "mesh fsdp=8, 8 devices; on each of them, at a step:" in out
+    assert "mesh fsdp=8, 8 devices; on each of them, per step:" in out
     assert "it fits in 1.0 MiB" in out and "all-gather" in out
     assert "smaller than 4,096 elements" in " ".join(out.split())
     assert "nothing was allocated, compiled or run" in out
@@ -159,7 +159,7 @@ def test_a_picture(tmp_path, llama, capsys):
         (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "0"], "is not a quantity. Write for example --hbm 3.35TB/s"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "3TB/s"], "needs --flops and --link, too"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--link", "tp=1GB/s"], "names an axis 'tp'; the mesh has fsdp"),
-        (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "does not say 'fsdp'"),
+        (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "has no rate for 'fsdp'"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--picture", "plan.png"], "the picture is an SVG file"),
         (["--mesh", "fsdp=4", "--batch", "32x65"], "with --batch 32x65 the step raises RuntimeError"),
     ],

@@ -173,7 +173,7 @@ def test_what_somebody_else_replaced_meanwhile_stays(row, monkeypatch):
 
 def test_a_function_that_is_gone_is_an_error_that_names_it(row, monkeypatch):
     monkeypatch.delattr(Place, "method")
-    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* to replace \(a reason\)"):
+    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* must replace \(a reason\)"):
         patches.enter(patches.CAPTURE, "a")
     assert "a" not in patches._holders[patches.CAPTURE]
 

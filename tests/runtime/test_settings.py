@@ -167,7 +167,7 @@ ARGUMENTS = {
     "enabled=.*False": lambda: fl.amp.autocast(False),
     "float64": lambda: fl.amp.autocast(torch.float64),
     "total_iters": lambda: fl.optim.lr_scheduler.ConstantLR(_adam(), 0.1, total_iters=-1),
-    "element 5 of 'betas', which has 2": lambda: fl.optim.lr_scheduler.ConstantLR(
+    "element 5 of 'betas', which has only 2": lambda: fl.optim.lr_scheduler.ConstantLR(
         _adam(), 0.1, param_group_key=("betas", 5)
     ),
     "log_steps=2.5": lambda: Logging(log_steps=2.5),

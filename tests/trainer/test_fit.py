@@ -233,7 +233,7 @@ def test_the_loss_may_come_last(backend, tmp_path):
 
 
 def test_a_batch_that_does_not_fit_forward_is_refused(tmp_path):
-    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not take .* \{pixels: float32\[2, 8\]\}"):
+    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not accept .* \{pixels: float32\[2, 8\]\}"):
         trainer(tmp_path).fit([{"pixels": torch.ones(2, 8)}])
 
 

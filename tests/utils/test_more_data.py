@@ -105,7 +105,7 @@ def test_synthetic_samples_of_workers():
 
 def test_synthetic_samples_without_end():
     dataset = SyntheticDataset(torch.ones(1))
-    with pytest.raises(TypeError, match="no end"):
+    with pytest.raises(TypeError, match="no length"):
         len(dataset)
     assert next(iter(dataset)) == 1
 

@@ -107,7 +107,8 @@ def _wrong_class(message: str, parser: Any, trainer: type) -> str:
             return str(error)
     if kind is not None:
         given = kind[1] or re.findall(r"Given value: (.*)", message)[0]
-        return f"{key}: {given} is not a {next(name for name in kind.groups()[1:] if name).rpartition('.')[2]}."
+        base = next(name for name in kind.groups()[1:] if name).rpartition(".")[2]
+        return f"{key}: {given} is not a subclass of {base}."
     reason = re.search(r"expects a function or a callable class: (.*?)\. Got value", message)
     return f"{key}: {reason[1]}." if key and reason else ""
 

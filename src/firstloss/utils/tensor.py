@@ -70,9 +70,9 @@ def ones_like(other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def zeros(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """`full` of zeros.
 
-    shape: the tensor's shape.
-    dtype: the dtype; None: the default dtype.
-        dtype: its dtype; None: the default dtype.
+    Args:
+        shape: the tensor's shape.
+        dtype: the dtype; None: the default dtype.
 
     Returns:
         A new tensor.

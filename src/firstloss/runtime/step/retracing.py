@@ -115,7 +115,7 @@ class CacheEntry:
         self.again = 0  # how often it was retraced for its own changes
         self.seconds = seconds  # duration of a trace
         if self.guards.weak:  # holding objects would keep alive what the step may find dead
-            self.guards.let_go()
+            self.guards.release()
         self._checked = time.perf_counter()
 
     def changes(self) -> list[Change]:
@@ -131,7 +131,7 @@ class CacheEntry:
             kind = type(held).__qualname__
             return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
         for asked in self.guards.asked:
-            return f"{asked.where or 'it'} calls {asked.what}(), which may return something else each time"
+            return f"{asked.where or 'it'} calls {asked.function}(), which may return something else each time"
         return self._unseen or self._too_large
 
     def differs_unseen(self) -> None:
@@ -338,9 +338,9 @@ class Reports:
 
     def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
         """Report what the step both changes and reads, so that it must be traced again."""
-        if all(change.what in self._reported for change in own):
+        if all(change.description in self._reported for change in own):
             return
-        self._reported.update(change.what for change in own)
+        self._reported.update(change.description for change in own)
         _warn(
             f"{self._name} changes what it reads itself: {_some(reasons(guards, own))}. A compiled step runs no "
             f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
@@ -360,7 +360,7 @@ def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
     for change in changes:
         if change.name == "training":
             continue
-        reason = f"{change.what} {_change(change.old, change.new)}"
+        reason = f"{change.description} {_change(change.old, change.new)}"
         read, written = guards.lines.where_read(change.name), guards.lines.where_written(change.name)
         places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
         found.append(reason + (f" ({', '.join(places)})" if places else ""))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..guards.bindings import always
-from ..guards.effects import Effects, put_back
+from ..guards.effects import Effects, restore_contents
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import restore_environment
 from ..guards.reconstruct import Reconstructor
@@ -55,8 +55,8 @@ class TraceObserver:
         """Undo all changes of a step that could not be traced."""
         Effects(self.snapshot, None, left).undo()
 
-    def put_back(self) -> bool:
+    def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment)
         restore_generators(self._generators)
-        return put_back(self.snapshot)
+        return restore_contents(self.snapshot)

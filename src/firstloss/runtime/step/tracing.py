@@ -65,7 +65,7 @@ def trace_step(
         return trace.run(step, arguments)
     except BaseException as error:
         trace.undo()
-        if not around.put_back() and isinstance(error, Shared):
+        if not around.restore_contents() and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
                 "restored), and edits an argument that shares memory with another tensor that it uses. Edit a clone of "
@@ -77,7 +77,7 @@ def trace_step(
 def abandon(traced: TracedProgram, around: TraceObserver) -> None:
     """Undo all changes of a trace that is not usable."""
     _undo(traced)
-    around.put_back()
+    around.restore_contents()
 
 
 class _Trace:
