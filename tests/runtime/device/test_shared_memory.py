@@ -747,18 +747,18 @@ def test_released_memory_returns_to_the_device(backend):
     for hold in (lambda t: t.numpy(), torch.from_dlpack, lambda t: np.asarray(t)[1:], lambda t: pickle.dumps(t)):
         held = hold(run.model.big.detach())
         run.step(run.x)
-        assert run.model.big._storage.resident.lent == (type(held) is not bytes)
+        assert run.model.big._storage.resident.is_exported == (type(held) is not bytes)
         del held
         gc.collect()
         run.step(run.x)
         run.step(run.x)
-        assert not run.model.big._storage.resident.lent
+        assert not run.model.big._storage.resident.is_exported
         assert run.model.big._storage.resident.current is not None  # what the next step takes, without a question
     address = run.model.big.data_ptr()
     for _ in range(3):
         run.step(run.x)
         assert run.model.big.data_ptr() == address == run.model.big.data.data_ptr()
-        assert not run.model.small._storage.resident.lent
+        assert not run.model.small._storage.resident.is_exported
 
 
 class Deep(nn.Module):
