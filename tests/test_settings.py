@@ -125,13 +125,13 @@ DYNAMIC = {"init_scale": 8.0, "steps_per_increase": 2, "min_loss_scale": 1.0, "m
 @pytest.mark.parametrize("scale", [None, 2.0])
 def test_dynamic_scale_options_are_refused_with_a_fixed_scale(name, scale):
     fl.amp.GradScaler("dynamic", **{name: DYNAMIC[name]})
-    with pytest.raises(fl.errors.PrecisionError, match=f"{name}=.* is of a dynamic scale"):
+    with pytest.raises(fl.errors.PrecisionError, match=f"{name}=.* is for a dynamic scale"):
         fl.amp.GradScaler(scale, **{name: DYNAMIC[name]})
 
 
 @pytest.mark.parametrize("given", [{"init_scale": 2.0**20}, {"init_scale": 0}, {"overflow_tolerance": 2}])
 def test_a_dynamic_scale_begins_within_its_limits(given):
-    with pytest.raises(fl.errors.PrecisionError, match="needs room"):
+    with pytest.raises(fl.errors.PrecisionError, match="invalid limits"):
         fl.amp.GradScaler("dynamic", **given)
 
 
@@ -167,13 +167,13 @@ ARGUMENTS = {
     "enabled=.*False": lambda: fl.amp.autocast(False),
     "float64": lambda: fl.amp.autocast(torch.float64),
     "total_iters": lambda: fl.optim.lr_scheduler.ConstantLR(_adam(), 0.1, total_iters=-1),
-    "element 5 of 'betas', which has 2": lambda: fl.optim.lr_scheduler.ConstantLR(
+    "element 5 of 'betas', which has only 2": lambda: fl.optim.lr_scheduler.ConstantLR(
         _adam(), 0.1, param_group_key=("betas", 5)
     ),
     "log_steps=2.5": lambda: Logging(log_steps=2.5),
     "steps=2.5": lambda: Checkpoint(steps=2.5),
     "best=3": lambda: Checkpoint(best=3),
-    'mode="max" would do nothing': lambda: Checkpoint(mode="max"),
+    'mode="max" has no effect': lambda: Checkpoint(mode="max"),
     "strict='no'": lambda: Checkpoint(strict="no"),
     "autoload_last=0": lambda: Checkpoint(autoload_last=0),
     "validation=3": lambda: TrainingLoop(max_steps=1, validation=3),

@@ -134,7 +134,7 @@ def test_perfetto_gets_one_process_per_timeline_and_one_row_per_track(tmp_path):
     road().to_perfetto(tmp_path / "t.json", other=eager())
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
-    assert names == {(1, "Firstloss"), (2, "eager way")}
+    assert names == {(1, "Firstloss"), (2, "eager")}
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert tracks == {(1, "main"), (1, "background"), (2, "main")}
     (compile_event,) = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "compile"]

@@ -168,7 +168,7 @@ def test_a_first_step_that_cannot_be_skipped_is_refused(backend):
     def damped(parameters):
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
 
-    with pytest.raises(fl.errors.TraceError, match="first step cannot be left out"):
+    with pytest.raises(fl.errors.TraceError, match="first step cannot be skipped"):
         train(backend, damped, dynamic)
 
 

@@ -13,7 +13,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.engine.cpu_engine import materialize_values
 from firstloss.engine.reader import Reader
-from firstloss.rng import counter, native_counter
+from firstloss.rng import counter
 from firstloss.rng.counter_stream import CounterStream
 
 SEED = CounterStream(torch.Generator().manual_seed(3).get_state().numpy()).seed
@@ -33,8 +33,8 @@ def made(fn, seed=3):
 @pytest.fixture(params=["native", "numpy"])
 def kernels(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(native_counter, "available", lambda: False)
-    elif not native_counter.available():
+        monkeypatch.setattr(counter, "has_kernels", lambda: False)
+    elif not counter.has_kernels():
         pytest.skip("the C kernels were not built: no C compiler")
 
 

@@ -56,10 +56,10 @@ REFUSED = {
     "if": (lambda x, i: branch(x), "x[0, 0] > 0", "torch.cond"),
     "while": (lambda x, i: loop(x), "x.sum() > 0", "torch.cond"),
     "bool": (lambda x, i: bool(x.any()), "bool(x.any())", "torch.cond"),
-    "a mask": (lambda x, i: (x > 0).flatten().any().item(), "(x > 0).flatten().any().item()", "within the step"),
+    "a mask": (lambda x, i: (x > 0).flatten().any().item(), "(x > 0).flatten().any().item()", "inside the step"),
     "assert": (lambda x, i: asserted(x), "assert torch.isfinite(x).all()", "assert outside"),
     "slice": (lambda x, i: x[: i[0]], "x[: i[0]]", "torch.arange(n) < k"),
-    "size": (lambda x, i: torch.zeros(i[0]), "torch.zeros(i[0])", "known beforehand"),
+    "size": (lambda x, i: torch.zeros(i[0]), "torch.zeros(i[0])", "must be static"),
 }
 
 

@@ -227,7 +227,7 @@ def test_parameter_subclasses_are_materialized_at_once():
 
 @pytest.mark.parametrize("result", [None, 3, "text", [1, 2], {}, nn.ReLU()], ids=str)
 def test_a_constructor_without_tensors_is_refused(result):
-    with pytest.raises(fl.errors.NothingDeferredError, match=r"test_deferred.py:\d+.*holds no tensor"):
+    with pytest.raises(fl.errors.NothingDeferredError, match=r"test_deferred.py:\d+.*contains no tensor"):
         fl.deferred_init(lambda: result)
     assert nothing_is_left()
 
@@ -238,7 +238,7 @@ def test_a_constructor_that_is_not_callable_is_refused():
 
 
 def test_an_instance_instead_of_a_class_is_refused():
-    with pytest.raises(TypeError, match=r"_deferred.py:\d+: .*a Linear that is constructed already.*init\(Linear, "):
+    with pytest.raises(TypeError, match=r"test_deferred.py:\d+: .*a Linear instance.*init\(Linear, "):
         fl.deferred_init(nn.Linear(2, 2))
 
 

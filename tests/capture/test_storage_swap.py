@@ -196,8 +196,8 @@ def nonsense():
 
 
 REFUSED = {
-    "an element in several places": (lambda: nn.init.eye_(torch.zeros(3).expand(2, 3)), "shows one element"),
-    "a state that is none": (nonsense, "not a state"),
+    "an element in several places": (lambda: nn.init.eye_(torch.zeros(3).expand(2, 3)), "expanded tensor"),
+    "a state that is none": (nonsense, "not a valid state"),
 }
 
 

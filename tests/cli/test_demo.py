@@ -22,7 +22,7 @@ def test_the_text_is_the_standard_library_in_order():
 
 def test_a_python_without_its_sources_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(demo_job.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match="this Python came without it"):
+    with pytest.raises(FileNotFoundError, match="this Python installation has none"):
         demo_job.standard_library()
 
 
@@ -121,5 +121,5 @@ def test_a_process_that_dies_is_reported_with_its_last_output(tmp_path, monkeypa
         size, steps = "tiny", 1
 
     monkeypatch.setattr(demo.sys, "executable", "/bin/false")
-    with pytest.raises(demo.FirstlossError, match="job 'eager' ended with status 1: it said nothing"):
+    with pytest.raises(demo.FirstlossError, match="job 'eager' ended with status 1: no output"):
         list(demo._job("eager", Args, str(tmp_path)))

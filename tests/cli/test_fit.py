@@ -92,7 +92,7 @@ def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
         ({"loop": {"max_step": 3}}, [], "trainer.loop has no 'max_step': did you mean 'max_steps'?"),
         ({"loop": {"max_steps": 3, "validation": {"max_batch": 3}}}, [], "validation has no 'max_batch': did you mean"),
         ({"lop": {"max_steps": 3}}, [], "trainer has no 'lop': did you mean 'loop'?"),
-        ({"loop": {"max_steps": "ten"}}, [], "trainer.loop.max_steps is 'ten', where int was expected."),
+        ({"loop": {"max_steps": "ten"}}, [], "trainer.loop.max_steps is 'ten', but int was expected."),
         ({"devise": "CPU"}, [], "trainer has no 'devise': did you mean 'device'?"),
         ({"model": {**MODEL, "init_args": {"dropuot": 1}}}, [], "Net has no 'dropuot': did you mean 'dropout'?"),
         ({}, ["--trainer.devise=CPU"], "there is no --trainer.devise: did you mean --trainer.device?"),
@@ -100,16 +100,24 @@ def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
         ({}, ["--modle=3"], "there is no --modle: see --print_config."),
         ({}, ["--trainer.optimizer.init_args.lrr=3"], "SGD has no 'lrr': did you mean 'lr'?"),
         ({"model": "tests.trainer.small.Nett"}, [], "tests.trainer.small has no 'Nett': did you mean 'Net'?"),
-        ({"model": "nowhere.Net"}, [], "trainer.model: there is no module 'nowhere' (named in 'nowhere.Net')."),
+        ({"model": "nowhere.Net"}, [], "trainer.model: there is no module 'nowhere' (in 'nowhere.Net')."),
         ({"model": "Nettle"}, [], "trainer.model: "),
         ({"optimizer": "torch.optim.SDG"}, [], "torch.optim has no 'SDG': did you mean 'SGD'?"),
-        ({"optimizer": "tests.trainer.small.Net"}, [], "trainer.optimizer: tests.trainer.small.Net is no Optimizer."),
+        (
+            {"optimizer": "tests.trainer.small.Net"},
+            [],
+            "trainer.optimizer: tests.trainer.small.Net is not a subclass of Optimizer.",
+        ),
         ({"callbacks": ["firstloss.trainer.EarlyStopp"]}, [], "has no 'EarlyStopp': did you mean 'EarlyStop'?"),
-        ({"callbacks": ["tests.trainer.small.Net"]}, [], "trainer.callbacks: tests.trainer.small.Net is no Callback."),
-        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not above 0"),
-        ({"loop": {}}, [], "TrainingLoop does not know when to stop."),
+        (
+            {"callbacks": ["tests.trainer.small.Net"]},
+            [],
+            "trainer.callbacks: tests.trainer.small.Net is not a subclass of Callback.",
+        ),
+        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not positive"),
+        ({"loop": {}}, [], "TrainingLoop has no end."),
         ({"precision": {"dtype": "bf16"}}, [], "fit: Precision: dtype='bf16' is not one of float32, bfloat16"),
-        ({"mesh": "{fsdp:8}"}, [], 'where dict was expected (in YAML a space follows each ":").'),
+        ({"mesh": "{fsdp:8}"}, [], 'but dict was expected (in YAML a space follows each ":").'),
         ({"mesh": {"fsdp": 8}}, [], "backend 'CPU' runs on one device."),
         (
             {"loop": {"max_steps": 3, "validation": {"metrics": {"a": "x.Y"}}}},
@@ -128,9 +136,9 @@ def test_a_wrong_file_is_a_one_line_error(changes, arguments, says, config, caps
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("model: tests.trainer.small.Net", "the run has no 'model': it belongs under trainer, as trainer.model."),
-        ("- 3", 'this is no run: it should hold keys, the first of which is "trainer:".'),
-        ("trainer: {a: [}", "this is no YAML: "),
+        ("model: tests.trainer.small.Net", "the run has no 'model': write it under trainer, as trainer.model."),
+        ("- 3", 'not a run file: it must be a mapping with the key "trainer:".'),
+        ("trainer: {a: [}", "not valid YAML: "),
         ("train_dataloader: tests.trainer.small.loader", "trainer.model is missing."),
     ],
 )
@@ -196,7 +204,7 @@ def test_checkpoints_are_chosen_by_name(config, tmp_path, capsys):
     """`best` and `last` by name, and null for none of them."""
     file = config(checkpoint={"steps": 1, "keep_last": None, "best": "val_loss"}, loop={"max_steps": 3})
     assert main(["validate", file]) == 1
-    assert "nothing to validate yet" in capsys.readouterr().err
+    assert "no weights to validate" in capsys.readouterr().err
     assert main(["fit", file, "--trainer.loop.eval_every_steps=1"]) == 0
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     capsys.readouterr()
@@ -208,7 +216,7 @@ def test_checkpoints_are_chosen_by_name(config, tmp_path, capsys):
 
 def test_a_missing_file_is_an_error(capsys):
     assert main(["fit", "nowhere.yaml"]) == 1
-    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: there is no such file.\n"
+    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: no such file.\n"
 
 
 def test_print_config_shows_the_overridden_values(config, capsys):

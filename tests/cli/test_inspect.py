@@ -46,7 +46,7 @@ def test_bytes_per_rank_are_printed(capsys):
     assert lines[1].split()[-4:] == ["7x100", "tp", "cuts", "1"] and lines[2].split()[-4:] == ["2", "fsdp", "cuts", "0"]
     assert lines[-1].startswith("mesh fsdp=4 x tp=3 x dp_replicate=2, 24 ranks: each holds at most 2,808 bytes")
     assert cli.main(["inspect", *LINEAR, "--mesh", "tp=3"]) == 0
-    assert "axis 'tp' cuts nothing" in capsys.readouterr().out
+    assert "axis 'tp' shards nothing" in capsys.readouterr().out
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), max_size=3))
@@ -62,11 +62,11 @@ def test_a_rank_has_the_largest_chunk(size, parts):
     [
         ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
         ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
-        ([*LINEAR, "--cut", "weight=tp"], "give the mesh as well"),
+        ([*LINEAR, "--cut", "weight=tp"], "pass the mesh as well"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; they have names like weight"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, and bias has 1"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; names look like weight"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, but bias has 1"),
         (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
     ],
 )

@@ -50,7 +50,7 @@ def test_help_imports_neither_torch_nor_jax():
     "arguments, says",
     [
         (["frobnicate"], "invalid choice: 'frobnicate'"),
-        (["demo", "--steps", "0"], "'0' is not a number above 0"),
+        (["demo", "--steps", "0"], "'0' is not a positive number"),
         (["verify"], "required: TARGET"),
     ],
 )

@@ -50,11 +50,11 @@ def test_a_mesh_and_specs_are_printed(tmp_path, capsys):
         (["--mesh", "tp=2", "--shard", "weight"], "'weight' is not PATTERN=SPEC"),
         (["--mesh", "tp=2", "--shard", "wait=tp"], "'wait' matches no weight"),
         (["--mesh", "tp=2", "--shard", "weight=dp"], "names an axis 'dp'"),
-        (["--shard", "weight=dp"], "shardings without a mesh"),
+        (["--shard", "weight=dp"], "without a mesh"),
         (["--mesh", "tp=2,tp=4"], "--mesh: 'tp' is said twice"),
         (["--mesh", "tp=2", "--shard", "weight=tp,tp"], "weight: the spec (('tp',), ('tp',)) names 'tp' twice"),
         (["--mesh", "tp=2", "--shard", "weight=tp,-,-"], "has 3 dimensions, and the weight, of shape [32, 48], has 2"),
-        (["--mesh", "tp=2", "--shard", "weight=tp", "--shard", "weight=-"], "--shard: 'weight' is said twice"),
+        (["--mesh", "tp=2", "--shard", "weight=tp", "--shard", "weight=-"], "--shard: 'weight' is given twice"),
     ],
 )
 def test_invalid_input_is_a_one_line_error_and_leaves_no_file(arguments, complaint, tmp_path, capsys):

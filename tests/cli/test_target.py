@@ -68,7 +68,7 @@ def test_a_target_without_a_callable_is_an_error(text):
 
 def test_a_missing_module_is_an_error():
     message = fails("torchh.nn:Linear")
-    assert "no module 'torchh'" in message and "check its spelling" in message
+    assert "no module 'torchh'" in message and "check the spelling" in message
 
 
 def test_a_missing_import_in_the_module_is_an_error(user_module, tmp_path):

@@ -41,9 +41,9 @@ def test_shape_dtype_and_requires_grad_are_compared():
     a = {"x": torch.zeros(2), "y": torch.zeros(2), "z": torch.zeros(2)}
     b = {"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2, requires_grad=True)}
     found = compare(a, b)
-    assert found["x"] == "shape is torch.Size([3]), eager has torch.Size([2])"
-    assert found["y"] == "dtype is torch.float64, eager has torch.float32"
-    assert found["z"] == "requires_grad is True, eager has False"
+    assert found["x"] == "shape is torch.Size([3]), but torch.Size([2]) in the eager model"
+    assert found["y"] == "dtype is torch.float64, but torch.float32 in the eager model"
+    assert found["z"] == "requires_grad is True, but False in the eager model"
 
 
 def test_missing_and_extra_tensors_are_reported():

@@ -173,7 +173,7 @@ def test_a_replacement_by_other_code_stays(row, monkeypatch):
 
 def test_a_missing_function_is_an_error_that_names_it(row, monkeypatch):
     monkeypatch.delattr(Place, "method")
-    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* to replace \(a reason\)"):
+    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* must replace \(a reason\)"):
         patches.enter(patches.CAPTURE, "a")
     assert "a" not in patches._holders[patches.CAPTURE]
 
@@ -200,7 +200,7 @@ def test_concurrent_captures_keep_patches_until_the_last_ends():
     with fl.deferred():
         thread.start()
         ready.wait(60)
-    assert patches.is_in_place("torch.random.get_rng_state")
+    assert patches.is_installed("torch.random.get_rng_state")
     go.set()
     thread.join()
-    assert not patches.is_in_place("torch.random.get_rng_state")
+    assert not patches.is_installed("torch.random.get_rng_state")

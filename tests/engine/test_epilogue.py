@@ -102,7 +102,7 @@ def test_a_native_epilogue_matches_eager(offset, count, factor, term, low, high,
     room = torch.full((250,), 7.0)
     found = room[offset : offset + len(source)]
     finish = (found.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
-    native.finish(*finish, width=min(width, native.lanes()))
+    native.mul_add_clamp(*finish, width=min(width, native.lanes()))
     assert bytes_of(found) == bytes_of(expected)
     assert (room[:offset] == 7).all() and (room[offset + len(source) :] == 7).all()
 

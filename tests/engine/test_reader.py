@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import firstloss as fl
 from firstloss.engine.cpu_engine import make_whole
-from firstloss.engine.reader import Reader, Wholes
+from firstloss.engine.reader import Reader, WholeValueCache
 from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
 
@@ -139,7 +139,7 @@ def both(make):
 def test_a_range_matches_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     value = tensor._storage.value
-    reader = Reader(refuse if name in CUTTABLE else Wholes(make_whole))
+    reader = Reader(refuse if name in CUTTABLE else WholeValueCache(make_whole))
     for _ in range(3):
         begin = data.draw(st.integers(0, value.numel))
         end = data.draw(st.integers(begin, value.numel))
@@ -152,7 +152,7 @@ def test_a_range_matches_the_slice_of_the_whole(name, data):
 def test_a_whole_value_can_be_read(name):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     out = torch.empty_like(expected)
-    Reader(Wholes(make_whole)).make(tensor._storage.value, out)
+    Reader(WholeValueCache(make_whole)).make(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
@@ -227,7 +227,7 @@ def test_a_read_under_another_dtype_needs_the_whole():
     expected, tensor = both(lambda: normal((8, 8)))
     value = tensor._storage.value
     out = torch.empty(8, 8, dtype=torch.int32)
-    Reader(Wholes(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
+    Reader(WholeValueCache(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
     assert torch.equal(out, expected.view(torch.int32))
 
 

@@ -10,7 +10,7 @@ from firstloss.gpu import kernels, nvrtc
 from . import toolkit
 
 UNITS = {"mt19937": nvrtc.UNFUSED, "philox": nvrtc.AS_PYTORCH}
-KERNELS = {"mt19937": ("fill", "spread"), "philox": ("philox_fill",)}
+KERNELS = {"mt19937": ("fill", "jump_windows"), "philox": ("philox_fill",)}
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 needs_nvrtc = pytest.mark.skipif(
     not toolkit.has_nvrtc(), reason="there is no NVRTC: this PyTorch is not built for CUDA"

@@ -335,7 +335,7 @@ def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
     expected = net()
     found = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 5, False)
-    with pytest.warns(fl.errors.EagerStepWarning, match="is not eager PyTorch's"):
+    with pytest.warns(fl.errors.EagerStepWarning, match="differs from eager PyTorch's"):
         ours, _, traced = trained(found, OPTIMIZERS["SGD"], 5, True)
     assert ours == losses and traced.how().startswith("eager: ")
 
@@ -406,7 +406,7 @@ def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
     if replaying.is_gpu:
         pytest.skip("this stands for a GPU")
     recorder = Recorder(monkeypatch, fails="operation not permitted when stream is capturing")
-    monkeypatch.setattr(replay.Replayed, "_is_gpu", property(lambda self: True))
+    monkeypatch.setattr(replay.ReplayedStep, "_is_gpu", property(lambda self: True))
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)

@@ -23,7 +23,7 @@ from tests import tiny_llama
 from tests.init.distributed import DEVICE
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
-    cpu_engine._WORTH = 0  # these models are small
+    cpu_engine._SMALL_BYTES = 0  # these models are small
 
 
 class Block(nn.Module):

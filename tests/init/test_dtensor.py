@@ -96,8 +96,8 @@ def test_shared_values_are_computed_once():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_parts_can_be_made_without_ranks(threads, monkeypatch):
-    monkeypatch.setattr(cpu_engine, "_SPAN", 1000)
-    monkeypatch.setattr(cpu_engine, "_LEAST_SPAN", 1000)
+    monkeypatch.setattr(cpu_engine, "_TASK_SIZE", 1000)
+    monkeypatch.setattr(cpu_engine, "_MIN_TASK_SIZE", 1000)
 
     def make():
         big = fill(300, 200)

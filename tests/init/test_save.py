@@ -279,7 +279,7 @@ def test_a_disk_that_fills_up_is_an_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(fl.errors.SaveError, match="no room for all of them"):
+        with pytest.raises(fl.errors.SaveError, match="not enough space"):
             fl.save_initialized(deferred, tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -26,7 +26,7 @@ def kinds():
 
 def test_writes_show_in_the_array():
     torch_dtypes = [torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.complex64]
-    made = shard_memory.unwritten(kinds())
+    made = shard_memory.allocate(kinds())
     for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, made, strict=True)):
         assert (array.shape, array.dtype) == kind[:2]
         assert array.sharding.is_equivalent_to(kind.sharding, array.ndim)
@@ -38,7 +38,7 @@ def test_writes_show_in_the_array():
 
 def test_the_memory_can_be_donated():
     kind = ArraySpec((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
-    [(array, places)] = shard_memory.unwritten([kind])
+    [(array, places)] = shard_memory.allocate([kind])
     tensor_at(*places.values(), kind.shape, torch.float32).fill_(1)
     grown = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)

@@ -91,7 +91,7 @@ def model():
         (("tp", None, None), r"has 3 dimensions, and the weight, of shape \[12, 8\], has 2\. Leave out the last 1"),
         (("tp", "tp"), "names 'tp' twice"),
         ((0, None), "has 0 in it"),
-        ("tp", "is no tuple"),
+        ("tp", "is not a tuple"),
     ],
 )
 def test_a_bad_spec_names_the_weight_the_spec_and_the_line(spec, complaint):
@@ -116,7 +116,7 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 def test_shardings_are_a_mapping_of_patterns(specs):
     module = fl.deferred_init(model)
     for say in (lambda: fl.shard(module, specs, AXES), lambda: fl.init_program(module).plan(AXES, specs)):
-        with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: the shardings .* are no mapping"):
+        with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: the shardings .* are not a mapping"):
             say()
 
 
@@ -124,7 +124,7 @@ def test_shardings_are_a_mapping_of_patterns(specs):
     "mesh", [{"tp": "4"}, {"tp": "x"}, {"tp": 2.5}, {"tp": None}, {"tp": True}, {"tp": 0}, {3: 4}, {'a"b': 2}, "tp=4"]
 )
 def test_an_axis_is_a_name_and_a_whole_number(mesh):
-    with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: .* is no mesh"):
+    with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: .* is not a mesh"):
         fl.init_program(fl.deferred_init(model)).plan(mesh)
 
 
@@ -143,7 +143,7 @@ def test_a_partition_spec_is_a_spec():
     placed = fl.init_program(fl.deferred_init(model)).plan(
         {"data": 2, "tp": 2}, {"0.weight": PartitionSpec(("data", "tp"), None)}
     )
-    assert placed.weights[0].placed.spec == (("data", "tp"), ())
+    assert placed.weights[0].sharding.spec == (("data", "tp"), ())
     with pytest.raises(ShardingError, match="has UNCONSTRAINED in it"):
         fl.init_program(fl.deferred_init(model)).plan(AXES, {"0.weight": PartitionSpec(PartitionSpec.UNCONSTRAINED)})
 
@@ -157,7 +157,7 @@ def test_marks_are_for_one_mesh():
 
 
 def test_a_mesh_is_given_by_its_axes():
-    with pytest.raises(ShardingError, match="8 is no mesh"):
+    with pytest.raises(ShardingError, match="8 is not a mesh"):
         fl.shard(fl.deferred_init(model), {"*": ()}, 8)
     assert shardings.axes_of({"a": 2}) == {"a": 2}
 
@@ -165,7 +165,7 @@ def test_a_mesh_is_given_by_its_axes():
 def test_the_first_pattern_wins_and_marks_survive_materialization():
     module = fl.shard(fl.deferred_init(model), {"0.*": ("tp",), "*": ()}, AXES)
     assert fl.mark_sharding(module[1].bias, AXES, ("fsdp",)) is module[1].bias
-    specs = {w.name: w.placed.spec for w in fl.init_program(module).plan().weights}
+    specs = {w.name: w.sharding.spec for w in fl.init_program(module).plan().weights}
     assert specs == {"0.weight": (("tp",), ()), "0.bias": (("tp",),), "1.weight": ((), ()), "1.bias": (("fsdp",),)}
     fl.materialize_module(module)
     mark = shardings.mark_of(module[0].weight)
@@ -180,7 +180,7 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
 
     program = fl.init_program(fl.deferred_init(tied))
     made = program.plan(AXES, {"head.weight": ("tp", None)})
-    assert [(w.name, w.placed.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
+    assert [(w.name, w.sharding.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
     assert made.aliases == {"head.weight": "embedding.weight"}
     for bad in ("nope", None), ("tp", None, None):
         with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # though the first name's spec holds

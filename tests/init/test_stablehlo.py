@@ -245,8 +245,8 @@ def test_lanes_draw_what_one_lane_does():
     weight = stablehlo_plan.plan(fl.init_program(fl.deferred_init(nn.Linear, 96, 250, bias=False))).weights[0]
     with jax.enable_x64(True):
         streams = stablehlo.Streams(stablehlo_plan.ShardingPlan({}, [weight], {}))
-        arguments = (streams.of(weight), streams.table, streams.positions(weight), ())
-        one, many = (stablehlo.Functions(lanes).of(weight)(*arguments) for lanes in (0, 1 << 10))
+        arguments = (streams.origins(weight), streams.table, streams.positions(weight), ())
+        one, many = (stablehlo.Functions(lanes).function_of(weight)(*arguments) for lanes in (0, 1 << 10))
     assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
 
 

@@ -94,7 +94,7 @@ def test_draws_after_the_constructor_match_eager():
 
 
 def test_results_do_not_depend_on_the_cache(monkeypatch):
-    monkeypatch.setattr(rejection, "_REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(rejection, "_MAX_CACHED_BYTES", 0)
 
     def build():
         weight = torch.empty(300, 1000)

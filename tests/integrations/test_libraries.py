@@ -146,7 +146,7 @@ def test_moving_weights_to_meta_during_a_capture_is_an_error():
     needs("accelerate")
     import accelerate
 
-    with pytest.raises(fl.errors.CaptureError, match=r"moved to the meta device .* firstloss.deferred takes its place"):
+    with pytest.raises(fl.errors.CaptureError, match=r"moved to the meta device .* firstloss.deferred replaces it"):
         with fl.deferred(), accelerate.init_empty_weights():
             nn.Linear(3, 3)
 

@@ -170,6 +170,27 @@ def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
     assert not kernels._sets_mkl_threads() or seen == [(False, True), (True, False)]
 
 
+def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monkeypatch):
+    """As eager PyTorch's does: here bfloat16 inside of float32, a thousand times as coarse."""
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
+    if not (kernels.registered_with_xla() and kernels._sets_mkl_threads() and kernels._bfloat16()):
+        pytest.skip("PyTorch multiplies in one precision on this processor")
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 512), torch.randn(512, 500)
+    with kernels.within():
+        run = jax.jit(lambda x, y: mm(x, y)).lower(to_array(x), to_array(y)).compile()
+    before, found = torch.get_float32_matmul_precision(), {}
+    try:
+        for precision in ("highest", "medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
+            # the sums of 512 products are as far apart as the order of float32's additions makes them
+            torch.testing.assert_close(found[precision], x @ y, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (found["medium"] - found["highest"]).abs().max() > 1e-2
+
+
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

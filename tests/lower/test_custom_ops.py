@@ -197,7 +197,7 @@ def test_a_second_lowering_must_be_requested(backend):
 def test_a_lowering_of_another_shape_is_refused(backend):
     fl.register_lowering(own.shifted)(lambda x, by=1.5: jnp.zeros((7, 7)))
     try:
-        with pytest.raises(fl.errors.LoweringError, match="capture saw"):
+        with pytest.raises(fl.errors.LoweringError, match="capture recorded"):
             fl.trace(lambda x: own.shifted(x))(X)
     finally:
         from firstloss.lower.registry import RULES

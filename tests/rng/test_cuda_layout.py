@@ -126,5 +126,5 @@ def test_an_empty_fill_does_not_advance_the_generator():
 def test_invalid_arguments_are_errors():
     with pytest.raises(IndexError, match="element 5 of a fill of 5"):
         place(5, 5, V100)
-    with pytest.raises(ValueError, match="within a block"):
+    with pytest.raises(ValueError, match="must be a multiple of 4"):
         words(0, 0, 6)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.engine.native_check import DOUBT, Doubtful, erfinv_trusted
+from firstloss.engine.native_check import ROUNDING_MARGIN, HardCaseBuffers, erfinv_trusted
 from firstloss.engine.sampler import StreamSampler, has_erfinv
 from firstloss.rng import Position, Stream, native
 
@@ -26,13 +26,13 @@ def bits(tensor):
     return tensor.view(torch.int32)
 
 
-def answered(numbers, share):
+def answered(numbers, margin):
     """What the kernel makes of `numbers`, and of which of them it answers."""
-    found, room = numbers.clone(), Doubtful(len(numbers))
-    count = native.erfinv(found.data_ptr(), len(found), room.within(share))
+    found, buffers = numbers.clone(), HardCaseBuffers(len(numbers))
+    count = native.erfinv(found.data_ptr(), len(found), buffers.hard_cases(margin))
     sure = torch.ones(len(numbers), dtype=torch.bool)
-    sure[room.where[:count].long()] = False
-    assert torch.equal(bits(room.left[:count]), bits(numbers[~sure]))  # in order, each once
+    sure[buffers.indices[:count].long()] = False
+    assert torch.equal(bits(buffers.arguments[:count]), bits(numbers[~sure]))  # in order, each once
     return found, sure
 
 
@@ -40,7 +40,7 @@ def answered(numbers, share):
 def test_all_uniforms_match_torch():
     """All that `uniform_(-1, 1)` can draw; half the doubt that the engine allows would do."""
     numbers = torch.arange(1 << 24, dtype=torch.float32) * 2**-23 - 1
-    found, sure = answered(numbers, DOUBT / 2)
+    found, sure = answered(numbers, ROUNDING_MARGIN / 2)
     assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
     assert 0.98 < sure.float().mean() < 1
 
@@ -53,7 +53,7 @@ def test_any_numbers_match_torch(seed, count):
     numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some of them are none
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, 1e-44, -1e-30, torch.inf, -torch.inf, torch.nan])
     numbers = torch.cat([numbers[:count], special, numbers.clamp(-1, 1)])
-    found, sure = answered(numbers, DOUBT)
+    found, sure = answered(numbers, ROUNDING_MARGIN)
     assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
     assert not sure[count : count + 10].any()  # those are left to PyTorch
 
@@ -61,10 +61,10 @@ def test_any_numbers_match_torch(seed, count):
 @native_only
 def test_a_smaller_doubt_interval_leaves_fewer_numbers():
     numbers = torch.empty(50_000).uniform_(-0.99, 0.99)
-    shares = [1 / 4, 1 / 16, 1 / 64]
-    left = [(~answered(numbers, share)[1]).float().mean().item() for share in shares]
-    # what lies within `share` of a middle, on both sides; 4 standard deviations of a mean of 50,000
-    assert all(abs(found - 2 * share) < 0.01 for found, share in zip(left, shares, strict=True))
+    margins = [1 / 4, 1 / 16, 1 / 64]
+    left = [(~answered(numbers, margin)[1]).float().mean().item() for margin in margins]
+    # what lies within `margin` of a middle, on both sides; 4 standard deviations of a mean of 50,000
+    assert all(abs(found - 2 * margin) < 0.01 for found, margin in zip(left, margins, strict=True))
 
 
 @trusted_only
@@ -107,4 +107,4 @@ def test_the_table_is_up_to_date():
         # float64 libraries differ in last bits, and with them what is left below float32: the lower halves (by 1.2e-13
         # between two processors, of coefficients of up to 1)
         assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-12)
-    assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < DOUBT / 2
+    assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < ROUNDING_MARGIN / 2

@@ -141,7 +141,7 @@ def test_fills_can_start_at_any_position(before, ahead, spare):
 
 
 def test_few_normals_are_refused():
-    with pytest.raises(ValueError, match="16 or more"):
+    with pytest.raises(ValueError, match="at least 16 normals"):
         native.Cursor(seeded(0).get_state().numpy()).normal(ctypes.addressof(ctypes.c_float()), 15, 0.0, 1.0)
 
 

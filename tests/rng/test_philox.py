@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from firstloss.rng import philox
-from firstloss.rng.philox_stream import PhiloxStream
-from firstloss.rng.stream import Position
+from firstloss.rng.stream import PhiloxStream, Position
 
 # From kat_vectors of the Random123 library, lines "philox4x32 10": counter, key, words.
 KNOWN = [

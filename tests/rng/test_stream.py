@@ -154,7 +154,7 @@ def test_invalid_arguments_are_errors():
         stream.state_at(Position(-1))
     with pytest.raises(ValueError, match="the origin has none"):
         stream.state_at(Position(0, -1))
-    with pytest.raises(ValueError, match="at least 4 words before"):
+    with pytest.raises(ValueError, match="at least 4 below"):
         stream.state_at(Position(10, 7))
     with pytest.raises(ValueError, match="5056 bytes"):
         Stream.from_state(np.zeros(16, np.uint8))

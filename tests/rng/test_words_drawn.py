@@ -289,7 +289,7 @@ def test_a_large_fill_in_pieces_matches_the_whole(op, dtype):
 
 
 def test_an_unaligned_piece_is_refused():
-    with pytest.raises(ValueError, match="its granule is 16"):
+    with pytest.raises(ValueError, match="its granularity is 16"):
         words_drawn.words_before("normal", "float32", 24)
-    with pytest.raises(ValueError, match="its granule is None"):
+    with pytest.raises(ValueError, match="its granularity is None"):
         words_drawn.words_before("log_normal", "float32", 16)

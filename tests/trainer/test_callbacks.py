@@ -69,7 +69,7 @@ def test_a_misspelled_hook_is_refused():
         def on_step_ends(self, trainer):
             pass
 
-    with pytest.raises(fl.errors.TrainerError, match=r"Typo.on_step_ends is no hook.* Did you mean 'on_step_end'\?"):
+    with pytest.raises(fl.errors.TrainerError, match=r"Typo.on_step_ends is not a hook.* Did you mean 'on_step_end'\?"):
         Callbacks([Typo()])
 
 

@@ -158,7 +158,7 @@ def test_metric_objects_are_updated(backend, tmp_path):
 def test_early_stop_ends_the_run(backend, tmp_path):
     run = trainer(tmp_path, backend, eval_every_steps=1, max_steps=50, callbacks=[EarlyStop(patience=2, min_delta=9.0)])
     run.fit(loader(), loader(count=8))
-    assert run.state.step == 3 and "val_loss has not got better in 2 validations" in run.state.stopped
+    assert run.state.step == 3 and "val_loss has not improved in 2 validations" in run.state.stopped
 
 
 def test_a_loss_that_is_nan_names_step_batch_and_checkpoint(backend, tmp_path):
@@ -233,14 +233,12 @@ def test_the_loss_can_be_any_scalar(backend, tmp_path):
 
 
 def test_a_batch_that_does_not_fit_forward_is_refused(tmp_path):
-    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not take .* \{pixels: float32\[2, 8\]\}"):
+    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not accept .* \{pixels: float32\[2, 8\]\}"):
         trainer(tmp_path).fit([{"pixels": torch.ones(2, 8)}])
 
 
 def test_a_model_without_a_loss_is_refused(tmp_path):
-    with pytest.raises(
-        fl.errors.TrainerError, match=r"Linear.forward returned float32\[2, 3\], in which there is no loss"
-    ):
+    with pytest.raises(fl.errors.TrainerError, match=r"Linear.forward returned float32\[2, 3\], which holds no loss"):
         trainer(tmp_path, model=lambda: nn.Linear(8, 3)).fit([torch.ones(2, 8)])
 
 
@@ -248,26 +246,26 @@ def test_a_model_without_a_loss_is_refused(tmp_path):
     "options, says",
     [
         ({"model": None}, "model is None"),
-        ({"model": Net(), "optimizer": lambda m: m}, "where an Optimizer was expected"),
-        ({"model": lambda: 3}, "where an nn.Module was expected"),
+        ({"model": Net(), "optimizer": lambda m: m}, "instead of an Optimizer"),
+        ({"model": lambda: 3}, "instead of an nn.Module"),
         ({"optimizer": torch.optim.AdamW}, "optimizer=lambda model: AdamW"),
         ({"optimizer": 3}, "optimizer is an object of type int"),
         ({"optimizer": adamw(Net())}, "parameters do not exist yet"),
         ({"model": Net(), "optimizer": adamw(Net())}, "are not the model's"),
         ({"optimizer": lambda m: adamw(Net())}, "are not the model's"),
-        ({"schedulers": [decay(adamw(Net()))]}, "it does not exist yet, and the StepLR is an object"),
+        ({"schedulers": [decay(adamw(Net()))]}, "it does not exist yet, but the StepLR is an object"),
         ({"schedulers": torch.optim.lr_scheduler.StepLR}, "schedulers is the class StepLR"),
         ({"schedulers": lambda o: 3}, "has no step()"),
         ({"optimizer": None}, "without an optimizer"),
         ({"optimizer": None, "schedulers": None}, "fit needs an optimizer"),
         ({"loop": ValidationLoop()}, "fit needs loop=TrainingLoop"),
-        ({"device": "CPU"}, "device and backend say the same thing"),
+        ({"device": "CPU"}, "device and backend are two names"),
         ({"model": nn.Linear}, "is called with no argument: missing a required argument: 'in_features'"),
         ({"optimizer": lambda: 3}, "is called with the model: too many positional arguments"),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=1.0)}, "called with the model, not with its parameters"),
         ({"schedulers": lambda: 3}, "is called with the optimizer: too many positional arguments"),
         ({"schedulers": torch.optim.lr_scheduler.ReduceLROnPlateau}, "schedulers is the class ReduceLROnPlateau"),
-        ({"schedulers": torch_plateau}, "steps by what validation finds"),
+        ({"schedulers": torch_plateau}, "steps on a validation metric"),
         ({"loop": 5}, "loop is an object of type int. Write loop=TrainingLoop(max_steps=1000)."),
         ({"loop": TrainingLoop}, "loop is the class TrainingLoop."),
         ({"checkpoint": 100}, "checkpoint is an object of type int. Write checkpoint=Checkpoint(steps=100)."),
@@ -275,11 +273,11 @@ def test_a_model_without_a_loss_is_refused(tmp_path):
         ({"precision": 16}, "precision is an object of type int."),
         ({"precision": "bf16"}, "dtype='bf16' is not one of float32, bfloat16"),
         ({"callbacks": EarlyStop()}, "callbacks is an object of type EarlyStop. Pass a list of them"),
-        ({"callbacks": [EarlyStop]}, "take objects, not classes. Write EarlyStop()."),
-        ({"callbacks": [EarlyStop()]}, "EarlyStop waits for 'val_loss' of validations, and fit was given nothing"),
-        ({"eval_every_steps": 2}, "nothing to validate on, which is needed for eval_every_steps=2"),
-        ({"checkpoint": Checkpoint(best="val_loss")}, "which is needed for Checkpoint(best='val_loss')"),
-        ({"callbacks": [print]}, "take objects of class firstloss.trainer.Callback"),
+        ({"callbacks": [EarlyStop]}, "take instances, not classes. Write EarlyStop()."),
+        ({"callbacks": [EarlyStop()]}, "EarlyStop waits for 'val_loss' of validations, but fit was given no"),
+        ({"eval_every_steps": 2}, "no val_dataloader, which eval_every_steps=2 needs"),
+        ({"checkpoint": Checkpoint(best="val_loss")}, "which Checkpoint(best='val_loss') needs"),
+        ({"callbacks": [print]}, "must be instances of firstloss.trainer.Callback"),
     ],
 )
 def test_invalid_mixes_of_objects_and_callables_are_refused(options, says, tmp_path):
@@ -291,12 +289,12 @@ def test_invalid_mixes_of_objects_and_callables_are_refused(options, says, tmp_p
 @pytest.mark.parametrize(
     "loaders, says",
     [
-        ([Net(), []], "train_dataloader is a model (Net). The model is the Trainer's"),
-        ([dataset()], "train_dataloader is a dataset (TensorDataset), which gives samples one by one"),
-        ([iter([])], "train_dataloader is an iterator (list_iterator), which can be gone through once only"),
+        ([Net(), []], "train_dataloader is a model (Net). It goes to the Trainer"),
+        ([dataset()], "train_dataloader is a dataset (TensorDataset), which yields single samples"),
+        ([iter([])], "train_dataloader is an iterator (list_iterator), which can be iterated only once"),
         ([None], "train_dataloader is of type NoneType. Pass a DataLoader or a list of batches."),
         ([[], iter([])], "val_dataloader is an iterator"),
-        ([[]], "the training loader gave no batch in an epoch"),
+        ([[]], "the training loader yielded no batches in an epoch"),
     ],
 )
 def test_an_object_that_is_not_a_loader_is_refused(loaders, says, tmp_path):
@@ -306,11 +304,11 @@ def test_an_object_that_is_not_a_loader_is_refused(loaders, says, tmp_path):
 
 def test_an_object_that_is_not_a_metric_is_refused():
     for metric in (3, torch.nn.Linear):
-        with pytest.raises(fl.errors.TrainerError, match="Give an object with update, compute and reset"):
+        with pytest.raises(fl.errors.TrainerError, match="Pass an object with update, compute and reset"):
             ValidationLoop(metrics={"mine": metric})
 
 
-def test_validation_without_weights_is_an_error(tmp_path):
+def test_there_is_nothing_to_validate_before_training(tmp_path):
     with pytest.raises(fl.errors.TrainerError, match="nothing to validate yet: .* has no checkpoint"):
         trainer(tmp_path).validate(loader())
     found = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
@@ -347,7 +345,9 @@ class Logits(nn.Module):
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_a_model_without_labels_gets_a_hint(as_dict, backend, tmp_path):
     batches = [{"x": x, "y": y} if as_dict else [x, y] for x, y in loader()]
-    with pytest.raises(fl.errors.TrainerError, match="given the batch whole, and failed: .*def forward.self, x, y"):
+    with pytest.raises(
+        fl.errors.TrainerError, match="called with the whole batch, and failed: .*def forward.self, x, y"
+    ):
         trainer(tmp_path, backend, model=Logits).fit(batches)
 
 
@@ -366,10 +366,10 @@ def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({}, "does not know when to stop"),
-        ({"max_steps": 0}, "max_steps=0 is not above 0"),
-        ({"max_steps": "10"}, "max_steps='10' is not a whole number"),
-        ({"max_epochs": 1.5}, "max_epochs=1.5 is not a whole number"),
+        ({}, "has no end"),
+        ({"max_steps": 0}, "max_steps=0 is not positive"),
+        ({"max_steps": "10"}, "max_steps='10' is not an integer"),
+        ({"max_epochs": 1.5}, "max_epochs=1.5 is not an integer"),
         ({"max_steps": 1, "clip_grad_norm": "1"}, "clip_grad_norm='1' is not a number"),
         ({"max_steps": 1, "clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
     ],

@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = dict(Net().state_dict())
     weights["head.weight"] = weights.pop("layers.4.weight")
     fl.save(weights, tmp_path / "w.safetensors")
-    with pytest.raises(fl.errors.TrainerError, match="this Net: it lacks layers.4.weight; it has head.weight too much"):
+    with pytest.raises(fl.errors.TrainerError, match="this Net: layers.4.weight is missing; head.weight is unexpected"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "w.safetensors")
     with pytest.raises(fl.errors.TrainerError, match="nowhere' is not there. There is no checkpoint yet"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "nowhere")

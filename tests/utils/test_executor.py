@@ -198,7 +198,7 @@ def test_an_exhausted_iterator_is_an_error():
     with pytest.raises(LoaderError, match="ended after 3 batches"):
         list(DataExecutor(iter([1, 2, 3]), num_steps=5))
     once = iter([1, 2])
-    with pytest.raises(LoaderError, match="ended after 2 batches.*each time it is called"):
+    with pytest.raises(LoaderError, match="ended after 2 batches.*at each call"):
         list(DataExecutor(DataLoader(lambda: once), num_steps=5))
 
 
@@ -212,7 +212,7 @@ def test_a_loader_without_batches_is_an_error():
 def test_invalid_input_functions_and_loaders_are_refused(what):
     with pytest.raises(LoaderError, match="function"):
         DataLoader(what)
-    with pytest.raises(LoaderError, match="cannot be iterated"):
+    with pytest.raises(LoaderError, match="is not iterable"):
         list(DataLoader(lambda: 3))
 
 

@@ -105,7 +105,7 @@ def test_workers_give_the_same_synthetic_samples():
 
 def test_synthetic_samples_can_be_endless():
     dataset = SyntheticDataset(torch.ones(1))
-    with pytest.raises(TypeError, match="no end"):
+    with pytest.raises(TypeError, match="no length"):
         len(dataset)
     assert next(iter(dataset)) == 1
 

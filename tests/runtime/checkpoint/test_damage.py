@@ -86,7 +86,7 @@ def test_a_truncated_file_is_an_error_on_loading(saved, keep):
 def test_a_file_truncated_after_loading_is_an_error(saved):
     state = fl.load(saved)
     os.truncate(tensors_of(saved), 10_000)
-    with pytest.raises(CheckpointError, match="cut short while it was open: big"):
+    with pytest.raises(CheckpointError, match="truncated while it was open: big"):
         state["big"].sum()
 
 
@@ -100,7 +100,7 @@ def test_a_missing_file_is_an_error(saved):
 def test_another_checkpoints_file_is_an_error(saved, tmp_path):
     fl.save({"a": torch.zeros(4)}, tmp_path / "other")
     shutil.copy(tensors_of(tmp_path / "other"), tensors_of(saved))
-    with pytest.raises(CheckpointError, match="had .* when it was written"):
+    with pytest.raises(CheckpointError, match="bytes instead of"):
         fl.load(saved)
 
 
@@ -130,7 +130,7 @@ def test_code_is_never_run(tmp_path, zipped):
         torch.save({"x": Evil()}, tmp_path / "evil.pt")
     else:
         (tmp_path / "evil.pt").write_bytes(pickle.dumps({"x": Evil()}))
-    with pytest.raises(CheckpointError, match="more than data, which is never run"):
+    with pytest.raises(CheckpointError, match="holds code, which is never run"):
         fl.load(tmp_path / "evil.pt")
     assert not (tmp_path / "made").exists()
 

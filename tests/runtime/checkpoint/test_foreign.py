@@ -94,7 +94,7 @@ def test_hugging_face_folders_can_be_loaded(tmp_path):
         assert equal(dict(sorted(loaded.items())), dict(sorted(model.state_dict().items())))
     (shard, *_) = sorted((tmp_path / "many").glob("model-*.safetensors"))
     shard.unlink()
-    with pytest.raises(fl.errors.CheckpointError, match=f"{shard.name}, which .* names, is missing"):
+    with pytest.raises(fl.errors.CheckpointError, match=f"{shard.name}, which .* refers to, is missing"):
         fl.load(tmp_path / "many")
     # and from ours, by from_pretrained
     fl.save(model.state_dict(), tmp_path / "ours")

@@ -40,7 +40,7 @@ def test_jax_leaves_memory_to_pytorch_unless_told_otherwise(said, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    on_gpu.leave_memory_to_pytorch()
+    on_gpu.disable_preallocation()
     found = {name: os.environ[name] for name in on_gpu._SHARES if name in os.environ}
     assert found == (said or {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 

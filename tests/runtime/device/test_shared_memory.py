@@ -734,7 +734,7 @@ def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
             assert step(run.x).item() == pytest.approx(expected, rel=1e-6)  # float32
             assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)
         else:
-            with pytest.raises(fl.errors.TraceError, match="share a part of their memory"):
+            with pytest.raises(fl.errors.TraceError, match="partly overlap in memory"):
                 step(run.x)
 
 
@@ -747,18 +747,18 @@ def test_released_memory_returns_to_the_device(backend):
     for hold in (lambda t: t.numpy(), torch.from_dlpack, lambda t: np.asarray(t)[1:], lambda t: pickle.dumps(t)):
         held = hold(run.model.big.detach())
         run.step(run.x)
-        assert run.model.big._storage.resident.lent == (type(held) is not bytes)
+        assert run.model.big._storage.resident.is_exported == (type(held) is not bytes)
         del held
         gc.collect()
         run.step(run.x)
         run.step(run.x)
-        assert not run.model.big._storage.resident.lent
+        assert not run.model.big._storage.resident.is_exported
         assert run.model.big._storage.resident.current is not None  # what the next step takes, without a question
     address = run.model.big.data_ptr()
     for _ in range(3):
         run.step(run.x)
         assert run.model.big.data_ptr() == address == run.model.big.data.data_ptr()
-        assert not run.model.small._storage.resident.lent
+        assert not run.model.small._storage.resident.is_exported
 
 
 class Deep(nn.Module):

@@ -14,7 +14,7 @@ from firstloss.errors import GraphChangeWarning
 from firstloss.runtime.guards import mutable_state
 from firstloss.runtime.step import retracing
 
-MANY, TOO_MANY = 5000, mutable_state.MOST_ITEMS + 2000
+MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
 X = torch.ones(2)
 filled: list = []
 # Not among the first and last that are looked at in what is larger still, nor at a multiple of the distance between.
@@ -47,7 +47,7 @@ WATCHED = {
     "a deque": lambda: switched(collections.deque([0] * MANY)),
     "a dict": lambda: switched(dict.fromkeys(range(MANY), 0)),
     "an OrderedDict": lambda: switched(collections.OrderedDict.fromkeys(range(MANY), 0)),
-    "as many as are looked at": lambda: switched([0] * mutable_state.MOST_ITEMS),
+    "as many as are looked at": lambda: switched([0] * mutable_state.MAX_ITEMS),
     "a megabyte of numpy's": lambda: switched(np.zeros(1 << 17)),
     "a megabyte that is not contiguous": lambda: switched(matrix(), (PLACE // 5, 7)),
     "objects of numpy's": lambda: switched(np.zeros(MANY, object)),

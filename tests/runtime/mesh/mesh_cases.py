@@ -173,7 +173,7 @@ def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
         layer = make()
     fl.shard(layer, {name: spec[: tensor.dim()] for name, tensor in expected.items() if tensor.dim() == 2}, mesh)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is a view of memory of shape \\[30720\\], which cannot be cut")
+        warnings.filterwarnings("ignore", message=".*is a view of memory of shape \\[30720\\], which cannot be sharded")
         fl.compile(layer, backend)
     for name, tensor in layer.state_dict().items():
         assert same_bits(tensor, expected[name]), name
@@ -240,7 +240,7 @@ def test_the_batch_is_cut_or_said_not_to_be(tmp_path):
     mesh = run.backend.mesh
     assert mesh.batch_sharding((16, 3)).named.spec == jax.sharding.PartitionSpec(("dp",))
     assert mesh.batch_sharding(()).named.is_fully_replicated
-    with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be cut for 4 devices"):
+    with pytest.warns(UserWarning, match=r"a batch of shape \[6\] cannot be sharded over 4 devices"):
         loss = run.step(torch.arange(6)).item()
     assert loss == pytest.approx(Run(tmp_path).step(torch.arange(6)).item(), rel=REORDERED)
 
@@ -311,7 +311,7 @@ def test_a_loader_on_a_mesh(tmp_path, one_device):
 
 
 MARKED = [
-    ({"up.weight": ("tp",)}, {"tp": 3}, "up.weight: the spec ('tp',) is for a mesh of {'tp': 3}, and the backend's is"),
+    ({"up.weight": ("tp",)}, {"tp": 3}, "up.weight: the spec ('tp',) is for a mesh of {'tp': 3}, but the backend's is"),
     ({"up.weight": ("model",)}, {"model": 8}, "up.weight: the spec ('model',) is for a mesh of {'model': 8}"),
 ]
 
@@ -337,9 +337,9 @@ def test_axes_that_do_not_divide_go_elsewhere_and_are_told(tmp_path):
 
 
 def test_what_is_no_mesh(tmp_path):
-    with pytest.raises(BackendError, match="takes 16 devices, and JAX finds 8"):
+    with pytest.raises(BackendError, match="takes 16 devices, but JAX finds 8"):
         fl.backend("XLA", mesh={"fsdp": 16}, artifact_dir=tmp_path)
-    with pytest.raises(ShardingError, match="is no mesh"):
+    with pytest.raises(ShardingError, match="is not a mesh"):
         fl.backend("XLA", mesh=8, artifact_dir=tmp_path)
     with pytest.raises(BackendError, match="runs on one device"):
         fl.backend("CPU", mesh={"fsdp": 8}, artifact_dir=tmp_path)
@@ -355,7 +355,7 @@ def test_a_step_on_another_mesh_than_the_current_backends(mesh, trained, tmp_pat
     has = "none" if mesh is None else f"one of {mesh}"
     with pytest.raises(BackendError) as error:
         run.train(1, 2)
-    assert f"the model's weights are on a mesh of {{'fsdp': 8}}, and the current backend has {has}" in str(error.value)
+    assert f"the model's weights are on a mesh of {{'fsdp': 8}}, but the current backend has {has}" in str(error.value)
     assert __file__ in str(error.value)
     fl.backend(run.backend)
     assert np.isfinite(run.train(1, 2)).all()

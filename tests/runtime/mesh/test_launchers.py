@@ -40,7 +40,7 @@ def test_missing_and_invalid_variables_are_named(environ):
             launch_of({key: value for key, value in environ.items() if key != name})
     for name, value in environ.items():
         if value.isdecimal():
-            with pytest.raises(BackendError, match=f"{name}='a few', which is no number"):
+            with pytest.raises(BackendError, match=f"{name}='a few', which is not a number"):
                 launch_of({**environ, name: "a few"})
 
 

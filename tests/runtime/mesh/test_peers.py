@@ -153,7 +153,7 @@ def test_a_compile_error_is_raised_in_each_process(folder, monkeypatch):
 def test_different_constants_are_an_error(folder):
     found, _ = compile_together(3, lambda index: 2.0 + (index == 2))
     assert found[1](jnp.ones(3)).tolist() == [2.0] * 3
-    assert isinstance(found[2], BackendError) and "process 2 of 3: double has the operations" in str(found[2])
+    assert isinstance(found[2], BackendError) and "process 2 of 3: double has the same operations" in str(found[2])
 
 
 @pytest.mark.parametrize("names, digests", [("aab", "111"), ("aaa", "121"), ("aba", "213")])
@@ -191,6 +191,6 @@ GONE = [
 @pytest.mark.parametrize("words", [*GONE, "RESOURCE_EXHAUSTED: Out of memory"])
 def test_errors_of_a_lost_process_are_recognized(words, monkeypatch):
     error = jax.errors.JaxRuntimeError(words)
-    assert peers.lost(error) is error  # of this process alone
+    assert peers.explain_loss(error) is error  # of this process alone
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert isinstance(peers.lost(error), ProcessLostError) == (words in GONE)
+    assert isinstance(peers.explain_loss(error), ProcessLostError) == (words in GONE)

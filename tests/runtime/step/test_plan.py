@@ -176,7 +176,7 @@ def test_replicated_arrays_are_listed_with_reasons(tmp_path):
     assert why["big.weight"] == (("fsdp",), "its spec does not name fsdp")
     assert why["odd.weight"] == (
         ("fsdp", "tp"),
-        "no spec cuts it over tp; no dimension of 509 x 512 is divisible by 1024 (fsdp)",
+        "no spec shards it over tp; no dimension of 509 x 512 is divisible by 1024 (fsdp)",
     )
     assert why["small.weight"] == (("fsdp", "tp"), "smaller than 4,096 elements")
 
