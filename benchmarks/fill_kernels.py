@@ -1,6 +1,6 @@
 """Random fills on one core: PyTorch's kernels, on whole tensors and in pieces, and the native ones.
 
-In time of the thread, not of the clock: what else the machine does falls on all of them alike, as far as it can.
+Measured in thread CPU time rather than wall time, so that other load affects all sides about equally.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import time
 from benchmarks import harness
 
 NAME = "random float32 fills on one core"
-GOAL = (
-    "natively twice as fast as PyTorch's in pieces, bit for bit the same; the counter policy no slower than PyTorch's"
-)
+GOAL = "native kernels twice as fast as PyTorch's in pieces, bit-identical; the counter policy no slower than PyTorch"
 KINDS = ("normal", "uniform")
 PIECE = 1 << 16  # 256 KiB: stays in the second level of cache
 

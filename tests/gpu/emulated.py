@@ -1,4 +1,4 @@
-"""Our GPU's kernels on the CPU: the source that NVRTC compiles, compiled by the C compiler of this machine."""
+"""Our GPU kernels on the CPU: the source for NVRTC, compiled by this machine's C compiler."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""What each rank does in test_dtensor.py: shards of deferred models against slices of eager ones, bit for bit."""
+"""The code of each rank in test_dtensor.py: shards of deferred models against slices of eager ones, bit for bit."""
 
 from __future__ import annotations
 

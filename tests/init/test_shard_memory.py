@@ -1,4 +1,4 @@
-"""Memory that devices own and that kernels write."""
+"""Memory owned by devices and written by kernels."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ def kinds():
     ]
 
 
-def test_what_is_written_there_is_the_arrays():
+def test_writes_show_in_the_array():
     torch_dtypes = [torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.complex64]
     made = shard_memory.allocate(kinds())
     for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, made, strict=True)):
@@ -47,13 +47,13 @@ def test_the_memory_can_be_donated():
 # How long making an input takes is the machine's business: two test runs side by side took seconds.
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 50), max_size=6))
-def test_rounds_are_worth_their_remainder(counts):
+def test_rounds_have_a_small_remainder(counts):
     def results(n):
         return sum(c // n for c in counts) ** 2 + sum(c % n for c in counts) ** 2
 
     assert results(rounds(counts)) <= results(1)
 
 
-def test_layers_alike_are_made_in_rounds():
+def test_identical_layers_are_made_in_rounds():
     assert rounds([44, 44, 22, 45, 2]) == 22
     assert rounds([]) == 1

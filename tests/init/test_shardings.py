@@ -1,4 +1,4 @@
-"""Specs: what fits a weight and a mesh, what does not, and where each shard begins."""
+"""Specs: which fit a weight and a mesh, which do not, and where each shard begins."""
 
 import math
 
@@ -30,7 +30,7 @@ def specs(draw):
 
 
 @given(specs())
-def test_what_is_divided_divides_and_uses_no_axis_twice(case):
+def test_splits_are_even_and_use_no_axis_twice(case):
     shape, mesh, spec = case
     placed = shardings.divided(shape, shardings.checked("w", shape, spec, mesh), mesh)
     used = [axis for entry in placed.spec for axis in entry]
@@ -41,7 +41,7 @@ def test_what_is_divided_divides_and_uses_no_axis_twice(case):
 
 
 @given(specs())
-def test_shards_cover_the_weight_once(case):
+def test_shards_cover_the_weight_exactly_once(case):
     shape, mesh, spec = case
     spec = shardings.divided(shape, spec, mesh).spec
     local = shardings.local_shape(shape, spec, mesh)
@@ -58,7 +58,7 @@ def test_shards_cover_the_weight_once(case):
 
 
 @given(sizes, axes)
-def test_the_default_cuts_one_dimension_as_finely_as_any_could_be(shape, mesh):
+def test_the_default_splits_one_dimension_as_finely_as_possible(shape, mesh):
     data = [a for a in mesh if a in shardings.DATA_AXES] or list(mesh)
     spec = shardings.by_default(shape, mesh)
     cut = [d for d, entry in enumerate(spec) if entry]
@@ -128,7 +128,7 @@ def test_an_axis_is_a_name_and_a_whole_number(mesh):
         fl.init_program(fl.deferred_init(model)).plan(mesh)
 
 
-def test_what_is_no_module_and_what_is_no_tensor():
+def test_non_modules_and_non_tensors_are_refused():
     with pytest.raises(ShardingError, match="3 is not a Module"):
         fl.shard(3, {"*": ()}, AXES)
     with pytest.raises(ShardingError, match="'x' is not a tensor"):
@@ -162,7 +162,7 @@ def test_a_mesh_is_given_by_its_axes():
     assert shardings.axes_of({"a": 2}) == {"a": 2}
 
 
-def test_the_first_pattern_holds_and_marks_are_kept_through_materialization():
+def test_the_first_pattern_wins_and_marks_survive_materialization():
     module = fl.shard(fl.deferred_init(model), {"0.*": ("tp",), "*": ()}, AXES)
     assert fl.mark_sharding(module[1].bias, AXES, ("fsdp",)) is module[1].bias
     specs = {w.name: w.sharding.spec for w in fl.init_program(module).plan().weights}
@@ -187,7 +187,7 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
             program.plan(AXES, {"embedding.weight": ("tp",), "head.weight": bad})
 
 
-def test_what_does_not_divide_is_cut_elsewhere_and_said():
+def test_an_axis_that_does_not_divide_moves_with_a_warning():
     program = fl.init_program(fl.deferred_init(nn.Linear, 64, 51, bias=False))
     with pytest.warns(UserWarning, match=r"weight: axis 'tp' of size 4 does not divide dimension 0 of 51.*dimension 1"):
         made = program.plan(AXES, {"weight": ("tp",)})
@@ -195,7 +195,7 @@ def test_what_does_not_divide_is_cut_elsewhere_and_said():
     assert made.to_dict()["moved"]
 
 
-def test_the_first_pattern_holds_whether_it_has_a_wildcard_or_not():
+def test_the_first_pattern_wins_with_or_without_a_wildcard():
     names = dict.fromkeys(("a.weight", "a.bias", "b.weight", "c[0]", "c0"))
     first = {"a.weight": (1,), "*.weight": (2,), "a.*": (3,), "c[0]": (4,)}
     expected = {"a.weight": (1,), "a.bias": (3,), "b.weight": (2,), "c0": (4,)}

@@ -1,4 +1,4 @@
-"""The native inverse error function against torch's, bit for bit wherever it answers."""
+"""The native inverse error function is bit-identical to torch's wherever it gives a result."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def answered(numbers, margin):
 
 
 @trusted_only
-def test_all_uniforms():
+def test_all_uniforms_match_torch():
     """All that `uniform_(-1, 1)` can draw; half the doubt that the engine allows would do."""
     numbers = torch.arange(1 << 24, dtype=torch.float32) * 2**-23 - 1
     found, sure = answered(numbers, ROUNDING_MARGIN / 2)
@@ -48,7 +48,7 @@ def test_all_uniforms():
 @trusted_only
 @settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(0, 70))
-def test_any_numbers(seed, count):
+def test_any_numbers_match_torch(seed, count):
     numbers = torch.empty(40 * count, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
     numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some of them are none
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, 1e-44, -1e-30, torch.inf, -torch.inf, torch.nan])
@@ -59,7 +59,7 @@ def test_any_numbers(seed, count):
 
 
 @native_only
-def test_less_doubt_leaves_less():
+def test_a_smaller_doubt_interval_leaves_fewer_numbers():
     numbers = torch.empty(50_000).uniform_(-0.99, 0.99)
     margins = [1 / 4, 1 / 16, 1 / 64]
     left = [(~answered(numbers, margin)[1]).float().mean().item() for margin in margins]
@@ -77,7 +77,7 @@ def test_less_doubt_leaves_less():
     st.sampled_from([(-1.0, 1.0), (0.9, 1.0), (-0.5, 0.25), (2.0, 3.0)]),
     st.sampled_from([FULL, NOTHING]),
 )
-def test_a_draw_with_its_inverse_and_its_end(seed, drawn, count, misaligned, interval, finish):
+def test_a_fused_draw_matches_torch(seed, drawn, count, misaligned, interval, finish):
     generator = torch.Generator().manual_seed(seed)
     stream = Stream(generator.get_state().numpy())
     torch.empty(drawn, dtype=torch.int32).random_(generator=generator)
@@ -94,7 +94,7 @@ def test_a_draw_with_its_inverse_and_its_end(seed, drawn, count, misaligned, int
     assert (room[:misaligned] == 7).all() and (room[misaligned + count :] == 7).all()
 
 
-def test_the_table_is_what_the_fit_writes():
+def test_the_table_is_up_to_date():
     """And the fit is closer to the truth than the doubt that the engine allows; the rest of it is for rounding."""
     written = fit_erfinv.written(fit_erfinv.table()).split()
     with open(fit_erfinv.PATH) as file:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from . import session
 from .file_value import FileValue
 from .first_use import sources
@@ -34,9 +34,9 @@ _TRANSFORMERS_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 def install() -> None:
     """Patch `torch.distributed.checkpoint` and accelerate, once they have been imported."""
     if _PLANNER in sys.modules:
-        put(_RESOLVE)
+        install_patch(_RESOLVE)
     if _ACCELERATE in sys.modules:
-        put(_RETIE)
+        install_patch(_RETIE)
 
 
 @replaces(_RESOLVE)

@@ -91,7 +91,7 @@ class DataAssignments:
         if storage.trace is not self._trace:
             self._trace.adopt(storage)
         others = [t for t in storage.alive() if t is not weight]
-        lent = storage not in self.weights and storage.resident is not None and storage.resident.lent
+        lent = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
         old_memory: Any = None
         if others or lent:
             value = storage.value
@@ -148,5 +148,6 @@ class DataAssignments:
     def outdated(self) -> bool:
         """Whether a weight's memory has other views than when the step was traced."""
         return any(
-            len(storage.alive()) > 1 or storage.resident.lent != (storage in self._lent) for storage in self.weights
+            len(storage.alive()) > 1 or storage.resident.is_exported != (storage in self._lent)
+            for storage in self.weights
         )

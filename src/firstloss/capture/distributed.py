@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..compat.patches import put
+from ..compat.patches import install_patch
 from ..compat.python_names import getframe
 from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
@@ -92,8 +92,8 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
         return
     _prepared = True
     for kind in ("Shard", "_StridedShard"):
-        put(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
-    put(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
+        install_patch(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
+    install_patch(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
     from torch.distributed.tensor import DTensor
 
     for install in _installers:

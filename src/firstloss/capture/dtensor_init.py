@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
 from .tensor import Hooks, is_pending
 
@@ -66,7 +66,7 @@ def install(dtensor: Any) -> None:
     for op in _EYE:
         handlers[op] = _deferred_handler(handlers, op, _eye, target="out")
     for name in (*_INITIALIZERS, *_PADDING):
-        put(name)
+        install_patch(name)
 
 
 def _fill(op: Any, args: tuple, kwargs: dict) -> Any:

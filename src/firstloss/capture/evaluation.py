@@ -42,7 +42,7 @@ def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
     storage = tensor._storage
     with DisableTorchDispatch(), torch.no_grad():
         memory = storage.resident.memory(lasting)
-        if storage.resident.lent:
+        if storage.resident.is_exported:
             record_exported_memory(storage)
         ref = tensor._ref()
         return memory.detach() if ref.whole else ref.view(memory)

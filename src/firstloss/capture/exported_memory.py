@@ -43,7 +43,7 @@ def _record_moves() -> None:
     for begin in list(_begins):
         ref = _storages_at.get(begin)  # None if an earlier entry has moved there
         storage = None if ref is None else ref()
-        if storage is not None and storage.resident is not None and storage.resident.lent:
+        if storage is not None and storage.resident is not None and storage.resident.is_exported:
             record_exported_memory(storage)
 
 
@@ -100,7 +100,7 @@ def _exported_at(begin: int) -> Storage | None:
     if (
         storage is None
         or storage.resident is None
-        or not storage.resident.lent
+        or not storage.resident.is_exported
         or storage.resident.extent()[0] != begin
     ):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import gc_pause
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
@@ -255,7 +255,7 @@ _BUILDER = "torch._dynamo.variables.builder"
 def install_in_dynamo() -> None:
     """Patch Dynamo, once it has been imported, to materialize the tensors that it meets."""
     if _BUILDER in sys.modules:
-        put(f"{_BUILDER}.VariableBuilder.__call__")
+        install_patch(f"{_BUILDER}.VariableBuilder.__call__")
 
 
 @replaces(f"{_BUILDER}.VariableBuilder.__call__")
