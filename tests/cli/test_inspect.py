@@ -12,14 +12,14 @@ from firstloss.cli import mesh
 LINEAR = ["torch.nn:Linear", "--arg", "in_features=300", "--arg", "out_features=7"]
 
 
-def test_a_table(capsys):
+def test_the_table_is_printed(capsys):
     assert cli.main(["inspect", *LINEAR]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == "weight 7x300 float32 uniform(-0.057735, 0.057735) 0".split()
     assert lines[-1] == "2 weights, 2,107 parameters, 8,428 bytes, 0 dead fills dropped"
 
 
-def test_the_counter_policy(capsys):
+def test_the_counter_policy_numbers_its_draws(capsys):
     assert cli.main(["inspect", *LINEAR, "--rng", "counter", "--json"]) == 0
     assert [row["position"] for row in json.loads(capsys.readouterr().out)["weights"]] == [0, 1]
 
@@ -39,7 +39,7 @@ def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
     assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # rows that 512 does not divide
 
 
-def test_bytes_per_rank_in_words(capsys):
+def test_bytes_per_rank_are_printed(capsys):
     cuts = ["--cut", "weight=-,tp", "--mesh", "fsdp=4,tp=3,dp_replicate=2"]
     assert cli.main(["inspect", *LINEAR, *cuts]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,7 @@ def test_bytes_per_rank_in_words(capsys):
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), max_size=3))
-def test_the_largest_part_is_chunks(size, parts):
+def test_a_rank_has_the_largest_chunk(size, parts):
     left = torch.empty(size)
     for count in parts:
         left = left.chunk(count)[0]
@@ -70,7 +70,7 @@ def test_the_largest_part_is_chunks(size, parts):
         (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
     ],
 )
-def test_a_failure_is_one_line(capsys, arguments, said):
+def test_a_failure_is_a_one_line_error(capsys, arguments, said):
     assert cli.main(["inspect", *arguments]) == 1
     really = capsys.readouterr().err
     assert said in really and really.count("\n") == 1

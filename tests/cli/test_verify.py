@@ -1,4 +1,4 @@
-"""How verify compares: by name, by bits, by what is tied to what."""
+"""How verify compares: by name, bits and ties."""
 
 import torch
 
@@ -28,7 +28,7 @@ def test_the_same_model_twice_is_identical():
     assert compare(dict(named_tensors(model())), dict(named_tensors(model()))) == {}
 
 
-def test_one_bit_is_a_difference_and_nan_is_none():
+def test_one_bit_is_a_difference_and_equal_nans_are_not():
     a, b = model(), model()
     with torch.no_grad():
         a[0].bias[0] = b[0].bias[0] = float("nan")
@@ -46,7 +46,7 @@ def test_shape_dtype_and_requires_grad_are_compared():
     assert found["z"] == "requires_grad is True, but False in the eager model"
 
 
-def test_missing_and_superfluous_tensors():
+def test_missing_and_extra_tensors_are_reported():
     found = compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)})
     assert found == {"a": "is missing from the deferred model", "b": "is in the deferred model only"}
 

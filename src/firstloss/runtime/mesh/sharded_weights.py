@@ -16,7 +16,7 @@ from ...engine.cpu_engine import materialize_values
 from ...engine.plan import RangePlanner
 from ...init.stablehlo.host_shards import make_on_host
 from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
-from ...init.stablehlo.shard_memory import unwritten as unwritten_shards
+from ...init.stablehlo.shard_memory import allocate as allocate_shards
 from ...lower import unwritten
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
@@ -93,7 +93,7 @@ class WholeArrays:
     def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
         kinds = [ArraySpec(tuple(v.shape), to_jax(v.dtype), sharding.named) for v, sharding in shardings.items()]
         with x64():
-            self._made = dict(zip(shardings, unwritten_shards(kinds), strict=True))
+            self._made = dict(zip(shardings, allocate_shards(kinds), strict=True))
 
     def array(self, value: Value, content: torch.Tensor) -> jax.Array:
         """Fill the array of `value` with `content` and return it. May be called again until `forget`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...capture.shapes import is_unusual
+from ...capture.shapes import is_not_strided
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
 from ...program.source import here, warn
@@ -145,7 +145,7 @@ class Shapes:
 
 def _kind(leaf: Any) -> tuple:
     if isinstance(leaf, torch.Tensor):
-        if is_unusual(leaf):
+        if is_not_strided(leaf):
             layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise TraceError(
                 f"{here()}: a compiled step takes dense tensors, but one of its arguments is {layout}. Pass a dense "

@@ -75,7 +75,7 @@ class CompiledStep:
         self._executable = executable
         self._backend = backend
         self._ran = ran
-        self._reseated = session.reseated
+        self._rebinds = session.rebinds
 
     @property
     def executable(self) -> SegmentedStep:
@@ -93,7 +93,7 @@ class CompiledStep:
     def outdated(self) -> bool:
         """Whether the compiled step no longer applies: it was for a first step, or a number baked in, a weight's
         memory, or the value of a tensor that its Python code has read has changed."""
-        if self.traced.optimizers.first_step_only and self._ran or session.reseated != self._reseated:
+        if self.traced.optimizers.first_step_only and self._ran or session.rebinds != self._rebinds:
             return True
         return self.traced.outdated()
 

@@ -20,7 +20,7 @@ from ...engine.replay import Replay
 from ...errors import FirstlossError
 from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
-from ...program.python_text import is_number
+from ...program.schemas import is_number_type
 from ..device import on_gpu
 from ..device.lazy_array import LazyArray, copied_later
 from ..lazy_jax import is_array
@@ -42,7 +42,7 @@ class Kernels(Replay):
             device: where to run nodes, if not on the recorded device.
         """
         super().__init__(Value.empty if device is None else partial(_empty_on, device))
-        self._scratch = self.allocate
+        self._allocate_result = self.allocate
         self._draws = draws
         self._device = device
 
@@ -68,7 +68,7 @@ class Kernels(Replay):
                 self.buffers[value] = self.allocate(value).fill_(torch.nan)
             return None
         schema = schema_of(node.op).arguments
-        numbers = {argument.name for argument in schema if is_number(argument.type)}
+        numbers = {argument.name for argument in schema if is_number_type(argument.type)}
         if not numbers or not any(True for _ in node.refs()):
             return super()._run_one(node)
         args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
@@ -92,7 +92,7 @@ class Kernels(Replay):
             is_causal=given.get("is_causal", False),
             scale=given.get("scale"),
         )
-        self._keep(node, node.outputs[:1], [made])
+        self._store_results(node, node.outputs[:1], [made])
         for value in node.outputs[1:]:
             self.buffers[value] = self.allocate(value).fill_(torch.nan)
 

@@ -16,7 +16,7 @@ import torch
 from ... import timeline
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
-from ...gpu.replay import Plan, Replayed
+from ...gpu.replay import Plan, ReplayedStep
 from ...program.graph import Value
 from ...program.source import warn
 from ...undo import Undo
@@ -38,7 +38,7 @@ _AGREE = 2.0**-7
 class GraphedStep:
     """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
-    def __init__(self, traced: TracedProgram, executable: Replayed) -> None:
+    def __init__(self, traced: TracedProgram, executable: ReplayedStep) -> None:
         self.traced = traced
         self.executable = executable
 
@@ -153,7 +153,7 @@ class GraphRequest(Request):
         return GraphedStep(traced, executable)
 
 
-def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
+def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
     retrace_reason = traced.retrace_reason
     if traced.raised is not None:
         retrace_reason = "it raised an error"
@@ -168,7 +168,7 @@ def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
     if plan.obstacles:
         raise TraceError("; ".join(plan.obstacles))
     state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}
-    return Replayed(plan, inputs, state, backend.torch_device)
+    return ReplayedStep(plan, inputs, state, backend.torch_device)
 
 
 class Trials:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import storage_at, storages_met_by
+from ...capture.exported_memory import overlapping_storages, storage_at
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
@@ -121,7 +121,9 @@ class Owners:
         data = list(arguments.data())
         for i, leaf in data:
             storages = (
-                [leaf._storage] if type(leaf) is DeferredTensor else [storage for storage, _ in storages_met_by(leaf)]
+                [leaf._storage]
+                if type(leaf) is DeferredTensor
+                else [storage for storage, _ in overlapping_storages(leaf)]
             )
             if storages:
                 if self._storages is None:

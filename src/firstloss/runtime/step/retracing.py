@@ -25,7 +25,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, GraphChangeWarning, TraceError
-from ...program.compare import Parting, parting
+from ...program.compare import Difference, first_difference
 from ...program.source import here, warn
 from ..backend import Backend
 from ..guards.guard_set import GuardSet
@@ -235,7 +235,7 @@ class CacheEntries:
                     twin.append(known)
                     return known.step
             if last is not None and not outdated and not self._meant(why) and traced.raised is None:
-                where = parting(last.step.traced.program, traced.program)
+                where = first_difference(last.step.traced.program, traced.program)
                 self._reports.parting(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], where
                 )
@@ -270,7 +270,7 @@ class CacheEntries:
             if traced.raised is not None:
                 return None
             if not known.step.traced.does_the_same(traced):
-                where: Any = parting(known.step.traced.program, traced.program)
+                where: Any = first_difference(known.step.traced.program, traced.program)
                 if where is None or where.old is None and where.new is None:
                     return None  # the same computation, with more or fewer results kept
             elif known.step.traced.reads_other_tensors(traced):
@@ -329,7 +329,7 @@ class Reports:
         self._refuse = refuse
         self._reported: set[str] = set()
 
-    def parting(self, why: list[str], where: Parting | None) -> None:
+    def parting(self, why: list[str], where: Difference | None) -> None:
         """Report that the step behaves differently now, with the reasons."""
         text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
         if self._refuse:

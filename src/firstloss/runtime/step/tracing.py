@@ -14,10 +14,10 @@ from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace, is_traced
-from ...capture.storage_swap import reseat
+from ...capture.storage_swap import rebind
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
-from ...program.compare import parting
+from ...program.compare import first_difference
 from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
@@ -175,7 +175,7 @@ class _Trace:
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
-        trace.new_memory.rejoin()
+        trace.new_memory.restore_viewers()
         owners.settle_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
@@ -224,7 +224,7 @@ def _undo(traced: _Undoable) -> None:
     if traced.effects is not None:
         traced.effects.undo()
     traced.trace.new_layouts.undo()
-    traced.trace.new_memory.rejoin()
+    traced.trace.new_memory.restore_viewers()
     traced.gradients.undo()
     traced.modes.undo()
     traced.optimizers.state.forget_new()
@@ -236,7 +236,7 @@ def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
         if tensor is not None and tensor._storage is viewer.before:
-            reseat(tensor, shows._storage, viewer.geometry)
+            rebind(tensor, shows._storage, viewer.geometry)
 
     return lambda env: functools.partial(bind, make(env))
 
@@ -328,7 +328,7 @@ class TracedProgram:
 
     def does_the_same(self, other: TracedProgram) -> bool:
         """Whether both have the same computation and inputs, so that they can share an executable."""
-        return self._signature() == other._signature() and parting(self.program, other.program) is None
+        return self._signature() == other._signature() and first_difference(self.program, other.program) is None
 
     def _signature(self) -> tuple:
         """A description of its inputs and outputs."""
