@@ -13,8 +13,7 @@ from ..program.graph import contiguous_stride, dense_count, geometry_of, span
 from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
-from .op_call import OpCall
-from .op_schema import traits_of
+from .op_call import OpCall, traits_of
 from .shapes import as_meta, infer
 from .storage_swap import become, rebind, share_memory
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host

@@ -25,8 +25,7 @@ from .constants import constant_tensor, edits, owned_by_torch
 from .evaluation import run_for_real, value_of
 from .file_value import is_in_file
 from .metadata_mutation import OPERATIONS, resize
-from .op_call import OpCall
-from .op_schema import traits_of
+from .op_call import OpCall, traits_of
 from .shapes import infer
 from .symbolic_scalars import number_of
 from .tensor import DeferredTensor, Hooks
