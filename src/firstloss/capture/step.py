@@ -36,8 +36,7 @@ from ..rng.stream import Position
 from ..undo import Undo
 from . import data_dependent, direct_memory_access, recorder, session
 from .constant_folding import known as known_value
-from .data_assignment import DataAssignments
-from .layout_changes import LayoutChanges
+from .data_assignment import DataAssignments, LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 
