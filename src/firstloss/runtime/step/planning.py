@@ -30,8 +30,7 @@ from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
 from .segmented import Function, functions_of
-from .trace_observer import TraceObserver
-from .tracing import TracedProgram
+from .tracing import TracedProgram, TraceObserver
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:
