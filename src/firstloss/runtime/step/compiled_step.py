@@ -28,8 +28,7 @@ from . import closures as _closures  # noqa: F401 - registers the handling of as
 from . import loop as loops
 from .arguments import Arguments
 from .background_compile import BackgroundCompiledStep, KernelsFirstRun
-from .inputs import Inputs, write_back
-from .owners import Owner
+from .inputs import Inputs, Owner, write_back
 from .tracing import Shared, TracedProgram
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
+from .inputs import memory_and_geometry
 from .optimizer_state import OptimizerStates, load_in_place
-from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .schedulers import Schedulers
 

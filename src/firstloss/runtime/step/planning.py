@@ -25,8 +25,7 @@ from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
-from .inputs import Inputs
-from .owners import Owner, storage_or_itself
+from .inputs import Inputs, Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
 from .segmented import Function, functions_of

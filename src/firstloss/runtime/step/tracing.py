@@ -34,9 +34,9 @@ from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources, generators, restore_generators
 from .arguments import Arguments, TracedArguments
 from .gradients import Gradients
+from .inputs import Owners, differ
 from .optimizers import Optimizers
 from .outputs import Outputs
-from .owners import Owners, differ
 from .process_settings import ModesLeft
 
 
