@@ -17,10 +17,9 @@ from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
 from ..device import dispatch
-from ..device.buffer import DeviceBuffer
+from ..device.buffer import DeviceBuffer, mesh_sharding
 from ..device.host_memory import HostMemory
 from ..device.lazy_array import LazyArray, ready
-from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
 from ..guards.reconstruct import CallFrame
 from ..lazy_jax import is_array, is_imported

@@ -173,8 +173,8 @@ class Outputs:
             refs: the Program's outputs.
             step: the step's name.
         """
+        from ..device.buffer import deferred_storage_of, resident
         from ..device.lazy_array import LazyArray  # imported late, because they import JAX
-        from ..device.tensors import deferred_storage_of, resident
 
         tensors: dict[int, torch.Tensor] = {}
         storages = dict(self._unseen)
