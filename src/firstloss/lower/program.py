@@ -23,8 +23,7 @@ from ..program.program import Program
 from . import aten, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, to_jax
-from .functional_overloads import functional
-from .registry import OF_ORDERS, OF_PROGRAMS
+from .registry import OF_ORDERS, OF_PROGRAMS, functional
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 

@@ -35,8 +35,7 @@ from jax.experimental import serialize_executable
 from ...compat.torch_names import OpOverload, schema_of
 from ...files import replacing
 from ...lower import aten
-from ...lower.functional_overloads import functional
-from ...lower.registry import OF_USERS
+from ...lower.registry import OF_USERS, functional
 from ...lower.rules import RULES
 from ..jax_support import compile_options, on_cpu
 from . import lowering_markers
