@@ -1,8 +1,13 @@
-"""`weight.data = tensor` in a traced step, which gives the weight other memory.
+"""What a traced step does to tensors that outlive it, beyond their values: other memory, another shape or storage.
+
+`weight.data = tensor` gives a weight other memory (`DataAssignments`).
 
 A compiled step writes a weight's new content to its old memory instead. That is equivalent only if the old and the new
 memory have no other views: so other views of the old memory get a copy of it, and views of the new memory become views
 of the weight.
+
+`resize_`, `t_`, `set_` and `tensor.data = ...` with another shape (`LayoutChanges`) are done while the step is traced,
+and undone afterwards. Such a step is traced at each call.
 """
 
 from __future__ import annotations

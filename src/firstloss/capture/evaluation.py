@@ -1,4 +1,4 @@
-"""Evaluate deferred tensors that are needed before they are materialized."""
+"""The states of deferred tensors, and the evaluation of those that are needed before they are materialized."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def state_of(storage: DeferredStorage) -> State:
 
 
 aten = torch.ops.aten
-Tensor = torch.Tensor
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A call of an ATen operation, with its tensors collected from the arguments."""
+"""A call of an ATen operation, with its tensors collected from the arguments, and the traits of its overload."""
 
 from __future__ import annotations
 

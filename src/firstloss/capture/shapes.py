@@ -2,6 +2,10 @@
 
 It uses PyTorch's meta kernels. These take tens of microseconds, and a model repeats the same few calls for every layer,
 so results are cached by call.
+
+Meta kernels accept dtypes that the CPU's refuse: a matmul of float32 and float64, int32 indices, a softmax of integers.
+XLA would compute a result. So tracing also runs the CPU's kernel on a few zeros, once for each operation and
+combination of dtypes (`result_dtypes`).
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
 _LARGE = 65504.0  # larger numbers overflow in some dtypes
 _HALVES = (torch.float16, torch.bfloat16)
 
-_cache: dict[tuple, list[torch.dtype | None]] = {}
+_dtypes_cache: dict[tuple, list[torch.dtype | None]] = {}
 
 
 def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
@@ -52,10 +56,10 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
         return None  # the forward operation has been checked
     if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return None
-    named = ((name, _kind(arg)) for name, arg in call.kwargs.items())
-    key = (call.op, torch.get_default_dtype(), *map(_kind, call.args), *named)
+    named = ((name, _dtype_of(arg)) for name, arg in call.kwargs.items())
+    key = (call.op, torch.get_default_dtype(), *map(_dtype_of, call.args), *named)
     empty = not all(t.numel() for t in tensors)  # kernels check less for empty tensors
-    found = _cache.get(key) if not empty else None
+    found = _dtypes_cache.get(key) if not empty else None
     if found is not None:
         return found
     sizes = {size for t in tensors for size in t.shape if size > _MIN_SIZE}
@@ -80,17 +84,17 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
             results = result if isinstance(result, (list, tuple)) else [result]
             found = [r.dtype if isinstance(r, Tensor) else None for r in results]
             if not empty:
-                _cache[key] = found
+                _dtypes_cache[key] = found
             return found
     return None
 
 
-def _kind(arg: Any) -> Any:
+def _dtype_of(arg: Any) -> Any:
     """The properties of an argument that determine the dtypes."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.dim() == 0
     if type(arg) in (list, tuple):
-        return tuple(map(_kind, arg))
+        return tuple(map(_dtype_of, arg))
     if isinstance(arg, (torch.dtype, bool, str)) or isinstance(arg, float) and abs(arg) > _LARGE:
         return arg
     return type(arg)
@@ -107,9 +111,6 @@ def _zeros(arg: Any, new_size: dict[int, int]) -> Any:
     if is_symbolic(arg):
         return stand_in(arg)
     return new_size.get(arg, arg) if type(arg) is int else arg
-
-
-Tensor = torch.Tensor
 
 
 class NeedsValues(Exception):

@@ -1,6 +1,6 @@
 """Stream samplers: fill tensors with uniforms and normals from a position of a random stream on.
 
-They use PyTorch's kernel, or a native one that is known to give the same bits.
+They use PyTorch's kernel, or a native one where it gives the same bits, which is checked once (`trusted`).
 """
 
 from __future__ import annotations

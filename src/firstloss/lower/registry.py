@@ -7,6 +7,12 @@ several tensors.
 PyTorch's result dtypes are known from capture, so rules do not compute them: the driver (`program.py`) casts each
 result to the dtype that capture recorded, and checks its shape. A rule chooses only the dtype of its arithmetic;
 `promoted` in `dtypes.py` returns PyTorch's.
+
+Capture records the operations that user code calls, including in-place ones; rules are registered only for the
+functional overload (`functional`), which follows from the names that torchgen generates: `add_.Tensor` is `add.Tensor`.
+
+The rules import JAX. `rules.txt` lists them for callers that must not (`all_have_rules`);
+`python -m firstloss.lower.rules` rewrites it, and a test compares it with the table.
 """
 
 from __future__ import annotations
@@ -105,13 +111,13 @@ def _present(overload: OpOverload | str) -> OpOverload | None:
     return getattr(getattr(torch.ops.aten, name, None), variant, None)
 
 
-_LIST = Path(__file__).with_name("rules.txt")
+LIST = Path(__file__).with_name("rules.txt")
 
 
 @functools.cache
 def listed() -> frozenset[str]:
     """The names of the overloads that have a rule."""
-    return frozenset(_LIST.read_text().split())
+    return frozenset(LIST.read_text().split())
 
 
 def all_have_rules(program: Program) -> bool:
@@ -119,9 +125,3 @@ def all_have_rules(program: Program) -> bool:
     known = listed()
     ops = {node.op for node in program.nodes}
     return all(str(functional(op)) in known or str(op) in known or op in RULES for op in ops)
-
-
-if __name__ == "__main__":
-    from . import rules
-
-    _LIST.write_text("\n".join(sorted(map(str, rules.RULES))) + "\n")

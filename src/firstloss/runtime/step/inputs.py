@@ -1,4 +1,4 @@
-"""A step's inputs: their device buffers, and the array passed for each of them at a call."""
+"""A step's inputs: their owners (tensors and storages), and the array passed for each of them at a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trace_step`: run a step's Python code once, on tensors without values, to get a `TracedProgram`."""
+"""`trace_step`: run a step's Python code once, on tensors without values, observed, to get a `TracedProgram`."""
 
 from __future__ import annotations
 
