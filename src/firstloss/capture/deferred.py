@@ -13,7 +13,7 @@ import torch
 from .. import timeline
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
-from ..gc_pause import paused
+from ..interpreter import paused
 from ..program.source import here, is_machinery, raised_at
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import checkpoint_loaders, direct_memory_access, first_use, patches, session

@@ -28,7 +28,7 @@ from ..compat.torch_names import (
     version_of,
 )
 from ..errors import TraceError, ValueReadError
-from ..gc_pause import pause
+from ..interpreter import pause
 from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at

@@ -34,6 +34,7 @@ from jax.experimental import serialize_executable
 
 from ...compat.torch_names import OpOverload, schema_of
 from ...files import replacing
+from ...interpreter import cores
 from ...lower import aten
 from ...lower.registry import OF_USERS, functional
 from ...lower.rules import RULES
@@ -210,5 +211,4 @@ def _processor() -> tuple:
         ]
     except OSError:
         lines = [platform.processor()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return platform.machine(), cores, os.cpu_count(), *lines
+    return platform.machine(), cores(), os.cpu_count(), *lines

@@ -13,8 +13,8 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...gc_pause import paused_until
 from ...init import shardings
+from ...interpreter import paused_until
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import ArraySharding, Axes
