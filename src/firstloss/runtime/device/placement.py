@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ... import timeline
+from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import disable_first_use

@@ -142,7 +142,7 @@ class CompiledStep:
             seed = (
                 key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
             )
-            begin = timeline.current().now()
+            begin = 0.0 if self._ran else timeline.current().now()
             run = self._executable.begin(state, rest, seed)
 
             call = StepCall(arguments, state_owners.values())
@@ -212,7 +212,8 @@ class CompiledStep:
         for bind in call.bindings:
             bind()
         traced.modes.leave()
-        self._backend.stepped = True
+        if not self._backend.stepped:
+            self._backend.stepped = True
         if key is not None:
             self._backend.keys.advance(key)
         self.inputs.settle(buffers, (*new, *made, *results))

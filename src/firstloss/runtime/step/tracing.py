@@ -403,6 +403,6 @@ class TracedProgram:
         trace = self.trace
         if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
             return True
-        if trace.new_memory.outdated():
+        if trace.new_memory.weights and trace.new_memory.outdated():
             return True
         return self.optimizers.outdated() or not self.gradients.fit(self.owners.inputs)
