@@ -9,7 +9,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
 from ..errors import CaptureError, TraceError
-from ..program.graph import Ref, geometry_of, is_contiguous
+from ..program.graph import Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
 from .constant_folding import known
@@ -17,7 +17,7 @@ from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .file_value import FileValue
 from .op_call import OpCall
-from .shapes import infer, is_not_strided
+from .shapes import infer
 from .storage_swap import rebind
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending, on_backend
 

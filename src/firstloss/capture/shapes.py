@@ -18,7 +18,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, current_autograd_node, schema_of, suggest_memory_format
 from ..errors import CaptureError
-from ..program.graph import Geometry, geometry_of, span
+from ..program.graph import Geometry, geometry_of, is_not_strided, span
 from ..program.source import here
 from . import session
 from .op_call import OpCall
@@ -334,11 +334,6 @@ def _run_meta_kernel(call: OpCall) -> list[Any]:
             raise NeedsValues(f"{call.op} returns a tensor that is not strided")
         out.append(geometry_of(t))
     return out
-
-
-def is_not_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is sparse, nested, quantized or similar; such tensors are never deferred."""
-    return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def as_meta(arg: Any) -> Any:

@@ -340,9 +340,12 @@ class DeviceBuffer:
 
     def _read(self, array: jax.Array) -> torch.Tensor:
         from ..jax_support import to_host
-        from ..mesh import sharded_arrays
 
-        return laid_out(to_host(sharded_arrays.readable(array)), self.value)
+        if self.sharding is not None:
+            from ..mesh.sharded_arrays import readable
+
+            array = readable(array)
+        return laid_out(to_host(array), self.value)
 
     def _content(self) -> torch.Tensor | None:
         """The content, if it is on the host and there is no array yet."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...capture import exported_memory
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import overlapping_storages, storage_at
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
@@ -43,7 +43,7 @@ def memory_of(owner: Any) -> int:
 
 def memory_and_geometry(tensor: torch.Tensor) -> tuple[int, Geometry]:
     """A key that is equal for tensors that share memory, and the tensor's view of that memory."""
-    exported = None if type(tensor) is DeferredTensor else storage_at(tensor)
+    exported = None if type(tensor) is DeferredTensor else exported_memory.storage_at(tensor)
     return (storage_key(tensor), geometry_of(tensor)) if exported is None else (id(exported[0]), exported[1])
 
 
@@ -132,11 +132,11 @@ class Owners:
         found: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
-            storages = (
-                [leaf._storage]
-                if type(leaf) is DeferredTensor
-                else [storage for storage, _ in overlapping_storages(leaf)]
-            )
+            storages = []
+            if type(leaf) is DeferredTensor:
+                storages = [leaf._storage]
+            elif exported_memory.begins:
+                storages = [storage for storage, _ in exported_memory.overlapping_storages(leaf)]
             if storages:
                 if self._storages is None:
                     self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
@@ -178,7 +178,7 @@ class Owners:
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
-                if storage_at(new) is not None or self._tracing.shares(new):
+                if exported_memory.storage_at(new) is not None or self._tracing.shares(new):
                     return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):

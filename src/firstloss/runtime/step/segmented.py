@@ -15,8 +15,8 @@ import torch
 
 from ... import timeline
 from ...lower import aten
-from ...lower.dtypes import to_jax
-from ...lower.program import Template, constant, run_calls
+from ...lower.dtypes import constant, to_jax
+from ...lower.program import Template, run_calls
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
 from ..device.executable_calls import Shield, begun, called, calling, direct, flat, probe_memory
