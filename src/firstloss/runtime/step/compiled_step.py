@@ -172,7 +172,7 @@ class CompiledStep:
             closure.after_step([for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
         for schedule in call.schedules:
             schedule()
-        loop = loops.current()
+        loop = loops.current() if loops.under_way else None
         if loop is not None:
             loop.dispatched(results)
         if traced.raised is not None:

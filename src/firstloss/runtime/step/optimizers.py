@@ -80,10 +80,6 @@ class Optimizers:
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
 
-    def outdated(self) -> bool:
-        """Whether an assumption of the step about the optimizers no longer holds."""
-        return self.state.replaced() or self.groups.outdated()
-
     def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """Record the optimizers' side effects.
 

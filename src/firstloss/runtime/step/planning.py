@@ -25,10 +25,10 @@ from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
+from .functions import Function, functions_of
 from .inputs import Inputs, Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
-from .segmented import Function, functions_of
 from .tracing import TracedProgram, TraceObserver
 
 

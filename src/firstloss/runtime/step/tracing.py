@@ -405,4 +405,6 @@ class TracedProgram:
             return True
         if trace.new_memory.weights and trace.new_memory.outdated():
             return True
-        return self.optimizers.outdated() or not self.gradients.fit(self.owners.inputs)
+        if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
+            return True
+        return not self.gradients.fit(self.owners.inputs)
