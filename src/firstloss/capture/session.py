@@ -34,7 +34,7 @@ class SupportsDataAssignment(Protocol):
 
 
 class SupportsLayoutChange(Protocol):
-    """The interface of `layout_changes.LayoutChanges` that deferred tensors use."""
+    """The interface of `data_assignment.LayoutChanges` that deferred tensors use."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
 

@@ -33,8 +33,7 @@ from ..guards.guards import Change
 from ..guards.recording import functions_of
 from . import tracing
 from .arguments import Arguments
-from .trace_observer import TraceObserver
-from .tracing import TracedProgram
+from .tracing import TracedProgram, TraceObserver
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
