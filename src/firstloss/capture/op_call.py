@@ -1,4 +1,4 @@
-"""A call of an ATen operation, with its tensors collected from the arguments, and the traits of its overload."""
+"""A call of an ATen operation: the traits of its overload, and the tensors among its arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ..program.source import here
 from .tensor import DeferredTensor
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 # Views that are not annotated as such in their schema.
 _UNANNOTATED_VIEWS = frozenset(
@@ -100,11 +104,6 @@ def traits_of(op: OpOverload) -> Traits:
         replacement,
         op.namespace not in _KNOWN_NAMESPACES,
     )
-
-
-Tensor = torch.Tensor
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class OpCall:
