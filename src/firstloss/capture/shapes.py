@@ -166,7 +166,8 @@ def _ask(call: OpCall) -> Outcome:
             return Outcome(told, None)
     if call.op in _MISTAKEN and session.trace is None:
         raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
-    geometry = _of_list(call) if call.is_foreach else _on_meta(call)
+    on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # one may come behind a number: foreach_pow's
+    geometry = _of_list(call) if on_lists else _on_meta(call)
     geometry = _with_dtypes(geometry, given)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None

@@ -48,20 +48,25 @@ def use_compilation_cache(directory: str) -> None:
     compilation_cache.reset_cache()
 
 
-def compile_options() -> dict[str, Any]:
+def compile_options(on_mesh: bool = False) -> dict[str, Any]:
     """What XLA is asked to do otherwise than by default.
 
     On a CPU: to see, before it copies a donated weight, that the backward pass has read it before the optimizer writes
     it (by default each weight is copied at each step: 7% of the time of a Llama's), and to order operations so that
     they need less scratch memory (by default, so that more of them can run at once, it is 1.5 times as much).
+    On a mesh of CPU devices, LLVM's level 2 and not 3: it takes a fifth less processor time to compile, and a step is
+    none the slower, since the devices wait for each other.
     On a GPU: the same results at each run, where PyTorch has been asked for that.
     """
     if not on_cpu():
         return {"xla_gpu_exclude_nondeterministic_ops": True} if torch.are_deterministic_algorithms_enabled() else {}
-    return {
+    options: dict[str, Any] = {
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     }
+    if on_mesh:
+        options["xla_backend_optimization_level"] = int(os.environ.get("FL_LEVEL", 2))
+    return options
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:

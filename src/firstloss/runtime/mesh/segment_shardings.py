@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...lower.gathers import Gathers, gathers_of
 from ...lower.segments import Cut, Segment
-from ...lower.sharding import ArraySharding, Spec, propagate
+from ...lower.sharding import ArraySharding, Spec, propagate, read_rules
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
@@ -46,6 +46,7 @@ class Edges:
         ends = {value: named(where) for value, where in wanted.items()}
         placed = {v: ArraySharding(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
         specs = {value: spec_of(where, len(value.shape)) for value, where in ends.items()}
+        read_rules(cut.segments, self.whole)
         found = propagate(cut.segments, placed, specs, mesh.axes)
         cut_so: dict[Spec, NamedSharding] = {}
 

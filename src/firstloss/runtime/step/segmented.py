@@ -425,10 +425,11 @@ class _Compiling:
                         return compiled
                     lowered = self._lower(number)
                 return entry.compile(lowered, compile_options())
+            options = compile_options(on_mesh=self._edges is not None)
             if self._peers is None or self._edges is None:
-                return lowered.compile(compile_options())
+                return lowered.compile(options)
             devices = self._edges.whole.mesh.devices
-            return self._peers.compile(number, self._name, lowered, compile_options(), devices)
+            return self._peers.compile(number, self._name, lowered, options, devices)
 
     def reuses(self, number: int) -> bool:
         """Whether a function overwrites old state."""
