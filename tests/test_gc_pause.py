@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 import firstloss.gc_pause
-from firstloss.gc_pause import Paused, is_wanted, paused, want
+from firstloss.gc_pause import Paused, is_wanted, no_full_collections, paused, thresholds, want, want_thresholds
 
 
 @pytest.fixture(autouse=True)
@@ -113,5 +113,53 @@ def test_what_is_wanted_is_what_others_have_set(block):
         with block():
             assert not is_wanted()
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def users():
+    """The thresholds, which are put back."""
+    found = gc.get_threshold()
+    yield found
+    gc.set_threshold(*found)
+
+
+def test_a_thread_beside_the_users_collects_young_objects_alone(users):
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with no_full_collections():
+            kept = [[[]] for _ in range(300_000)]
+            assert gc.isenabled() and collections and 2 not in collections
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.get_threshold() == users and len(kept) == 300_000 and not gc.get_freeze_count()
+
+
+def test_such_blocks_overlap_and_the_user_sees_none_of_them(users):
+    first, second = no_full_collections(), no_full_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert thresholds() == users != gc.get_threshold()
+    second.__exit__(None, None, None)
+    assert thresholds() == users == gc.get_threshold()
+
+
+def test_what_the_user_sets_during_such_a_block_stays(users):
+    with no_full_collections():
+        gc.set_threshold(500, 5, 5)
+    assert gc.get_threshold() == thresholds() == (500, 5, 5)
+    with no_full_collections():
+        want_thresholds((600, 6, 6))
+        assert thresholds() == (600, 6, 6) != gc.get_threshold()
+        gc.disable()
+    try:
+        assert gc.get_threshold() == (600, 6, 6) and not gc.isenabled()
     finally:
         gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from gc import disable, enable, isenabled  # the step that is traced meets others
@@ -94,10 +95,64 @@ _others_freeze = False  # somebody has frozen objects, which are to stay so; cou
 
 
 def _collect_again() -> None:
-    global _others_freeze
     if not isenabled():
-        _others_freeze = _others_freeze or gc.get_freeze_count() > 0
-        if not _others_freeze:
-            gc.freeze()  # moves all objects out of the generations, and
-            gc.unfreeze()  # puts them into the oldest
+        _count_as_old()
     enable()
+
+
+def _count_as_old() -> None:
+    """All objects that there are."""
+    global _others_freeze
+    _others_freeze = _others_freeze or gc.get_freeze_count() > 0
+    if not _others_freeze:
+        gc.freeze()  # moves all objects out of the generations, and
+        gc.unfreeze()  # puts them into the oldest
+
+
+_NEVER = 1 << 30  # collections of the middle generation before one of all objects
+
+_lock = threading.Lock()
+_blocks = 0
+_users: tuple[int, int, int] = gc.get_threshold()  # while there are blocks
+
+
+@contextmanager
+def no_full_collections() -> Iterator[None]:
+    """As `paused`, for a thread beside the user's, which may switch collection off and on meanwhile: young objects are
+    collected. Several threads may be in such a block at a time."""
+    global _blocks, _users
+    with _lock:
+        if not _blocks:
+            _users = gc.get_threshold()
+            gc.set_threshold(*_users[:2], _NEVER)
+        _blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if not _blocks and _is_ours():
+                _count_as_old()
+                gc.set_threshold(*_users)
+
+
+def _is_ours() -> bool:
+    """Whether the thresholds are those that a block has set, and not the user's since."""
+    return gc.get_threshold() == (*_users[:2], _NEVER)
+
+
+def thresholds() -> tuple[int, int, int]:
+    """The user's: what is set, or will be when the blocks have ended."""
+    with _lock:
+        return _users if _blocks and _is_ours() else gc.get_threshold()
+
+
+def want_thresholds(numbers: tuple[int, int, int]) -> None:
+    """Set the user's; in a block, for the time after it."""
+    global _users
+    with _lock:
+        if _blocks and _is_ours():
+            _users = numbers
+            gc.set_threshold(*_users[:2], _NEVER)
+        else:
+            gc.set_threshold(*numbers)

@@ -29,9 +29,7 @@ def jaxpr_on(call: LoweredCall, where: Sharding | None) -> jex.Jaxpr:
     Args:
         where: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call here alone.
     """
-    arrays = [
-        jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=where) for value in call.inputs
-    ]
+    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=where) for value in call.inputs]
     if call.draw is not None:
         arrays.append(jax.ShapeDtypeStruct(_key().shape, _key().dtype, sharding=where))
     with jax.enable_x64(True):

@@ -65,7 +65,7 @@ def compile_options(on_mesh: bool = False) -> dict[str, Any]:
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     }
     if on_mesh:
-        options["xla_backend_optimization_level"] = int(os.environ.get("FL_LEVEL", 2))
+        options["xla_backend_optimization_level"] = 2
     return options
 
 

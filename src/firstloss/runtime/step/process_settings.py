@@ -88,7 +88,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (switch_interval.interval, switch_interval.want),
     (gc_pause.is_wanted, gc_pause.want),
-    (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    (gc_pause.thresholds, gc_pause.want_thresholds),
     (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),
