@@ -21,6 +21,7 @@ from .lazy_jax import on_cpu, pending_cache_directory
 # Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
 # and a donated step updates it in place.
 _OWNED_BYTES = 1 << 16
+_LEVEL = "xla_backend_optimization_level"
 # Dtypes that torch gives to NumPy, and JAX takes from it.
 _NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -64,8 +65,8 @@ def compile_options(on_mesh: bool = False) -> dict[str, Any]:
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     }
-    if on_mesh:
-        options["xla_backend_optimization_level"] = 2
+    if on_mesh and _LEVEL not in os.environ.get("XLA_FLAGS", ""):  # else the user has said which
+        options[_LEVEL] = 2
     return options
 
 
